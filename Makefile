@@ -1,0 +1,45 @@
+# Every target makes its own environment on first use; VENV=path puts it elsewhere, PYTHON=... picks the interpreter.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export DS_BUILD_OPS := 0
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: demo test lint bench clean environment
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   from URLs to an evaluated NeuCLIP model and its report, on the built-in corpus (about 10 minutes)"
+	@echo "make test   the whole test suite"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  the benchmarks"
+	@echo "make clean  remove caches and the demo's run"
+
+environment: $(READY)
+
+# Two steps, so that deepspeed finds torch when it is built.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/neuclip demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m jobs.bench
+
+clean:
+	rm -rf runs/demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,103 @@
+"""`neuclip`: one program, one subcommand per job; each job module is imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pipeline.errors import UserError
+
+# Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
+COMMANDS = {
+    "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
+    "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
+    "train": ("jobs.train", "Train a CLIP model from a recipe."),
+    "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
+    "report": ("jobs.report", "Write the HTML and markdown report of a run."),
+}
+EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
+
+
+class LazyGroup(click.Group):
+    """A click group that lists its commands from a table and imports only the one that runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[name][0]).command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:
+            from pipeline.config import suggest
+
+            raise click.UsageError(f"There is no command {args[0]!r}. {suggest(args[0], tuple(COMMANDS))}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the full traceback of an error.")
+@click.version_option(package_name="neuclip")
+def cli(debug: bool) -> None:
+    """Pretrain CLIP models with few GPUs: from URLs to an evaluated model.
+
+    `neuclip COMMAND --help` tells what a command does. Settings are `section.key=value`; see jobs/recipes/.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `neuclip` script."""
+    run(cli, argv, prog_name="neuclip")
+
+
+def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str) -> None:
+    """Run a click command and end the process: 0 done, 2 the user's to mend, 70 ours to mend, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        result = command.main(arguments, prog_name=prog_name, standalone_mode=False)
+        sys.exit(result if isinstance(result, int) else 0)
+    except click.exceptions.Abort:
+        _fail("Interrupted.", EXIT_INTERRUPTED)
+    except KeyboardInterrupt:
+        _fail("Interrupted.", EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        _fail(str(error), EXIT_USER_ERROR)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        hint = "" if debug else f" Show where with: {prog_name} --debug ..."
+        _fail(
+            f"Unexpected {type(error).__name__}: {error}. This is likely a fault of the program.{hint}",
+            EXIT_BUG,
+        )
+
+
+def _fail(message: str, code: int) -> None:
+    print(
+        textwrap.fill(f"Error: {message}", 110, break_long_words=False, break_on_hyphens=False),
+        file=sys.stderr,
+    )
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Typed configuration: defaults < recipe YAML < dotted overrides, checked before anything is loaded.
+
+Every component keeps its own section (a frozen dataclass made with `section`) beside its code; this file only
+knows how to merge the layers, check them, and say in plain words what is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
+
+import pydantic
+import yaml
+
+from pipeline.errors import UserError
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
+def section(cls: type[T]) -> type[T]:
+    """Make `cls` a config section: a frozen, keyword-only dataclass that checks types and refuses unknown keys."""
+    settings = pydantic.ConfigDict(extra="forbid", validate_default=True)
+    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # type: ignore[return-value]
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises: UserError when the file is missing, is not YAML or does not hold a mapping.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"Cannot read the recipe {path}: {error.strerror}. Recipes live in jobs/recipes/.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a mapping of sections, but holds a {type(tree).__name__}.")
+    return tree
+
+
+def parse_overrides(overrides: Iterable[str]) -> Tree:
+    """`["a.b=1", "c=x"]` -> `{"a": {"b": 1}, "c": "x"}`; values are read as YAML."""
+    tree: Tree = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key or not all(key.split(".")):
+            raise UserError(f"Override {text!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
+        try:
+            leaf: Any = yaml.safe_load(value) if value else None
+        except yaml.YAMLError as error:
+            raise UserError(f"The value in override {text!r} is not valid YAML: {error}") from error
+        for part in reversed(key.split(".")):
+            leaf = {part: leaf}
+        tree = merge(tree, leaf)
+    return tree
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Both trees, `above` winning; mappings are merged key by key, everything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse(cls: type[T], tree: Mapping[str, Any], *, prefix: str = "", extra_keys: Iterable[str] = ()) -> T:
+    """Build `cls` from a tree of plain values.
+
+    Args: prefix: dotted path of this section, put before the keys in messages.
+      extra_keys: dotted keys outside `cls` that are also offered as the nearest valid key.
+    Raises: UserError that names every wrong key, its value, what is allowed and the nearest valid key.
+    """
+    try:
+        return pydantic.TypeAdapter(cls).validate_python(dict(tree))
+    except pydantic.ValidationError as error:
+        dot = f"{prefix}." if prefix else ""
+        valid = [dot + key for key in keys(cls)] + list(extra_keys)
+        problems = [_explain(problem, dot=dot, valid=valid) for problem in error.errors()]
+        raise UserError("The configuration is refused. " + " ".join(problems)) from error
+
+
+def keys(cls: Any) -> list[str]:
+    """Every dotted key of a section class, depth first."""
+    found: list[str] = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        inner = _section_in(hints[field.name])
+        found.append(field.name)
+        if inner is not None:
+            found.extend(f"{field.name}.{key}" for key in keys(inner))
+    return found
+
+
+def to_tree(config: Any) -> Tree:
+    """The plain values of a section, ready for YAML or JSON."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json", serialize_as_any=True)
+
+
+def dump(config: Any) -> str:
+    """The resolved configuration as YAML, keys in the order they are declared."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def _section_in(hint: Any) -> Any:
+    candidates = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((c for c in candidates if dataclasses.is_dataclass(c)), None)
+
+
+def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
+    key = dot + ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "unexpected_keyword_argument":
+        nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+        siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
+        hint = f" The nearest valid key is {nearest[0]}." if nearest else ""
+        allowed = ", ".join(sibling.rpartition(".")[2] for sibling in siblings)
+        return f"Unknown key {key} (given {problem['input']!r}).{hint} Valid here: {allowed}."
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{key} is required and was not given."
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if not problem["loc"]:
+        return message.rstrip(".") + "."
+    shown = problem["input"] if not dataclasses.is_dataclass(problem["input"]) else "this section"
+    return f"{key} = {shown!r}: {message.rstrip('.')}."
+
+
+@functools.cache
+def suggest(given: str, allowed: tuple[str, ...]) -> str:
+    """`allowed` as a sentence, with the nearest one to `given` named first: for unknown names of anything."""
+    nearest = difflib.get_close_matches(given, allowed, n=1, cutoff=0.0)
+    hint = f"The nearest is {nearest[0]}. " if nearest else ""
+    return f"{hint}Allowed: {', '.join(allowed)}."

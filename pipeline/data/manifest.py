@@ -1,0 +1,147 @@
+"""The manifest: what is in a folder of webdataset shards, and which integer id every sample has.
+
+Written by ingestion, read by training; the one format that `data_prep` and `pipeline` share. Sample ids are positions:
+the k-th sample of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "neuclip-manifest"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar. `name` is relative to the manifest's folder, or a URL / `pipe:` that stands for itself."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Shards in id order, and what ingestion knows about how they came to be.
+
+    `failures` counts URLs that gave no sample, by reason; `attempted = n + sum(failures)`; `facts` is free-form
+    provenance (source, revision, seed, tool versions) that no code depends on.
+    """
+
+    shards: tuple[Shard, ...]
+    root: str = "."
+    failures: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def n(self) -> int:
+        """Number of samples."""
+        return sum(shard.samples for shard in self.shards)
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        return [shard.offset for shard in self.shards]
+
+    @property
+    def attempted(self) -> int:
+        return self.n + sum(self.failures.values())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the shard list: two manifests with the same digest hold the same samples under the same ids."""
+        lines = "\n".join(f"{s.name} {s.samples} {s.sha256}" for s in self.shards)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def locate(self, sample_id: int) -> tuple[Shard, int]:
+        """The shard of a sample and its position there. Raises: IndexError outside [0, n)."""
+        if not 0 <= sample_id < self.n:
+            raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
+        shard = self.shards[bisect.bisect_right(self.offsets, sample_id) - 1]
+        return shard, sample_id - shard.offset
+
+    def url(self, shard: Shard) -> str:
+        """Where to read a shard: a path below `root`, or its name when that is a URL or pipe."""
+        return shard.name if ":" in shard.name else os.path.join(self.root, shard.name)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `manifest.json` atomically; `root` is not stored, so that the folder can move."""
+        path = Path(folder) / MANIFEST_NAME
+        tree = {
+            "format": FORMAT,
+            "version": VERSION,
+            "samples": self.n,
+            "attempted": self.attempted,
+            "digest": self.digest,
+            "failures": dict(sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))),
+            "facts": dict(self.facts),
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+        return path
+
+
+def make_manifest(
+    entries: Sequence[tuple[str, int, int, str]],
+    *,
+    root: str | Path = ".",
+    failures: Mapping[str, int] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """A manifest from `(name, samples, bytes, sha256)` rows in order; empty shards are refused by `load_manifest`."""
+    shards, offset = [], 0
+    for name, samples, size, sha256 in entries:
+        shards.append(Shard(name=name, samples=samples, bytes=size, sha256=sha256, offset=offset))
+        offset += samples
+    return Manifest(shards=tuple(shards), root=str(root), failures=failures or {}, facts=facts or {})
+
+
+def load_manifest(path: str | Path) -> Manifest:
+    """Read and check a manifest, given its path or its folder.
+
+    Raises: UserError when it is missing, of another format or version, or inconsistent with itself.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / MANIFEST_NAME
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"There is no manifest at {path}: make the shards with `neuclip download` first.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"The manifest {path} is damaged ({error}): rebuild it with `neuclip verify`.") from error
+    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
+        raise UserError(
+            f"{path} says format {tree.get('format')!r}, version {tree.get('version')!r}; "
+            f"this program reads {FORMAT!r}, version {VERSION}."
+        )
+    rows = [(s["name"], s["samples"], s["bytes"], s["sha256"]) for s in tree["shards"]]
+    manifest = make_manifest(rows, root=path.parent, failures=tree["failures"], facts=tree["facts"])
+    _check(manifest, tree, path)
+    return manifest
+
+
+def _check(manifest: Manifest, tree: Mapping[str, Any], path: Path) -> None:
+    empty = [shard.name for shard in manifest.shards if shard.samples < 1]
+    if empty or not manifest.shards:
+        raise UserError(f"{path} lists {len(manifest.shards)} shards, of which {len(empty)} are empty ({empty[:3]}).")
+    stored = [s["offset"] for s in tree["shards"]]
+    if stored != manifest.offsets or tree["samples"] != manifest.n or tree["digest"] != manifest.digest:
+        raise UserError(
+            f"{path} contradicts itself (counts, offsets or digest): it was edited or cut short. Rebuild it."
+        )

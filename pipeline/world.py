@@ -1,0 +1,135 @@
+"""The ranks of a run and their collectives: the only importer of torch.distributed.
+
+`World` is an object handed to whoever needs it, so that code for many ranks is tested in one process, and so that
+every collective is counted: `world.traffic` holds calls and payload bytes per collective.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` ranks of which this process is `rank`; size 1 needs no process group and moves no bytes."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    traffic: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        """`[b, ...]` of every rank, concatenated in rank order to `[K b, ...]`; carries no gradient."""
+        x_b = x_b.detach().contiguous()
+        if self.size == 1:
+            return x_b
+        self._count("all_gather", x_b)
+        gathered = x_b.new_empty((self.size, *x_b.shape))
+        dist.all_gather(list(gathered.unbind(0)), x_b)
+        return gathered.flatten(0, 1) if x_b.dim() else gathered
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum, max or min of `x` over the ranks, as a new tensor; the same bits on every rank."""
+        x = x.detach().clone()
+        if self.size > 1:
+            self._count("all_reduce", x)
+            dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()))
+        return x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Rank `source`'s `x`, written into `x` on every rank."""
+        if self.size > 1:
+            self._count("broadcast", x)
+            dist.broadcast(x, source)
+        return x
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small picklable value per rank, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        if self.size == 1:
+            return [value]
+        self.traffic["gather_objects.calls"] += 1
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def rows(self, local: int) -> slice:
+        """This rank's rows of a gathered `[K * local, ...]` tensor."""
+        return slice(self.rank * local, (self.rank + 1) * local)
+
+    def _count(self, collective: str, x: Tensor) -> None:
+        self.traffic[f"{collective}.calls"] += 1
+        self.traffic[f"{collective}.bytes"] += x.numel() * x.element_size()
+
+
+@contextmanager
+def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Iterator[World]:
+    """Join the process group named by the launcher's environment, or be a group of one, and leave it at the end.
+
+    Works under `deepspeed`, `torchrun` and as one plain process.
+    Args: device: "auto" (CUDA where there is one), "cpu" or "cuda".
+    Raises: UserError when the launcher's environment is incomplete or the device is not there.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if name in os.environ]
+    if present and "WORLD_SIZE" in present and len(present) < len(names):
+        missing = ", ".join(sorted(set(names) - set(present)))
+        raise UserError(
+            f"The launcher set {', '.join(present)} but not {missing}: start with deepspeed, torchrun or srun."
+        )
+    if "WORLD_SIZE" not in present:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    chosen = _device(device, local_rank)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    owned = not dist.is_initialized()
+    if owned:
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen)
+    finally:
+        if owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("engine.device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"Local rank {local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}. "
+            "Start at most one process per GPU."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

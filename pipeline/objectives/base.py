@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.errors import UserError
 from pipeline.world import World
 
 
@@ -36,6 +37,7 @@ class ObjectiveContext:
     world: World
     device: torch.device
     seed: int = 0
+    dtype: torch.dtype = torch.float32  # of state and arithmetic; float64 serves tests
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Objective(ABC):
     """One training objective. Per step the trainer calls `compute`, then either `commit` or `discard`."""
 
     config: Any
+    needs_sample_ids: ClassVar[bool] = False
 
     @abstractmethod
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
@@ -66,7 +69,7 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def commit(self, *, lr_scale: float) -> None:
+    def commit(self, *, lr_scale: float = 1.0) -> None:
         """The encoders' step was applied: update temperature, tables and networks with the pending gradients.
 
         Args: lr_scale: the encoders' learning-rate schedule at this step, in [0, 1].
@@ -88,9 +91,71 @@ class Objective(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave. Raises: UserError on missing keys or other shapes."""
 
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Number of committed steps; part of the lasting state."""
+
+    def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None) -> Tensor:
+        """The loss of the global batch, with a graph to this rank's features: for use in anybody's own loop.
+
+        Call `backward()` on it, step the encoders, then `commit()` (or `discard()` when the step was skipped).
+        Args: image, text: [b, d] unit-norm features. sample_ids: [b] stable ids, for methods with per-sample state.
+        Gradients are scaled for DistributedDataParallel, which averages over the ranks; one rank changes nothing.
+        """
+        if sample_ids is None and self.needs_sample_ids:
+            raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
+        ids = torch.full((image.shape[0],), -1, device=image.device) if sample_ids is None else sample_ids
+        output = self.compute(image.detach(), text.detach(), sample_ids=ids, step=self.steps)
+        loss: Tensor = _WithGradient.apply(image, text, output, self.world_size)
+        return loss
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def prefetch(self, sample_ids: Tensor) -> None:  # noqa: B027 (most methods have no rows to fetch)
+        """Start fetching the per-sample state of a coming batch, [b] int64 ids; optional, before `compute`."""
+
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""
         return {}
 
     def load_row_state_dict(self, read: Callable[[str, int, int], Tensor]) -> None:  # noqa: B027 (most methods have none)
         """Restore per-sample state on any number of ranks: `read(name, start, stop)` gives those rows."""
+
+
+class _WithGradient(torch.autograd.Function):
+    """Attach gradients that are known already to the features they belong to."""
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, text: Tensor, output: ObjectiveOutput, scale: int) -> Tensor:
+        ctx.save_for_backward(output.grad_image, output.grad_text)
+        ctx.scale, ctx.dtypes = scale, (image.dtype, text.dtype)
+        return output.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0] * ctx.scale
+        image, text = ((g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return image, text, None, None
+
+
+def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy `state[key]` into `own[key]` for every key of `own`, in place.
+
+    Raises: UserError when a key is missing or a shape differs; then nothing has been changed.
+    """
+    for key, tensor in own.items():
+        if key not in state:
+            raise UserError(
+                f"The saved objective state has no {key}; it holds {', '.join(sorted(state)) or 'nothing'}. "
+                "Resume with the objective settings that the checkpoint was written with."
+            )
+        if state[key].shape != tensor.shape:
+            raise UserError(
+                f"The saved {key} has shape {tuple(state[key].shape)}, but these settings need {tuple(tensor.shape)}. "
+                "Resume with the objective settings that the checkpoint was written with."
+            )
+    for key, tensor in own.items():
+        tensor.copy_(state[key])

@@ -1,0 +1,180 @@
+"""The frame of all softmax objectives: a method supplies its log-normalizers and its state, the rest is shared.
+
+One step on every rank: gather the features once; statistics of the own anchors; gather O(B) scalars; the method
+decides, on the same numbers on every rank, how much each anchor weighs; exact gradient of the own features. No
+collective moves d-dimensional gradients (FastCLIP, section 4).
+
+Shape legend: B global batch, b local batch, d feature dimension, K ranks. A pair is (image side, text side).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.objectives import pairwise
+from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput, load_tensors
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch as every rank sees it, with the same bits.
+
+    features: [B, d] each. positive: s_ii, [B]. tau: temperature of each anchor, [B] each. log_g: log of the in-batch
+    normalizer, [B] each; mean_h: see `pairwise.anchor_statistics`. sample_ids: [B], or None where the method has no use
+    for them. rows: this rank's rows. step: steps applied so far.
+    """
+
+    features: Pair
+    positive: Tensor
+    tau: Pair
+    log_g: Pair
+    mean_h: Pair
+    sample_ids: Tensor | None
+    rows: slice
+    step: int
+
+    @property
+    def size(self) -> int:
+        return self.positive.shape[0]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a method makes of a batch.
+
+    loss: scalar. log_normalizer: a, [B] each; log_scale: log c, [B] each or scalars, such that
+    dL/ds_ij = (c_i / B) exp(h_ij - log(B - 1) - a_i) for j != i. tau_gradient: dL/dtau of a global temperature.
+    feature_gradient: further terms for this rank's features, [b, d] each. update: what `apply` needs on commit.
+    """
+
+    loss: Tensor
+    log_normalizer: Pair
+    log_scale: Pair
+    tau_gradient: Tensor | None = None
+    feature_gradient: Pair | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    update: Any = None
+
+
+class SoftmaxObjective(Objective):
+    """Gathers, shared pairwise maths and the pending step; a method implements `temperatures`, `decide`, `apply`."""
+
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        if context.batch_size < 2:
+            raise UserError(
+                f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of at least 2."
+            )
+        self.config, self.context, self.world = config, context, context.world
+        self._steps = torch.zeros((), dtype=torch.int64)  # host tensor: counting must not wait for the device
+        self._pending: Decision | None = None
+
+    # What a method supplies.
+
+    @abstractmethod
+    def temperatures(self, size: int) -> Pair:
+        """tau of each of the batch's anchors, [B] each (expanded scalars for a global one)."""
+
+    @abstractmethod
+    def decide(self, batch: Batch) -> Decision:
+        """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
+
+    @abstractmethod
+    def apply(self, decision: Decision, *, lr_scale: float) -> None:
+        """Make the decision's update lasting."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The method's lasting tensors, by name: the very tensors, so that loading writes into them."""
+        return {}
+
+    # The step.
+
+    @torch.no_grad()
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
+        batch = self._gather(image, text, sample_ids=sample_ids, step=step)
+        decision = self.decide(batch)
+        grad_image, grad_text = self._feature_gradients(batch, decision)
+        self._pending = decision
+        metrics = {"loss": decision.loss, **decision.metrics}
+        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics)
+
+    @torch.no_grad()
+    def commit(self, *, lr_scale: float = 1.0) -> None:
+        if self._pending is None:
+            raise RuntimeError("commit() without compute(): nothing is pending")
+        decision, self._pending = self._pending, None
+        self.apply(decision, lr_scale=lr_scale)
+        self._steps += 1
+
+    def discard(self) -> None:
+        self._pending = None
+
+    @property
+    def steps(self) -> int:
+        return int(self._steps)
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            "steps": self._steps.clone(),
+            **{key: value.detach().clone() for key, value in self.own_state().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._pending = None
+        load_tensors({"steps": self._steps, **self.own_state()}, state)
+
+    # Shared steps.
+
+    def _gather(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> Batch:
+        own = (image.to(self.context.dtype), text.to(self.context.dtype))
+        features = (self.world.all_gather(own[0]), self.world.all_gather(own[1]))
+        ids = self.world.all_gather(sample_ids) if self.needs_sample_ids else None
+        rows = self.world.rows(image.shape[0])
+        size = features[0].shape[0]
+        if size < 2:
+            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs at least 2.")
+        tau = self.temperatures(size)
+        positive_b = (own[0] * own[1]).sum(1)
+        scalars = [positive_b]
+        for side in (0, 1):
+            scalars += pairwise.anchor_statistics(
+                own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
+            )
+        positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
+        return Batch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), ids, rows, step)
+
+    def _feature_gradients(self, batch: Batch, decision: Decision) -> Pair:
+        sides = [_anchor_side(batch, decision, side) for side in (0, 1)]
+        gradients = []
+        for side in (0, 1):
+            gradient = pairwise.softmax_gradient(
+                batch.features[side][batch.rows],
+                batch.features[1 - side],
+                own=sides[side].take(batch.rows),
+                others=sides[1 - side],
+                first=batch.rows.start,
+            )
+            if decision.feature_gradient is not None:
+                gradient += decision.feature_gradient[side]
+            gradients.append(gradient)
+        return gradients[0], gradients[1]
+
+
+def _anchor_side(batch: Batch, decision: Decision, side: int) -> pairwise.AnchorSide:
+    log_share = decision.log_scale[side] - decision.log_normalizer[side] - math.log(batch.size)
+    total = torch.exp(log_share + batch.log_g[side])
+    log_weight = log_share - math.log(batch.size - 1)
+    return pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, total)

@@ -1,0 +1,108 @@
+"""Objectives by name: the one place that turns `objective.name` into a config section and an object.
+
+Every module of this package is imported the first time a name is asked for, so that a method is added by adding one
+file; code outside the package calls `register` itself before it builds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from pipeline.config import parse, suggest
+from pipeline.errors import UserError
+from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
+from pipeline.world import World
+
+ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
+
+_METHODS: dict[str, tuple[type[ObjectiveConfig], type[Objective]]] = {}
+
+
+def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:
+    """Class decorator: make an objective selectable as `objective.name=<name>` with `config` as its section.
+
+    One class may stand under several names with other defaults. Raises: UserError when the name is taken.
+    """
+
+    def add(objective: ObjectiveClass) -> ObjectiveClass:
+        present = _METHODS.get(name)
+        if present is not None and present[1].__qualname__ != objective.__qualname__:
+            raise UserError(f"An objective named {name!r} exists ({present[1].__name__}): choose another name.")
+        _METHODS[name] = (config, objective)
+        return objective
+
+    return add
+
+
+def objective_names() -> tuple[str, ...]:
+    """Every registered name, sorted."""
+    _import_methods()
+    return tuple(sorted(_METHODS))
+
+
+def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
+    """The section of the method that `tree["name"]` names, checked.
+
+    Raises: UserError naming `objective.<key>` for an unknown name, an unknown key or a value out of range.
+    """
+    names = objective_names()
+    name = tree.get("name")
+    if not isinstance(name, str):
+        raise UserError(f"objective.name is required and was not given. Allowed: {', '.join(names)}.")
+    if name not in _METHODS:
+        raise UserError(f"objective.name = {name!r} is not known. {suggest(name, names)}")
+    return parse(_METHODS[name][0], tree, prefix="objective")
+
+
+def build_objective(
+    objective: ObjectiveConfig | Mapping[str, Any] | str,
+    *,
+    context: ObjectiveContext | None = None,
+    **facts: Any,
+) -> Objective:
+    """An objective, from its config, a mapping with its settings or its name alone.
+
+    Args: context: the facts of the run. Without it, `facts` are `dim`, `batch_size` (both required), `dataset_size`
+      (required by the methods with per-sample state), and whatever else `ObjectiveContext` holds.
+    Raises: UserError for wrong settings or missing facts.
+    """
+    if isinstance(objective, str):
+        objective = {"name": objective}
+    config = parse_objective(objective) if isinstance(objective, Mapping) else objective
+    _import_methods()
+    if config.name not in _METHODS:
+        raise UserError(f"objective.name = {config.name!r} is not known. {suggest(config.name, objective_names())}")
+    return _METHODS[config.name][1](config, context or _context(facts))  # type: ignore[call-arg]
+
+
+def _context(facts: dict[str, Any]) -> ObjectiveContext:
+    missing = [name for name in ("dim", "batch_size") if name not in facts]
+    if missing:
+        raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
+    defaults = {
+        "dataset_size": 0,
+        "steps_per_epoch": max(1, facts.get("dataset_size", 0) // facts["batch_size"]),
+        "total_steps": 1,
+        "world": World(),
+        "device": torch.device("cpu"),
+    }
+    known = set(ObjectiveContext.__dataclass_fields__)
+    unknown = sorted(set(facts) - known)
+    if unknown:
+        raise UserError(
+            f"build_objective does not know {', '.join(unknown)}. {suggest(unknown[0], tuple(sorted(known)))}"
+        )
+    return ObjectiveContext(**{**defaults, **facts})
+
+
+@functools.cache
+def _import_methods() -> None:
+    package = importlib.import_module("pipeline.objectives")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")

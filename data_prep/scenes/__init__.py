@@ -1,0 +1,32 @@
+"""The built-in corpus: procedural images and captions, published by a small misbehaving web server of our own.
+
+    from data_prep.scenes import ScenesConfig, serve_scenes, write_suite, write_url_table
+
+    with serve_scenes(config) as base:              # http://127.0.0.1:<port>
+        write_url_table(config, base, "table.parquet")
+        ...                                         # ingest the table as if it were CC3M
+    write_suite(config, "suite")                    # held-out tasks in the benchmark's layout
+
+Everything is a pure function of the config and the index of a scene; nothing is stored that could be drawn again.
+"""
+
+from data_prep.scenes.config import HELD_OUT_START, FaultRates, ScenesConfig
+from data_prep.scenes.faults import ALWAYS_FAILS, Fault, count_faults, fault_of
+from data_prep.scenes.server import serve_scenes, url
+from data_prep.scenes.suite import write_suite
+from data_prep.scenes.url_table import uid, write_url_table
+
+__all__ = [
+    "ALWAYS_FAILS",
+    "HELD_OUT_START",
+    "Fault",
+    "FaultRates",
+    "ScenesConfig",
+    "count_faults",
+    "fault_of",
+    "serve_scenes",
+    "uid",
+    "url",
+    "write_suite",
+    "write_url_table",
+]

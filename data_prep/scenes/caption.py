@@ -1,0 +1,96 @@
+"""Captions from a grammar with synonyms: a pure function of (config, index).
+
+`curated` is what a careful annotator writes (every attribute that the scene has, no noise): for retrieval sets.
+`web` is alt-text: attributes left out, other word orders, and noise. It is what the URL table holds.
+"""
+
+from __future__ import annotations
+
+from data_prep.scenes.config import ScenesConfig
+from data_prep.scenes.draws import Draws
+from data_prep.scenes.noise import spoil
+from data_prep.scenes.scene import Item, Scene, describe
+from data_prep.scenes.vocabulary import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    GENERIC,
+    POSITIONS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+    words,
+)
+
+OPENINGS = ("", "a photo of ", "an image of ", "picture of ", "a drawing of ", "photo: ", "look at ")
+
+
+def web(config: ScenesConfig, index: int) -> str:
+    """The training caption of a scene, with noise in `config.noise` of the cases."""
+    draws = Draws(config.seed, index, "caption")
+    text = _sentence(describe(config, index), draws, detail=0.8)
+    if not draws.chance(config.noise):
+        return text
+    neighbour = _sentence(describe(config, index + 1), draws, detail=0.8)
+    return spoil(text, neighbour, draws)
+
+
+def curated(config: ScenesConfig, index: int) -> str:
+    """A clean and complete caption of a scene."""
+    return _sentence(describe(config, index), Draws(config.seed, index, "curated"), detail=1.0)
+
+
+def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:
+    """One caption; each attribute is said with a probability near `detail`."""
+    place = draws.favoured(words(BACKGROUNDS, scene.background)) if draws.chance(detail) else ""
+    where = ""
+    if scene.position is not None and draws.chance(detail):
+        where = draws.favoured(words(POSITIONS, scene.position))
+    if scene.relation is not None and scene.other is not None:
+        subject = _pair(scene, draws, detail=detail)
+    else:
+        subject = _subject(scene, draws, detail=detail)
+    opening = draws.favoured(OPENINGS)
+    if detail < 1 and draws.chance(0.15):
+        return ", ".join(part for part in draws.shuffled([subject, where, place]) if part)
+    return opening + " ".join(part for part in (subject, where, place) if part)
+
+
+def _subject(scene: Scene, draws: Draws, *, detail: float) -> str:
+    if scene.count > 1:
+        return f"{draws.favoured(COUNTS[scene.count], 0.7)} {_noun(scene.item, draws, detail=detail, many=True)}"
+    size = ""
+    if scene.size is not None and draws.chance(detail if scene.size != "medium" else 0.6 * detail):
+        size = draws.favoured(SIZES[scene.size]) + " "
+    noun = size + _noun(scene.item, draws, detail=detail)
+    return f"{draws.favoured(COUNTS[1])} {noun}" if draws.chance(0.2) else _with_article(noun)
+
+
+def _pair(scene: Scene, draws: Draws, *, detail: float) -> str:
+    assert scene.other is not None
+    assert scene.relation is not None
+    first, second = (_with_article(_noun(item, draws, detail=detail)) for item in (scene.item, scene.other))
+    if detail < 1 and draws.chance(0.12):
+        second = f"another {draws.pick(GENERIC)}"
+    return f"{first} {draws.favoured(RELATIONS[scene.relation], 0.6)} {second}"
+
+
+def _noun(item: Item, draws: Draws, *, detail: float, many: bool = False) -> str:
+    """Texture, colour and shape, for example "striped red star" or "red stars with stripes"."""
+    adjectives = []
+    if draws.chance(detail if item.texture != "plain" else 0.35 * detail):
+        adjectives.append(draws.favoured(TEXTURES[item.texture]))
+    if draws.chance((1 + detail) / 2):
+        adjectives.append(draws.favoured(words(COLOURS, item.colour), 0.7))
+    generic = detail < 1 and draws.chance(0.1)
+    noun = draws.pick(GENERIC) if generic else draws.favoured(SHAPES[item.shape], 0.7)
+    return " ".join([*draws.shuffled(adjectives), _plural(noun) if many else noun])
+
+
+def _plural(noun: str) -> str:
+    return noun + ("es" if noun.endswith(("s", "x")) else "s")
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"

@@ -1,0 +1,75 @@
+"""What is in a scene: a pure function of (config, index), before any pixel or word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_prep.scenes.config import ScenesConfig
+from data_prep.scenes.draws import Draws
+from data_prep.scenes.vocabulary import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    POSITIONS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+    THEMES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One kind of object."""
+
+    shape: str
+    colour: str
+    texture: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A single object (with size and, unless large, position), a group of 2-5 equal ones, or two in a relation.
+
+    Two scenes are equal when their descriptions are; where exactly things lie, their tones and angles are drawn by
+    the renderer from the index.
+    """
+
+    item: Item
+    background: str
+    count: int = 1
+    size: str | None = None
+    position: str | None = None
+    other: Item | None = None
+    relation: str | None = None
+
+
+def describe(config: ScenesConfig, index: int) -> Scene:
+    """The scene at `index`; training scenes are `range(config.pairs)`, held-out ones start at `HELD_OUT_START`."""
+    draws = Draws(config.seed, index, "scene")
+    if draws.chance(config.themed):
+        shape, colour, background, texture = draws.zipf(THEMES, config.tail)
+        item = Item(shape, colour, texture)
+    else:
+        item = _item(draws, config.tail)
+        background = draws.zipf(tuple(BACKGROUNDS), config.tail)
+    kind = draws.weighted(("single", "group", "pair"), (0.6, 0.25, 0.15))
+    if kind == "single":
+        size = draws.zipf(tuple(SIZES), config.tail)
+        position = None if size == "large" else draws.zipf(tuple(POSITIONS), config.tail)
+        return Scene(item, background, size=size, position=position)
+    if kind == "group":
+        return Scene(item, background, count=draws.zipf(tuple(COUNTS)[1:], config.tail))
+    other = _item(draws, config.tail)
+    while other.shape == item.shape or other.colour == item.colour:
+        other = _item(draws, config.tail)
+    return Scene(item, background, other=other, relation=draws.zipf(tuple(RELATIONS), config.tail))
+
+
+def _item(draws: Draws, tail: float) -> Item:
+    return Item(
+        shape=draws.zipf(tuple(SHAPES), tail),
+        colour=draws.zipf(tuple(COLOURS), tail),
+        texture=draws.zipf(tuple(TEXTURES), tail),
+    )

@@ -1,0 +1,226 @@
+"""The built-in corpus: determinism, the misbehaving server, the URL table."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep.scenes import ALWAYS_FAILS, Fault, FaultRates, ScenesConfig, count_faults, fault_of, serve_scenes
+from data_prep.scenes import url as scene_url
+from data_prep.scenes.caption import curated, web
+from data_prep.scenes.faults import published, sha256
+from data_prep.scenes.render import draw, jpeg
+from data_prep.scenes.scene import describe
+from data_prep.scenes.url_table import write_url_table
+from pipeline.config import parse
+from pipeline.errors import UserError
+
+EVEN = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 1 / 14))
+CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, stall_seconds=3.0)
+NO_FAULTS = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
+
+
+def test_generation_is_pure_and_depends_on_the_seed() -> None:
+    other = ScenesConfig(pairs=200, image_size=48, seed=1)
+    assert [jpeg(CONFIG, i) for i in (3, 7)] == [jpeg(CONFIG, i) for i in (7, 3)][::-1]
+    assert [web(CONFIG, i) for i in range(50)] == [web(CONFIG, i) for i in range(50)]
+    assert [describe(CONFIG, i) for i in range(50)] != [describe(other, i) for i in range(50)]
+
+
+def test_another_process_draws_the_same_bytes() -> None:
+    """String hashes are salted per process; the corpus must not depend on them."""
+    code = (
+        "import hashlib; from data_prep.scenes import ScenesConfig; from data_prep.scenes.render import jpeg;"
+        "from data_prep.scenes.caption import web; c = ScenesConfig(image_size=48);"
+        "print(hashlib.sha256(b''.join(jpeg(c, i) + web(c, i).encode() for i in range(40))).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, check=True
+        ).stdout
+        for salt in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_images_are_what_the_config_says() -> None:
+    image = draw(CONFIG, 0)
+    assert image.size == (48, 48)
+    assert image.mode == "RGB"
+    assert len({draw(CONFIG, i).tobytes() for i in range(60)}) == 60
+
+
+def test_frequencies_have_a_head_and_a_tail() -> None:
+    scenes = [describe(CONFIG, i) for i in range(4_000)]
+    colours = Counter(scene.item.colour for scene in scenes)
+    assert colours["red"] > 2.5 * colours["grey"] > 0
+    repeats = Counter(scenes).most_common()
+    assert repeats[0][1] > 10, "the stock motifs should make some scenes frequent"
+    assert sum(count == 1 for _, count in repeats) > 1_000, "most scenes should be rare"
+    assert {scene.count for scene in scenes} == {1, 2, 3, 4, 5}
+    assert all((scene.relation is None) == (scene.other is None) for scene in scenes)
+
+
+def test_curated_captions_name_everything_and_web_captions_do_not() -> None:
+    config = ScenesConfig(noise=0.0)
+    full = sum(len(curated(config, i).split()) for i in range(300))
+    short = sum(len(web(config, i).split()) for i in range(300))
+    assert full > 1.1 * short
+    noisy = ScenesConfig(noise=1.0)
+    changed = sum(web(config, i) != web(noisy, i) for i in range(300))
+    assert changed > 270  # some accidents (title case of "...") leave a caption as it was
+
+
+def test_every_fault_occurs_at_its_rate() -> None:
+    counts = count_faults(CONFIG, range(14_000))
+    assert set(counts) == set(Fault)
+    assert all(abs(count - 1_000) < 150 for count in counts.values())
+    assert set(count_faults(ScenesConfig(faults=NO_FAULTS), range(500))) == {Fault.NONE}
+
+
+def test_rates_above_one_are_refused() -> None:
+    with pytest.raises(UserError, match=r"sum to 1\.2"):
+        parse(
+            ScenesConfig,
+            {"faults": {"html": 0.9, "gone": 0.3, **dict.fromkeys(set(vars(NO_FAULTS)) - {"html", "gone"}, 0)}},
+        )
+
+
+def _first(fault: Fault) -> int:
+    return next(index for index in range(10_000) if fault_of(CONFIG, index) is fault)
+
+
+def _get(address: str, timeout: float = 2.0) -> tuple[int, bytes, str]:
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as answer:
+            return answer.status, answer.read(), answer.headers.get("X-Robots-Tag", "")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), ""
+
+
+@pytest.fixture(scope="module")
+def base() -> str:
+    with serve_scenes(CONFIG) as address:
+        yield address
+
+
+@pytest.mark.parametrize("fault", [Fault.NONE, Fault.SLOW, Fault.NOAI, Fault.TRUNCATED])
+def test_served_bytes_are_the_published_ones(base: str, fault: Fault) -> None:
+    status, body, robots = _get(scene_url(base, CONFIG, _first(fault)))
+    assert (status, body) == (200, published(CONFIG, _first(fault)))
+    assert hashlib.sha256(body).hexdigest() == sha256(CONFIG, _first(fault))
+    assert ("noai" in robots) == (fault is Fault.NOAI)
+    assert (body[-2:] == b"\xff\xd9") == (fault is not Fault.TRUNCATED)
+
+
+@pytest.mark.parametrize(("fault", "code"), [(Fault.NOT_FOUND, 404), (Fault.FORBIDDEN, 403), (Fault.GONE, 410)])
+def test_refusals(base: str, fault: Fault, code: int) -> None:
+    assert _get(scene_url(base, CONFIG, _first(fault)))[0] == code
+
+
+def test_bad_bodies(base: str) -> None:
+    assert _get(scene_url(base, CONFIG, _first(Fault.HTML)))[1].startswith(b"<!doctype html>")
+    wrong = _first(Fault.WRONG_HASH)
+    body = _get(scene_url(base, CONFIG, wrong))[1]
+    Image.open(io.BytesIO(body)).load()
+    assert hashlib.sha256(body).hexdigest() != sha256(CONFIG, wrong)
+    huge = Image.open(io.BytesIO(_get(scene_url(base, CONFIG, _first(Fault.OVERSIZE)))[1]))
+    assert huge.size == (6_000, 6_000)
+
+
+def test_broken_connections(base: str) -> None:
+    with pytest.raises(http.client.RemoteDisconnected):
+        _get(scene_url(base, CONFIG, _first(Fault.DISCONNECT)))
+    with pytest.raises(http.client.IncompleteRead):
+        _get(scene_url(base, CONFIG, _first(Fault.INCOMPLETE)))
+    with pytest.raises(TimeoutError):
+        _get(scene_url(base, CONFIG, _first(Fault.STALL)), timeout=0.5)
+
+
+def test_transient_fault_heals(base: str) -> None:
+    address = scene_url(base, CONFIG, _first(Fault.TRANSIENT))
+    assert _get(address)[0] == 503
+    assert _get(address)[0] == 200
+
+
+def test_unknown_paths_and_statistics(base: str) -> None:
+    for path in ("/", "/scenes/0/x.jpg", "/scenes/9/1.jpg", "/scenes/0/1.png", "/scenes/0/-1.jpg"):
+        assert _get(base + path)[0] == 404
+    assert json.loads(_get(base + "/stats")[1])["requests"] > 5
+
+
+def test_connections_are_kept_alive(base: str) -> None:
+    connection = http.client.HTTPConnection(base.removeprefix("http://"), timeout=5)
+    good = [index for index in range(100) if fault_of(CONFIG, index) is Fault.NONE][:3]
+    for index in good:
+        connection.request("GET", f"/scenes/0/{index}.jpg")
+        assert connection.getresponse().read() == jpeg(CONFIG, index)
+    connection.close()
+
+
+def test_server_ends_with_the_block_even_after_an_error() -> None:
+    with pytest.raises(RuntimeError, match="boom"), serve_scenes(CONFIG) as address:
+        raise RuntimeError("boom")
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(address, timeout=1)
+
+
+def test_server_ends_when_its_parent_is_killed() -> None:
+    code = (
+        "import sys; from data_prep.scenes import ScenesConfig, serve_scenes\n"
+        "with serve_scenes(ScenesConfig()) as base:\n    print(base, flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    address = parent.stdout.readline().strip()
+    assert _get(address + "/stats")[0] == 200
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            _get(address + "/stats")
+        except (urllib.error.URLError, ConnectionError):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the server outlived its parent")
+
+
+def test_taken_port_is_named(base: str) -> None:
+    port = int(base.rpartition(":")[2])
+    with pytest.raises(UserError, match=f"{port}: Address already in use"), serve_scenes(CONFIG, port=port):
+        pass
+
+
+def test_url_table(tmp_path, base: str) -> None:
+    assert write_url_table(CONFIG, base, tmp_path / "one.parquet") == CONFIG.pairs
+    table = pq.read_table(tmp_path / "one.parquet")
+    assert table.column_names == ["uid", "url", "caption", "sha256", "original_width", "original_height"]
+    assert len(set(table["uid"].to_pylist())) == CONFIG.pairs
+    write_url_table(CONFIG, "http://127.0.0.1:1", tmp_path / "two.parquet", processes=2)
+    again = pq.read_table(tmp_path / "two.parquet")
+    assert again.drop_columns(["url"]).equals(table.drop_columns(["url"]))
+    unanswered = (ALWAYS_FAILS - {Fault.WRONG_HASH, Fault.HTML}) | {Fault.STALL, Fault.TRANSIENT}
+    wrong = 0
+    for index, row in enumerate(table.to_pylist()):
+        if fault_of(CONFIG, index) in unanswered:
+            continue
+        status, body, _ = _get(row["url"])
+        assert status == 200
+        wrong += hashlib.sha256(body).hexdigest() != row["sha256"]
+    counts = count_faults(CONFIG, range(CONFIG.pairs))
+    assert wrong == counts[Fault.WRONG_HASH] + counts[Fault.HTML] > 0

@@ -8,11 +8,13 @@ position 1/9, size 1/3, relation 1/4; retrieval R@k: k / pairs.
 
 Held out means: indices from `HELD_OUT_START` on, *and* every description (shape, colour, texture, size, position,
 background, ...) that also occurs among the training scenes is excluded, not just counted; so are repetitions within
-a set. What was looked at and excluded is written into `suite.json`.
+a set. `suite.json` says what each set must hold (samples, classes, SHA-256 of its tars), its chance and what was
+excluded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
@@ -136,12 +138,12 @@ def _write_zeroshot(config: ScenesConfig, attribute: Attribute, seen: set[Scene]
         taken[label] += 1
         chosen.append((index, classes.index(label)))
     members = ((("jpg", jpeg(config, index)), ("cls", str(label).encode())) for index, label in chosen)
-    shards = _write_shards(members, folder / "test")
+    digests = _write_shards(members, folder / "test")
     _write_lines(folder / "classnames.txt", attribute.names)
     _write_lines(folder / "zeroshot_classification_templates.txt", attribute.templates)
     return {
         "samples": len(chosen),
-        "shards": shards,
+        "sha256": digests,
         "classes": len(classes),
         "chance": 1 / len(classes),
         "excluded": dict(excluded),
@@ -162,30 +164,31 @@ def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Fa
         done.add(scene)
         chosen[caption] = index
     members = ((("jpg", jpeg(config, index)), ("txt", caption.encode())) for caption, index in chosen.items())
-    shards = _write_shards(members, folder / "test")
+    digests = _write_shards(members, folder / "test")
     _write_lines(folder / "dataset_type.txt", ["retrieval"])
     return {
         "samples": len(chosen),
-        "shards": shards,
+        "sha256": digests,
         "chance": 1 / len(chosen),
         "excluded": dict(excluded),
     }
 
 
-def _write_shards(samples: Iterator[Sequence[Member]], folder: Path) -> int:
-    """Tars of `SHARD_SIZE` samples, byte for byte reproducible. Returns: how many."""
+def _write_shards(samples: Iterator[Sequence[Member]], folder: Path) -> dict[str, str]:
+    """Tars of `SHARD_SIZE` samples, byte for byte reproducible. Returns: SHA-256 of each, by `test/<k>.tar`."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards = 0
+    digests: dict[str, str] = {}
     while batch := list(itertools.islice(samples, SHARD_SIZE)):
-        with tarfile.open(folder / f"{shards}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        path = folder / f"{len(digests)}.tar"
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
             for k, sample in enumerate(batch):
                 for suffix, body in sample:
-                    info = tarfile.TarInfo(f"s{shards * SHARD_SIZE + k:07d}.{suffix}")
+                    info = tarfile.TarInfo(f"s{len(digests) * SHARD_SIZE + k:07d}.{suffix}")
                     info.size = len(body)
                     tar.addfile(info, io.BytesIO(body))
-        shards += 1
-    _write_lines(folder / "nshards.txt", [str(shards)])
-    return shards
+        digests[f"test/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    _write_lines(folder / "nshards.txt", [str(len(digests))])
+    return digests
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:

@@ -77,6 +77,8 @@ def test_nothing_held_out_was_described_in_training(suite: Path) -> None:
     facts = json.loads((suite / "suite.json").read_text())["tasks"]
     assert facts["scenes/retrieval"]["excluded"]["in_training"] > 0
     assert facts["scenes/colour"]["chance"] == 1 / 12
+    shard = suite / "wds_scenes-colour_test" / "test" / "0.tar"
+    assert facts["scenes/colour"]["sha256"] == {"test/0.tar": hashlib.sha256(shard.read_bytes()).hexdigest()}
 
 
 def test_retrieval_set(suite: Path) -> None:

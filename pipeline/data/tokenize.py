@@ -1,0 +1,136 @@
+"""CLIP's byte-pair tokenizer with a cache per word: the same ids as open_clip's, several times as fast.
+
+Holds plain tables only, so that loading processes need not import open_clip.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CACHED_WORDS = 200_000
+CACHED_LENGTH = 32
+# ftfy changes ASCII only where there are control characters or HTML entities; without them it is not needed.
+NEEDS_CLEANING = re.compile(r"[^\t\n\r\x20-\x25\x27-\x7e]")
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """The cached equivalent of an open_clip tokenizer, or `tokenizer` itself where there is none (Hugging Face's).
+
+    Args: tokenizer: what `open_clip.get_tokenizer` returns. The result maps a list of captions to int64 [b, L].
+    """
+    from open_clip import tokenizer as reference
+
+    plain = type(tokenizer) is reference.SimpleTokenizer and tokenizer.reduction_fn is None
+    if not plain or tokenizer.clean_fn is not reference.get_clean_fn("lower"):
+        return tokenizer
+    return CachedTokenizer(
+        context_length=tokenizer.context_length,
+        pattern=tokenizer.pat.pattern,
+        ids=tokenizer.encoder,
+        ranks=tokenizer.bpe_ranks,
+        letters=tokenizer.byte_encoder,
+        special={
+            token: tokenizer.encoder[token] for token in tokenizer.decoder.values() if token in _specials(tokenizer)
+        },
+        start=tokenizer.sot_token_id,
+        end=tokenizer.eot_token_id,
+    )
+
+
+def _specials(tokenizer: Any) -> frozenset[str]:
+    return frozenset(tokenizer.decoder[number] for number in tokenizer.all_special_ids)
+
+
+@dataclass
+class CachedTokenizer:
+    """Captions -> int64 [b, context_length]: start, lower-cased byte pairs, end, zeros; long captions are cut before
+    the end.
+
+    pattern: how text splits into words. ids: byte-pair -> id. ranks: pair -> rank of its merge. letters: byte -> its
+    printable stand-in. special: tokens that are never split, and their ids.
+    """
+
+    context_length: int
+    pattern: str
+    ids: Mapping[str, int]
+    ranks: Mapping[tuple[str, str], int]
+    letters: Mapping[int, str]
+    special: Mapping[str, int]
+    start: int
+    end: int
+    _cache: dict[str, list[int]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_words")} | {
+            "_cache": {}
+        }
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        result = np.zeros((len(texts), self.context_length), dtype=np.int64)
+        for row, text in zip(result, texts, strict=True):
+            found = [self.start, *self.encode(text, limit=self.context_length - 2), self.end]
+            row[: len(found)] = found
+        return torch.from_numpy(result)
+
+    def encode(self, text: str, *, limit: int) -> list[int]:
+        """The first `limit` ids of a caption."""
+        if NEEDS_CLEANING.search(text):
+            text = _clean(text)
+        found: list[int] = []
+        for word in " ".join(text.split()).lower().split(" "):  # no token spans a blank
+            found += self._cache.get(word) or self._encode_word(word)
+            if len(found) >= limit:
+                return found[:limit]
+        return found
+
+    @functools.cached_property
+    def _words(self) -> Any:
+        import regex
+
+        return regex.compile(self.pattern, regex.IGNORECASE)
+
+    def _encode_word(self, word: str) -> list[int]:
+        found: list[int] = []
+        for token in self._words.findall(word):
+            stand_in = "".join(self.letters[byte] for byte in token.encode("utf-8"))
+            found += [self.special[stand_in]] if stand_in in self.special else self._merge(stand_in)
+        if len(word) <= CACHED_LENGTH:
+            if len(self._cache) >= CACHED_WORDS:
+                self._cache.clear()
+            self._cache[word] = found
+        return found
+
+    def _merge(self, token: str) -> list[int]:
+        """Byte-pair encoding: merge the pair of lowest rank, everywhere, until no pair has one."""
+        parts = [*token[:-1], token[-1] + "</w>"]
+        never = len(self.ranks)
+        while len(parts) > 1:
+            best = min(itertools.pairwise(parts), key=lambda pair: self.ranks.get(pair, never))
+            if best not in self.ranks:
+                break
+            merged, i = [], 0
+            while i < len(parts):
+                if i + 1 < len(parts) and (parts[i], parts[i + 1]) == best:
+                    merged.append(parts[i] + parts[i + 1])
+                    i += 2
+                else:
+                    merged.append(parts[i])
+                    i += 1
+            parts = merged
+        return [self.ids[part] for part in parts]
+
+
+def _clean(text: str) -> str:
+    import ftfy
+
+    return html.unescape(html.unescape(ftfy.fix_text(text)))

@@ -1,0 +1,215 @@
+"""What one loading process does: fills its streams' rows of one global batch after another, for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pipeline.data.corpus import Mixture, plan_epoch
+from pipeline.data.decode import CorruptSample, ImageDecoder, caption_of
+from pipeline.data.hashing import Purpose, draw, draws, key
+from pipeline.data.reader import SequentialReader, StreamReader
+from pipeline.data.streams import Layout, stream_order
+from pipeline.data.tar import Record
+from pipeline.errors import UserError
+
+Tokenize = Callable[[list[str]], Tensor]
+OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the order of samples is a function of."""
+
+    mixture: Mixture
+    layout: Layout
+    seed: int
+    shuffle_buffer: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some streams' rows of one global batch. corrupt: (reason, shard) -> samples whose turn it was and that were
+    bad."""
+
+    epoch: int
+    batch: int
+    image: Tensor
+    text: NDArray[np.int64]
+    sample_id: NDArray[np.int64]
+    order_hash: int
+    corrupt: Counter[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A message for the user that ends the run; sent as a value because exceptions cross processes as tracebacks."""
+
+    message: str
+
+
+def order_hash(sample_id: NDArray[np.int64], *, epoch: int, batch: int, first_row: int) -> int:
+    """A 64-bit hash of which samples are in which rows; those of disjoint rows add up to that of the whole batch."""
+    rows = np.arange(first_row, first_row + len(sample_id), dtype=np.uint64) << np.uint64(40)
+    hashes = draws(key(Purpose.ORDER, epoch, batch), rows + sample_id.astype(np.uint64))
+    return int(hashes.sum(dtype=np.uint64))
+
+
+class StreamFiller:
+    """Decoded rows of one stream in one epoch."""
+
+    def __init__(self, order: Order, *, source: SequentialReader, epoch: int, stream: int, batch: int) -> None:
+        self._order, self._source, self._epoch, self.stream = order, source, epoch, stream
+        self._rows = order.layout.rows
+        self._reader = self._open(stream, turn=batch * self._rows)
+
+    def fill(
+        self, batch: int, decode: Callable[[Record, int], None], *, corrupt: Counter[tuple[str, str]]
+    ) -> list[int]:
+        """Decode this stream's rows of a batch in order and return the sample ids; `decode` is called once per good
+        row."""
+        first = batch * self._rows
+        places = self._reader.order.places(first, first + self._rows).tolist()
+        return [self._fill_row(first + r, place, decode, corrupt) for r, place in enumerate(places)]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _fill_row(
+        self, turn: int, place: int, decode: Callable[[Record, int], None], corrupt: Counter[tuple[str, str]]
+    ) -> int:
+        record = self._reader.take(place)
+        sample_id, shard = self._source.sample_id(self._reader.first + place)
+        try:
+            decode(record, sample_id)
+            return sample_id
+        except CorruptSample as error:
+            corrupt[(str(error), shard)] += 1
+            return self._refill(turn, decode)
+
+    def _refill(self, turn: int, decode: Callable[[Record, int], None]) -> int:
+        """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
+        for stream, other in self._substitutes(turn):
+            reader = (
+                self._reader if stream == self.stream else self._open(stream, turn=self._order.layout.stream_length)
+            )
+            place = int(reader.order.places(other, other + 1)[0])
+            sample_id, _ = self._source.sample_id(reader.first + place)
+            try:
+                decode(reader.peek(place), sample_id)
+                return sample_id
+            except CorruptSample:
+                continue
+        raise UserError(
+            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in "
+            f"{OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS} tries to stand in for a corrupt one. Most of the data seems "
+            "to be "
+            f"unreadable; shards lost so far: {self._lost_shards() or 'none'}. Check them with `neuclip verify`."
+        )
+
+    def _lost_shards(self) -> str:
+        return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
+
+    def _substitutes(self, turn: int) -> Iterator[tuple[int, int]]:
+        """`(stream, turn)` of the samples that may stand in for a corrupt one: never one of the same global batch.
+
+        First the same row of a later batch, soon enough to be in the buffer or near it; two corrupt rows of a batch
+        thus never get the same sample. At the end of an epoch, or when the whole stretch is lost, any other turn.
+        """
+        layout, b = self._order.layout, self._rows
+        batch, row = divmod(turn, b)
+        state = key(self._order.seed, Purpose.REFILL, self._epoch, self.stream, turn)
+        near = max(1, self._order.shuffle_buffer // b)
+        for attempt in range(OWN_STREAM_ATTEMPTS):
+            later = min(near << attempt, layout.steps - 1 - batch)
+            if later > 0:
+                yield self.stream, (batch + 1 + draw(state, attempt) % later) * b + row
+        for attempt in range(OWN_STREAM_ATTEMPTS, OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS):
+            stream = draw(state, 2 * attempt) % layout.streams
+            other = draw(state, 2 * attempt + 1) % layout.stream_length
+            if other // b != batch or layout.steps == 1:
+                yield stream, other
+
+    def _open(self, stream: int, *, turn: int) -> StreamReader:
+        length = self._order.layout.stream_length
+        order = stream_order(
+            seed=self._order.seed,
+            epoch=self._epoch,
+            stream=stream,
+            length=length,
+            buffer=self._order.shuffle_buffer,
+        )
+        return StreamReader(self._source, order=order, first=stream * length, turn=turn)
+
+
+@dataclass(frozen=True)
+class StreamDataset(IterableDataset[Part | Failure]):
+    """The parts of this rank's streams, from (epoch, batch) on; each worker takes a contiguous share of the streams."""
+
+    order: Order
+    streams: range
+    decoder: ImageDecoder
+    tokenize: Tokenize
+    retries: int
+    epoch: int
+    batch: int
+
+    def __iter__(self) -> Iterator[Part | Failure]:
+        info = get_worker_info()
+        if info is not None:
+            torch.set_num_threads(1)
+        index, count = (info.id, info.num_workers) if info else (0, 1)
+        s = len(self.streams)
+        try:
+            yield from self._parts(self.streams[s * index // count : s * (index + 1) // count])
+        except UserError as error:
+            yield Failure(str(error))
+
+    def _parts(self, streams: range) -> Iterator[Part]:
+        epoch, first = self.epoch, self.batch
+        while True:
+            segments = plan_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
+            source = SequentialReader(self.order.mixture.manifest, segments, self.retries)
+            fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
+            for batch in range(first, self.order.layout.steps):
+                yield self._part(fillers, epoch, batch)
+            for filler in fillers:
+                filler.close()
+            epoch, first = epoch + 1, 0
+
+    def _part(self, fillers: list[StreamFiller], epoch: int, batch: int) -> Part:
+        rows = self.order.layout.rows * len(fillers)
+        image = torch.empty((rows, 3, self.decoder.size, self.decoder.size), dtype=torch.uint8)
+        captions: list[str] = []
+        state = key(self.order.seed, Purpose.CROP, epoch)
+
+        def decode(record: Record, sample_id: int) -> None:
+            if record.problem:
+                raise CorruptSample(record.problem)
+            if record.image is None:
+                raise CorruptSample("image is missing")
+            caption = caption_of(record)
+            image[len(captions)] = self.decoder(record.image, state=draw(state, sample_id))
+            captions.append(caption)
+
+        corrupt: Counter[tuple[str, str]] = Counter()
+        sample_id = np.array(
+            [i for filler in fillers for i in filler.fill(batch, decode, corrupt=corrupt)], dtype=np.int64
+        )
+        hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
+        return Part(
+            epoch=epoch,
+            batch=batch,
+            image=image,
+            text=self.tokenize(captions).numpy(),
+            sample_id=sample_id,
+            order_hash=hashed,
+            corrupt=corrupt,
+        )

@@ -1,0 +1,73 @@
+"""Small webdataset shards for tests, in the layout that img2dataset and our ingestion write."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pipeline.data.manifest import Manifest, make_manifest
+
+Members = Mapping[str, bytes]
+
+
+def jpeg(number: int, *, size: tuple[int, int] = (24, 20), mode: str = "RGB") -> bytes:
+    """A JPEG that differs from that of every other number. size: width, height."""
+    rng = np.random.default_rng(number)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    coarse.convert(mode).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def sample(number: int, **kwargs: tuple[int, int]) -> dict[str, bytes]:
+    """The members of sample `number`."""
+    return {"jpg": jpeg(number, **kwargs), "json": b'{"url": "x"}', "txt": f"caption {number}".encode()}
+
+
+def write_tar(path: Path, samples: Sequence[Members], *, first: int = 0, format: int = tarfile.USTAR_FORMAT) -> None:
+    """A tar of samples whose keys count from `first`."""
+    with tarfile.open(path, "w", format=format) as tar:
+        for i, members in enumerate(samples):
+            for suffix, data in members.items():
+                info = tarfile.TarInfo(f"{first + i:09d}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def write_shards(
+    folder: Path,
+    sizes: Sequence[int],
+    *,
+    replace: Mapping[int, Members] | None = None,
+    first: int = 0,
+    image_size: tuple[int, int] = (24, 20),
+) -> Manifest:
+    """Shards of the given sizes and their manifest; sample id i has caption "caption {first + i}".
+
+    Args: replace: sample id -> members to write in its place.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, offset = [], 0
+    for s, size in enumerate(sizes):
+        path = folder / f"{s:05d}.tar"
+        ids = range(offset, offset + size)
+        write_tar(path, [(replace or {}).get(i) or sample(first + i, size=image_size) for i in ids], first=offset)
+        data = path.read_bytes()
+        rows.append((path.name, size, len(data), hashlib.sha256(data).hexdigest()))
+        offset += size
+    manifest = make_manifest(rows, root=folder)
+    manifest.save(folder)
+    return manifest
+
+
+def count_tokens(texts: list[str]) -> Tensor:
+    """A tokenizer for tests: the number in "caption {number}"; picklable, so that workers can use it."""
+    return torch.tensor([[int(text.rpartition(" ")[2])] for text in texts], dtype=torch.int64)

@@ -1,0 +1,61 @@
+"""Deterministic evaluation of CLIP models: zero-shot classification, retrieval and association on DataComp's tasks.
+
+    from pipeline.evaluation import evaluate
+    evaluate("runs/a/checkpoints/step-00000500", suite="data/scenes")
+
+Importing this package is cheap; torch and open_clip come with the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.evaluator import Evaluation, EvaluationConfig
+    from pipeline.evaluation.suite import Suite
+    from pipeline.evaluation.world import Processes
+    from pipeline.model import EvaluationModel
+
+Progress = Callable[[str, "Sequence[Evaluation]"], None]
+
+
+def evaluate(
+    checkpoints: str | EvaluationModel | Sequence[str | EvaluationModel],
+    *,
+    suite: str | Path | Suite,
+    output: str | Path | None = None,
+    config: EvaluationConfig | None = None,
+    processes: tuple[Processes, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Evaluation]:
+    """Evaluate checkpoints on every task of a suite, all of them in one pass over its images.
+
+    Args: checkpoints: what `pipeline.model.load_for_evaluation` takes, or models in memory; one or several.
+      suite: a folder of tasks, `datacomp`, or what `open_suite` returns. output: the folder for one checkpoint's
+      results; for several, of one folder each. By default RUN/evaluation/<checkpoint> for a checkpoint inside a run.
+      processes: ranks and this one's device, from `start_processes` or a running training; by default one process.
+      progress: called after every task.
+    Returns: one `Evaluation` per checkpoint, the same on every process. A task that fails is in its `failures`.
+    Raises: UserError when a checkpoint or the suite cannot be loaded at all.
+    """
+    import torch
+
+    from pipeline.evaluation.evaluator import Evaluation, EvaluationConfig, Evaluator
+    from pipeline.evaluation.output import output_folders, write_summaries
+    from pipeline.evaluation.suite import Suite, open_suite
+    from pipeline.evaluation.world import Alone
+    from pipeline.model import EvaluationModel, load_for_evaluation
+
+    opened = suite if isinstance(suite, Suite) else open_suite(suite)
+    world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    given = [checkpoints] if isinstance(checkpoints, str | EvaluationModel) else list(checkpoints)
+    models = [load_for_evaluation(item, device=device) if isinstance(item, str) else item for item in given]
+    folders = output_folders([model.source for model in models], output)
+    evaluations = [Evaluation(model, folder) for model, folder in zip(models, folders, strict=True)]
+    evaluator = Evaluator(evaluations, config=config or EvaluationConfig(), world=world, device=device)
+    evaluator.run(opened, progress=progress)
+    if world.rank == 0:
+        write_summaries(evaluations, opened)
+    return evaluations

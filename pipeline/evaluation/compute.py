@@ -1,0 +1,99 @@
+"""Features in micro-batches of one fixed, padded size, so that only the weights and the sample decide their bits.
+
+The k-th micro-batch always holds samples [kM, (k+1)M), in this order, padded with zeros: it is the same tensor whatever
+the batch size, the number of loader workers or of processes. On a CPU every micro-batch is computed by one thread (the
+order of a matrix product's sums depends on the number of threads) and several micro-batches run at a time instead. On
+CUDA, TF32 and cuDNN's search for the fastest kernel are off; bits are then equal on equal GPUs with equal libraries,
+and between different devices features differ by rounding only (about 1e-6), which the recorded device makes visible.
+
+Shape legend: M micro-batch, B loader batch, d feature dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def microbatches(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Re-cut `[B, ...]` batches into `(valid, [size, ...])`, the last one padded with zeros."""
+    held: list[tuple[Tensor, ...]] = []
+    rows = 0
+    for batch in batches:
+        held.append(batch)
+        rows += len(batch[0])
+        while rows >= size:
+            joined = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*held, strict=True))
+            yield size, tuple(part[:size] for part in joined)
+            rows -= size
+            held = [tuple(part[size:] for part in joined)] if rows else []
+    if rows:
+        joined = tuple(torch.cat(parts) for parts in zip(*held, strict=True))
+        yield rows, tuple(torch.cat([part, part.new_zeros(size - rows, *part.shape[1:])]) for part in joined)
+
+
+class Compute:
+    """Where and how features are computed; use as a context manager.
+
+    Args: device: of the models. threads: CPU threads, each computing whole micro-batches.
+    """
+
+    def __init__(self, device: torch.device, *, threads: int | None = None) -> None:
+        self.device = device
+        self.threads = (threads or torch.get_num_threads()) if device.type == "cpu" else 1
+        self._pool: ThreadPoolExecutor | None = None
+        self._restore = contextlib.ExitStack()
+
+    def __enter__(self) -> Compute:
+        if self.device.type == "cpu":
+            self._restore.callback(torch.set_num_threads, torch.get_num_threads())
+            self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+            torch.set_num_threads(1)
+        else:
+            self._restore.enter_context(_exact_cuda())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._restore.close()
+
+    def map(self, function: Callable[..., T], items: Iterable[tuple]) -> Iterator[T]:
+        """`function(*item)` for every item, in order, several at a time, with a bounded number in flight."""
+        if self._pool is None:
+            yield from (function(*item) for item in items)
+            return
+        flying: deque[Future[T]] = deque()
+        for item in items:
+            flying.append(self._pool.submit(function, *item))
+            if len(flying) > 2 * self.threads:
+                yield flying.popleft().result()
+        while flying:
+            yield flying.popleft().result()
+
+    def name(self) -> str:
+        """The device as results record it: what two computers must share for bits to be equal."""
+        if self.device.type == "cuda":
+            return f"cuda {torch.cuda.get_device_name(self.device)}"
+        return f"{self.device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@contextlib.contextmanager
+def _exact_cuda() -> Iterator[None]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, matmul.allow_tf32)
+    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, matmul.allow_tf32 = False, False, True, False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, matmul.allow_tf32 = before

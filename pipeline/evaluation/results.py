@@ -1,0 +1,156 @@
+"""One JSON per task and checkpoint: the score, and everything that determines it; nothing that changes between runs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pipeline
+from pipeline.evaluation.data import TaskData
+from pipeline.evaluation.world import Processes
+from pipeline.model import EvaluationModel
+
+PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
+NUMERIC_SOURCES = (
+    "association.py",
+    "classification.py",
+    "compute.py",
+    "data.py",
+    "groups.py",
+    "images.py",
+    "retrieval.py",
+    "tasks.py",
+    "texts.py",
+    "webdataset.py",
+)
+"""The files of this package that a score is a function of; a change of any of them makes results stale."""
+OUTCOMES_SUFFIX = ".outcomes.npz"
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A task's score and its provenance; `score` is `metrics[main_metric]`, `chance` that of guessing."""
+
+    task: str
+    name: str
+    protocol: str
+    main_metric: str
+    score: float
+    metrics: Mapping[str, float]
+    chance: float | None
+    samples: int
+    official: bool
+    inputs: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=False, allow_nan=False) + "\n"
+
+
+def read_result(path: Path) -> TaskResult | None:
+    """The result in a file; None when there is none or it is of another format."""
+    try:
+        return TaskResult(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> None:
+    """Write the per-sample outcomes, then the result: a result that is there is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
+    np.savez_compressed(temporary, allow_pickle=False, **outcomes)
+    os.replace(temporary, path.with_suffix(OUTCOMES_SUFFIX))
+    write_atomically(path, result.to_json())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old or the new text, a killed writer leaves the old."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def inputs_of(
+    model: EvaluationModel, data: TaskData, *, data_digest: str, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything that determines a result, as digests and versions."""
+    architecture = model.architecture
+    prompts = json.dumps([data.classnames, data.templates], ensure_ascii=False)
+    config = {"model_cfg": dict(architecture.model_cfg), "preprocess_cfg": dict(architecture.preprocess_cfg)}
+    return {
+        "checkpoint": model.digest,
+        "architecture": architecture.name,
+        "model_config": _sha256(json.dumps(config, sort_keys=True, default=list)),
+        "task_data": data_digest,
+        "layout": data.layout,
+        "prompts": _sha256(prompts),
+        **settings,
+        "code": code_version(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+    }
+
+
+@functools.cache
+def code_version() -> str:
+    """Version of this project and SHA-256 of the sources that scores are a function of."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in (*(package / name for name in NUMERIC_SOURCES), package.parent / "model.py"):
+        digest.update(f"{path.name}\n".encode())
+        digest.update(path.read_bytes())
+    version = importlib.metadata.version(pipeline.__package__ and "neuclip")
+    return f"{version} {digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def data_digest(data: TaskData, *, world: Processes) -> tuple[str, dict[str, str]]:
+    """SHA-256 over the names and digests of a task's files, and the digest of each; hashing is shared by processes."""
+    mine = {index: _file_sha256(data.files[index]) for index in range(world.rank, len(data.files), world.size)}
+    merged: dict[int, str] = {}
+    for part in world.gather_objects(mine):
+        merged.update(part)
+    names = [_relative(path, data.folder) for path in data.files]
+    files = {name: merged[index] for index, name in enumerate(names)}
+    return _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items())), files
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_results(folder: Path, keys: Iterable[str] | None = None) -> dict[str, TaskResult]:
+    """Every task's result below an evaluation folder, by key; aggregates and timings are other files."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        result = read_result(path)
+        if result is not None and (keys is None or result.task in keys):
+            found[result.task] = result
+    return found

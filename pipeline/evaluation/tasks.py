@@ -1,0 +1,155 @@
+"""The 38 tasks of the DataComp benchmark as one table, and the aggregates over them.
+
+Keys, names, sizes, class counts and metrics are those of the benchmark (Gadre et al., 2023, section 3.5 and its
+appendix); FairFace and UTKFace are in its list but have no score, so they are not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ProtocolName = Literal["classification", "retrieval", "association"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: what its data must be and which metric is its score.
+
+    samples, classes: official counts, None when nothing is known (a task of the user's own).
+    fields: columns of the `.npy` beside every image; a further column may follow.
+    group: the column whose worst group is the score.
+    folders: further names that the data goes by on disk.
+    """
+
+    key: str
+    name: str
+    protocol: ProtocolName = "classification"
+    samples: int | None = None
+    classes: int | None = None
+    main_metric: str = "acc1"
+    fields: tuple[str, ...] = ()
+    group: str = ""
+    folders: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The key as a file name."""
+        return self.key.replace("/", "-")
+
+
+def _classes(key: str, name: str, samples: int, classes: int, main_metric: str = "acc1") -> Task:
+    return Task(key, name, samples=samples, classes=classes, main_metric=main_metric)
+
+
+PER_CLASS = "mean_per_class_recall"
+_WILDCAM = ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y")
+
+_TABLE = (
+    _classes("vtab/caltech101", "Caltech-101", 6_085, 102, PER_CLASS),
+    _classes("cifar10", "CIFAR-10", 10_000, 10),
+    _classes("vtab/cifar100", "CIFAR-100", 10_000, 100),
+    _classes("vtab/clevr_count_all", "CLEVR Counts", 15_000, 8),
+    _classes("vtab/clevr_closest_object_distance", "CLEVR Distance", 15_000, 6),
+    _classes("country211", "Country211", 21_100, 211),
+    _classes("vtab/dtd", "Describable Textures", 1_880, 47),
+    _classes("vtab/eurosat", "EuroSAT", 5_400, 10),
+    _classes("fgvc_aircraft", "FGVC Aircraft", 3_333, 100, PER_CLASS),
+    _classes("food101", "Food-101", 25_250, 101),
+    _classes("gtsrb", "GTSRB", 12_630, 43),
+    _classes("imagenet1k", "ImageNet 1k", 50_000, 1_000),
+    _classes("imagenet_sketch", "ImageNet Sketch", 50_889, 1_000),
+    _classes("imagenetv2", "ImageNet v2", 10_000, 1_000),
+    _classes("imagenet-a", "ImageNet-A", 7_500, 200),
+    _classes("imagenet-o", "ImageNet-O", 2_000, 200),
+    _classes("imagenet-r", "ImageNet-R", 30_000, 200),
+    _classes("vtab/kitti_closest_vehicle_distance", "KITTI Vehicle Distance", 711, 4),
+    _classes("mnist", "MNIST", 10_000, 10),
+    _classes("objectnet", "ObjectNet", 18_574, 113),
+    _classes("vtab/flowers", "Oxford Flowers-102", 6_149, 102, PER_CLASS),
+    _classes("vtab/pets", "Oxford-IIIT Pet", 3_669, 37, PER_CLASS),
+    _classes("voc2007", "Pascal VOC 2007", 14_976, 20),
+    _classes("vtab/pcam", "PatchCamelyon", 32_768, 2),
+    _classes("renderedsst2", "Rendered SST2", 1_821, 2),
+    _classes("vtab/resisc45", "RESISC45", 6_300, 45),
+    _classes("cars", "Stanford Cars", 8_041, 196),
+    _classes("stl10", "STL-10", 8_000, 10),
+    _classes("sun397", "SUN397", 108_754, 397),
+    _classes("vtab/svhn", "SVHN", 26_032, 10),
+    Task(
+        "retrieval/flickr_1k_test_image_text_retrieval",
+        "Flickr",
+        protocol="retrieval",
+        samples=1_000,
+        main_metric="mean_recall@1",
+        folders=("wds_flickr30k", "flickr30k", "flickr"),
+    ),
+    Task(
+        "retrieval/mscoco_2014_5k_test_image_text_retrieval",
+        "MSCOCO",
+        protocol="retrieval",
+        samples=5_000,
+        main_metric="mean_recall@1",
+        folders=("wds_mscoco_captions", "mscoco_captions", "mscoco"),
+    ),
+    Task(
+        "misc/winogavil",
+        "WinoGAViL",
+        protocol="association",
+        samples=3_563,
+        main_metric="jaccard_score_10-12",
+    ),
+    Task("wilds/iwildcam", "iWildCam", samples=42_791, classes=182, main_metric="F1-macro_all", fields=_WILDCAM),
+    Task("wilds/camelyon17", "Camelyon17", samples=85_054, classes=2, fields=("hospital", "slide", "y")),
+    Task(
+        "wilds/fmow",
+        "FMoW",
+        samples=22_108,
+        classes=62,
+        main_metric="acc_worst_region",
+        fields=("region", "year", "y"),
+        group="region",
+    ),
+    Task(
+        "fairness/dollar_street",
+        "Dollar Street",
+        samples=3_503,
+        classes=58,
+        main_metric="acc_top5_wg",
+        fields=("income_ds", "income_meta", "region"),
+        group="income_ds",
+    ),
+    Task(
+        "fairness/geode",
+        "GeoDE",
+        samples=12_488,
+        classes=40,
+        main_metric="acc_wg",
+        fields=("region", "country"),
+        group="region",
+    ),
+)
+
+TASKS: dict[str, Task] = {task.key: task for task in _TABLE}
+
+_SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
+_PAIRS = tuple(key for key in TASKS if key.startswith("retrieval/"))
+
+AGGREGATES: dict[str, tuple[str, ...]] = {
+    "DataComp Average": tuple(TASKS),
+    "ImageNet & Variants": ("imagenet1k", *_SHIFTS),
+    "Retrieval": _PAIRS,
+    "Retrieval (DataComp)": (*_PAIRS, "misc/winogavil"),
+    "ImageNet dist. shifts": _SHIFTS,
+    "VTAB": (*(key for key in TASKS if key.startswith("vtab/")), "sun397"),
+}
+"""Plain means of main metrics. `Retrieval` is the NeuCLIP paper's (Flickr30k and MSCOCO); the benchmark's own adds
+WinoGAViL."""
+
+
+def folder_names(task: Task) -> tuple[str, ...]:
+    """Every folder name under which a task's data is looked for, the benchmark's own first."""
+    short = task.key.split("/", 1)[-1]
+    official = task.key.removeprefix("fairness/").replace("/", "-")
+    plain = (official, task.stem, short, task.key)
+    return tuple(dict.fromkeys([f"wds_{name}_test" for name in (official, task.stem, short)] + [*plain, *task.folders]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
@@ -20,9 +21,13 @@ from pipeline.world import World
 
 @section
 class ObjectiveConfig:
-    """Base of every method's section; `name` is the key under which the method is registered."""
+    """Base of every method's section; `name` is the key under which the method is registered.
+
+    drift_check_every: commits between two comparisons of the replicated state over the ranks, 0 = never.
+    """
 
     name: str
+    drift_check_every: int = Field(default=500, ge=0)
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,10 @@ class Objective(ABC):
         return 1
 
     def prefetch(self, sample_ids: Tensor) -> None:  # noqa: B027 (most methods have no rows to fetch)
-        """Start fetching the per-sample state of a coming batch, [b] int64 ids; optional, before `compute`."""
+        """Start fetching the per-sample state of the next batch; optional, before its forward pass.
+
+        Args: sample_ids: [b] int64, the very tensor that `compute` will be given.
+        """
 
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""

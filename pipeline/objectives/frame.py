@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput, load_tensors
+from pipeline.objectives.drift import DriftGuard
 
 Pair = tuple[Tensor, Tensor]
 
@@ -30,8 +31,8 @@ class Batch:
     """The global batch as every rank sees it, with the same bits.
 
     features: [B, d] each. positive: s_ii, [B]. tau: temperature of each anchor, [B] each. log_g: log of the in-batch
-    normalizer, [B] each; mean_h: see `pairwise.anchor_statistics`. sample_ids: [B], or None where the method has no use
-    for them. rows: this rank's rows. step: steps applied so far.
+    normalizer, [B] each; mean_h: see `pairwise.anchor_statistics`. fetched: the method's per-sample state of the batch.
+    rows: this rank's rows. step: steps applied so far.
     """
 
     features: Pair
@@ -39,7 +40,7 @@ class Batch:
     tau: Pair
     log_g: Pair
     mean_h: Pair
-    sample_ids: Tensor | None
+    fetched: Any
     rows: slice
     step: int
 
@@ -66,54 +67,44 @@ class Decision:
     update: Any = None
 
 
-class SoftmaxObjective(Objective):
-    """Gathers, shared pairwise maths and the pending step; a method implements `temperatures`, `decide`, `apply`."""
+class FramedObjective(Objective):
+    """The life of a step: `compute` leaves something pending, `commit` applies it, `discard` forgets it."""
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         if context.batch_size < 2:
-            raise UserError(
-                f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of at least 2."
-            )
+            raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
         self.config, self.context, self.world = config, context, context.world
-        self._steps = torch.zeros((), dtype=torch.int64)  # host tensor: counting must not wait for the device
-        self._pending: Decision | None = None
-
-    # What a method supplies.
-
-    @abstractmethod
-    def temperatures(self, size: int) -> Pair:
-        """tau of each of the batch's anchors, [B] each (expanded scalars for a global one)."""
+        self.drift = DriftGuard(context.world, every=config.drift_check_every, device=context.device)
+        self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
+        self._pending: Any = None
 
     @abstractmethod
-    def decide(self, batch: Batch) -> Decision:
-        """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
+    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> tuple[ObjectiveOutput, Any]:
+        """Output of this batch and what `apply` needs on commit; must not change lasting state."""
 
     @abstractmethod
-    def apply(self, decision: Decision, *, lr_scale: float) -> None:
-        """Make the decision's update lasting."""
+    def apply(self, pending: Any, *, lr_scale: float) -> None:
+        """Make the pending update lasting."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """The method's lasting tensors, by name: the very tensors, so that loading writes into them."""
+        """The method's replicated lasting tensors, by name: the very tensors, so that loading writes into them."""
         return {}
-
-    # The step.
 
     @torch.no_grad()
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
-        batch = self._gather(image, text, sample_ids=sample_ids, step=step)
-        decision = self.decide(batch)
-        grad_image, grad_text = self._feature_gradients(batch, decision)
-        self._pending = decision
-        metrics = {"loss": decision.loss, **decision.metrics}
-        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics)
+        dtype = self.context.dtype
+        output, self._pending = self.evaluate(image.to(dtype), text.to(dtype), sample_ids=sample_ids, step=step)
+        return output
 
     @torch.no_grad()
     def commit(self, *, lr_scale: float = 1.0) -> None:
         if self._pending is None:
             raise RuntimeError("commit() without compute(): nothing is pending")
-        decision, self._pending = self._pending, None
-        self.apply(decision, lr_scale=lr_scale)
+        pending, self._pending = self._pending, None
+        self.apply(pending, lr_scale=lr_scale)
         self._steps += 1
+        if self.drift.due(self.steps):
+            self.drift.check(self.own_state(), step=self.steps)
 
     def discard(self) -> None:
         self._pending = None
@@ -127,26 +118,45 @@ class SoftmaxObjective(Objective):
         return self.world.size
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            "steps": self._steps.clone(),
-            **{key: value.detach().clone() for key, value in self.own_state().items()},
-        }
+        lasting = {"steps": self._steps, **self.own_state()}
+        return {key: value.detach().clone() for key, value in lasting.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._pending = None
         load_tensors({"steps": self._steps, **self.own_state()}, state)
 
-    # Shared steps.
 
-    def _gather(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> Batch:
-        own = (image.to(self.context.dtype), text.to(self.context.dtype))
+class SoftmaxObjective(FramedObjective):
+    """Gathers and shared pairwise maths; a method implements `temperatures`, `decide` and `apply`."""
+
+    @abstractmethod
+    def temperatures(self, size: int, fetched: Any) -> Pair:
+        """tau of each of the batch's anchors, [B] each (expanded scalars for a global one)."""
+
+    @abstractmethod
+    def decide(self, batch: Batch) -> Decision:
+        """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
+
+    def fetch(self, sample_ids: Tensor) -> Any:
+        """Per-sample state of the batch, the same on every rank; the method finds it in `batch.fetched`."""
+        return None
+
+    def evaluate(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int
+    ) -> tuple[ObjectiveOutput, Decision]:
+        batch = self._gather((image, text), fetched=self.fetch(sample_ids), step=step)
+        decision = self.decide(batch)
+        grad_image, grad_text = self._feature_gradients(batch, decision)
+        metrics = {"loss": decision.loss, **decision.metrics}
+        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics), decision
+
+    def _gather(self, own: Pair, *, fetched: Any, step: int) -> Batch:
         features = (self.world.all_gather(own[0]), self.world.all_gather(own[1]))
-        ids = self.world.all_gather(sample_ids) if self.needs_sample_ids else None
-        rows = self.world.rows(image.shape[0])
+        rows = self.world.rows(own[0].shape[0])
         size = features[0].shape[0]
         if size < 2:
-            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs at least 2.")
-        tau = self.temperatures(size)
+            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs 2 or more.")
+        tau = self.temperatures(size, fetched)
         positive_b = (own[0] * own[1]).sum(1)
         scalars = [positive_b]
         for side in (0, 1):
@@ -154,7 +164,7 @@ class SoftmaxObjective(Objective):
                 own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
             )
         positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
-        return Batch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), ids, rows, step)
+        return Batch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), fetched, rows, step)
 
     def _feature_gradients(self, batch: Batch, decision: Decision) -> Pair:
         sides = [_anchor_side(batch, decision, side) for side in (0, 1)]

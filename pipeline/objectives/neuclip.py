@@ -111,9 +111,9 @@ class NeuClip(GlobalTemperatureObjective):
             "prototype_norm": torch.stack([self.npn.pending_weight(side).norm(dim=1).mean() for side in (0, 1)]).mean(),
         }
 
-    def apply(self, decision: Decision, *, lr_scale: float) -> None:
-        super().apply(decision, lr_scale=lr_scale)
-        self.npn.commit(decision.update)
+    def apply(self, pending: Decision, *, lr_scale: float) -> None:
+        super().apply(pending, lr_scale=lr_scale)
+        self.npn.commit(pending.update)
 
     def own_state(self) -> dict[str, Tensor]:
         return {**super().own_state(), **self.npn.tensors()}

@@ -7,6 +7,7 @@ so it is a replicated fp32 scalar with the same bits on every rank.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pydantic
 import torch
@@ -44,59 +45,67 @@ class TemperatureConfig(ObjectiveConfig):
         return self
 
 
-class Temperature:
-    """One learned temperature. State: log(1/tau), both Adam moments and the number of updates."""
+class LearnedScalar:
+    """A replicated fp32 scalar with its own Adam. State: value, both moments, number of updates."""
 
-    def __init__(self, config: TemperatureConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.config = config
-        self.log_scale = torch.tensor(-math.log(config.tau_init), device=device, dtype=dtype)
-        self.moment1, self.moment2, self.updates = (torch.zeros_like(self.log_scale) for _ in range(3))
+    def __init__(self, initial: float, *, name: str, betas: tuple[float, float], context: ObjectiveContext) -> None:
+        self.name, self.betas = name, betas
+        self.value = torch.tensor(initial, device=context.device, dtype=context.dtype)
+        self.moment1, self.moment2, self.updates = (torch.zeros_like(self.value) for _ in range(3))
 
-    def value(self) -> Tensor:
-        """tau, a 0-dim tensor."""
-        return torch.exp(-self.log_scale)
-
-    def update(self, tau_gradient: Tensor, *, lr_scale: float) -> None:
-        """One Adam step on log(1/tau) from dL/dtau; no weight decay; tau stays within [tau_min, tau_max]."""
-        c = self.config
-        tau = self.value()
-        gradient = -tau * tau_gradient.to(tau)
-        lr = torch.where(tau < c.tau_lr_threshold, c.tau_lr * lr_scale * c.tau_lr_fall, c.tau_lr * lr_scale)
+    def update(self, gradient: Tensor, *, lr: Tensor | float, eps: float) -> None:
+        """One Adam step without weight decay."""
+        beta1, beta2 = self.betas
         self.updates += 1
-        self.moment1.lerp_(gradient, 1 - c.tau_beta1)
-        self.moment2.lerp_(gradient.square(), 1 - c.tau_beta2)
-        first = self.moment1 / (1 - c.tau_beta1**self.updates)
-        second = self.moment2 / (1 - c.tau_beta2**self.updates)
-        self.log_scale -= lr * first / (second.sqrt() + c.tau_eps)
-        self.log_scale.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
+        self.moment1.lerp_(gradient, 1 - beta1)
+        self.moment2.lerp_(gradient.square(), 1 - beta2)
+        first = self.moment1 / (1 - beta1**self.updates)
+        second = self.moment2 / (1 - beta2**self.updates)
+        self.value -= lr * first / (second.sqrt() + eps)
 
     def tensors(self) -> dict[str, Tensor]:
         """The lasting tensors themselves, by name."""
-        return {
-            "temperature.log_scale": self.log_scale,
-            "temperature.moment1": self.moment1,
-            "temperature.moment2": self.moment2,
-            "temperature.updates": self.updates,
-        }
+        fields = ("value", "moment1", "moment2", "updates")
+        return {f"{self.name}.{field}": getattr(self, field) for field in fields}
+
+
+class Temperature:
+    """One learned temperature, kept as log(1/tau)."""
+
+    def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
+        self.config = config
+        betas = (config.tau_beta1, config.tau_beta2)
+        self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", betas=betas, context=context)
+
+    def value(self) -> Tensor:
+        """tau, a 0-dim tensor."""
+        return torch.exp(-self.log_scale.value)
+
+    def update(self, tau_gradient: Tensor, *, lr_scale: float) -> None:
+        """One Adam step on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, tau_max]."""
+        c, tau = self.config, self.value()
+        lr = c.tau_lr * lr_scale * torch.where(tau < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
+        self.log_scale.update(-tau * tau_gradient, lr=lr, eps=c.tau_eps)
+        self.log_scale.value.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
 
 
 class GlobalTemperatureObjective(SoftmaxObjective):
     """A softmax objective with one learned temperature."""
 
-    def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        self.temperature = Temperature(config, device=context.device, dtype=context.dtype)
+        self.temperature = Temperature(config, context)
 
-    def temperatures(self, size: int) -> Pair:
+    def temperatures(self, size: int, fetched: Any) -> Pair:
         tau = self.temperature.value().expand(size)
         return tau, tau
 
-    def apply(self, decision: Decision, *, lr_scale: float) -> None:
-        assert decision.tau_gradient is not None
-        self.temperature.update(decision.tau_gradient, lr_scale=lr_scale)
+    def apply(self, pending: Decision, *, lr_scale: float) -> None:
+        assert pending.tau_gradient is not None
+        self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
 
     def logit_parameters(self) -> tuple[float, float]:
-        return float(self.temperature.log_scale), 0.0
+        return float(self.temperature.log_scale.value), 0.0
 
     def own_state(self) -> dict[str, Tensor]:
-        return self.temperature.tensors()
+        return self.temperature.log_scale.tensors()

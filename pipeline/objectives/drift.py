@@ -1,0 +1,67 @@
+"""Watches that state which every rank computes for itself stays the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.world import World
+
+log = logging.getLogger(__name__)
+
+# One mismatch may be a flipped bit; the third says that the ranks do not compute the same.
+MAX_EVENTS = 3
+_ODD = 0x9E3779B1
+
+
+def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tensor:
+    """A 64-bit hash of all bits of the tensors and of their places, as a 0-dim int64 on `device`, without host sync."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors.values():
+        bits = tensor.detach().contiguous().view(torch.uint8 if tensor.element_size() < 4 else _integer(tensor))
+        words = bits.flatten().to(device=device, dtype=torch.int64)
+        places = torch.arange(1, words.numel() + 1, device=device).mul_(_ODD).bitwise_or_(1)
+        total = total * _ODD + words.add_(places).mul_(places).sum()  # integer sums wrap: any order, same result
+    return total
+
+
+class DriftGuard:
+    """Compares fingerprints every `every` commits; on a mismatch rank 0's state wins and the event is counted."""
+
+    def __init__(self, world: World, *, every: int, device: torch.device) -> None:
+        self.world, self.every, self.device, self.events = world, every, device, 0
+
+    def due(self, steps: int) -> bool:
+        return self.every > 0 and self.world.size > 1 and steps % self.every == 0
+
+    def check(self, tensors: Mapping[str, Tensor], *, step: int) -> bool:
+        """True when the ranks agree; otherwise rank 0's tensors are copied to all, in place.
+
+        Waits for the device, which is why it runs every so many steps only.
+        Raises: UserError at the third mismatch of a run, on every rank.
+        """
+        own = fingerprint(tensors, device=self.device)
+        seen = self.world.all_gather(own.reshape(1))
+        if bool((seen == seen[0]).all()):
+            return True
+        self.events += 1
+        strangers = [rank for rank, value in enumerate(seen.tolist()) if value != int(seen[0])]
+        log.warning("step %d: objective state of ranks %s differed from rank 0's; it was replaced", step, strangers)
+        for tensor in tensors.values():
+            shared = tensor.to(self.device)
+            tensor.copy_(self.world.broadcast(shared.clone()))
+        if self.events >= MAX_EVENTS:
+            raise UserError(
+                f"The objective's state differed between ranks for the {self.events}th time (step {step}, ranks "
+                f"{strangers} against rank 0). Every rank must run the same torch build on the same kind of device "
+                "with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
+            )
+        return False
+
+
+def _integer(tensor: Tensor) -> torch.dtype:
+    return torch.int64 if tensor.element_size() == 8 else torch.int32

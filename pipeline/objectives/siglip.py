@@ -1,0 +1,75 @@
+"""`siglip`: the pairwise sigmoid loss, equal to open_clip's `SigLipLoss`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from pipeline.config import section
+from pipeline.errors import UserError
+from pipeline.objectives import pairwise
+from pipeline.objectives.base import ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.frame import FramedObjective
+from pipeline.objectives.registry import register
+from pipeline.objectives.temperature import LearnedScalar, Temperature, TemperatureConfig
+
+
+@section
+class SigLipConfig(TemperatureConfig):
+    """Sigmoid loss with a learned scale 1/tau and a learned bias, which shares the temperature's learning rate."""
+
+    name: str = "siglip"
+    tau_init: float = Field(default=0.1, gt=0)
+    bias_init: float = -10.0
+
+
+@register("siglip", SigLipConfig)
+class SigLip(FramedObjective):
+    """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
+
+    def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
+        super().__init__(config, context)
+        self.temperature = Temperature(config, context)
+        betas = (config.tau_beta1, config.tau_beta2)
+        self.bias = LearnedScalar(config.bias_init, name="bias", betas=betas, context=context)
+
+    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> tuple[ObjectiveOutput, Any]:
+        images, texts = self.world.all_gather(image), self.world.all_gather(text)
+        size, first = images.shape[0], self.world.rows(image.shape[0]).start
+        if size < 2:
+            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs 2 or more.")
+        scale, bias = 1.0 / self.temperature.value(), self.bias.value
+        sums = torch.zeros(3, dtype=image.dtype, device=image.device)  # loss, dL/dscale, dL/dbias of this rank's images
+
+        def coefficients(s: Tensor, rows: slice, *, count: bool) -> Tensor:
+            """dL/ds of a block of similarities; `count` adds the block to the sums."""
+            logits = s * scale + bias
+            pull = torch.sigmoid(logits)  # the gradient of a negative pair; the own pair has sigmoid - 1
+            own_pair = logits.diagonal(first + rows.start)
+            pull.diagonal(first + rows.start).copy_(-torch.sigmoid(-own_pair))
+            if count:
+                own_pair.neg_()
+                sums.add_(torch.stack([F.softplus(logits).sum(), (pull * s).sum(), pull.sum()]))
+            return pull.mul_(scale / size)
+
+        grad_image = pairwise.feature_gradient(image, texts, lambda s, rows: coefficients(s, rows, count=True))
+        grad_text = pairwise.feature_gradient(text, images, lambda s, rows: coefficients(s, rows, count=False))
+        loss, to_scale, to_bias = (self.world.all_gather(sums[None]).sum(0) / size).unbind()
+        metrics = {"loss": loss, "tau": self.temperature.value(), "logit_bias": bias.clone()}
+        return ObjectiveOutput(loss, grad_image, grad_text, metrics), (-to_scale * scale.square(), to_bias)
+
+    def apply(self, pending: tuple[Tensor, Tensor], *, lr_scale: float) -> None:
+        tau_gradient, bias_gradient = pending
+        config = self.config
+        self.temperature.update(tau_gradient, lr_scale=lr_scale)
+        self.bias.update(bias_gradient, lr=config.tau_lr * lr_scale, eps=config.tau_eps)
+
+    def logit_parameters(self) -> tuple[float, float]:
+        return float(self.temperature.log_scale.value), float(self.bias.value)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {**self.temperature.log_scale.tensors(), **self.bias.tensors()}

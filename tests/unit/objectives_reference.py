@@ -1,0 +1,52 @@
+"""The losses as the papers write them, in plain autograd over the whole batch: the reference of the tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.objectives import ObjectiveContext
+from pipeline.world import World
+
+
+def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext:
+    defaults: dict[str, object] = {
+        "dim": dim,
+        "batch_size": batch_size,
+        "dataset_size": 4 * batch_size,
+        "steps_per_epoch": 4,
+        "total_steps": 40,
+        "world": World(),
+        "device": torch.device("cpu"),
+        "dtype": torch.float64,
+    }
+    return ObjectiveContext(**{**defaults, **facts})  # type: ignore[arg-type]
+
+
+def unit_features(batch_size: int, dim: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, batch_size, dim)
+    return list(F.normalize(torch.randn(shape, generator=generator, dtype=dtype), dim=2).unbind(0))
+
+
+def normalizers(image: Tensor, text: Tensor, tau: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """g1_i, g2_i: the mean of exp((s_ij - s_ii) / tau_i) over j != i, for both sides; formed naively."""
+    s = image @ text.T
+    others = ~torch.eye(len(s), dtype=torch.bool)
+    first, second = (
+        torch.exp((m - s.diagonal()[:, None]) / t.expand(len(s))[:, None]).mul(others).sum(1) / (len(s) - 1)
+        for m, t in zip((s, s.T), tau, strict=True)
+    )
+    return first, second
+
+
+def prototype_alpha(features: Tensor, partners: Tensor, weight: Tensor, *, tau: Tensor, eps: float) -> Tensor:
+    """Equations (10) and (11) of NeuCLIP."""
+    cosine = features @ F.normalize(weight, dim=1).T
+    return torch.log(eps + torch.exp((cosine - (features * partners).sum(1)[:, None]) / tau).mean(1))
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    ours, reference = ours.detach(), reference.detach()
+    return float((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-300))

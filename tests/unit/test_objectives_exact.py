@@ -1,0 +1,95 @@
+"""Loss and every gradient in float64 against autograd of the written loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.objectives import build_objective
+from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
+
+BATCHES = (2, 3, 17, 64)
+EXACT = 1e-10
+
+
+@pytest.mark.parametrize("batch_size", BATCHES)
+@pytest.mark.parametrize("stop_gradient", [True, False])
+def test_neuclip_is_equation_12(batch_size, stop_gradient):
+    settings = {"name": "neuclip", "prototypes": 7, "inner_steps": 3, "ratio_cap": 0, "stop_gradient": stop_gradient}
+    objective = build_objective(settings, context=context(batch_size))
+    image, text = (f.requires_grad_() for f in unit_features(batch_size))
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size), step=0)
+
+    tau = objective.temperature.value().requires_grad_()
+    loss = 2 * tau * (objective.config.rho - 1)
+    for side, g in enumerate(normalizers(image, text, (tau, tau))):
+        own, partner = ((image, text), (text, image))[side]
+        alpha = prototype_alpha(own, partner, objective.npn.pending_weight(side), tau=tau, eps=1e-14)
+        alpha = alpha.detach() if stop_gradient else alpha
+        loss = loss + tau * (torch.exp(-alpha) * (1e-14 + g) + alpha).mean()
+    expected = torch.autograd.grad(loss, [image, text, tau])
+
+    assert relative_error(output.loss, loss) < EXACT
+    assert relative_error(output.grad_image, expected[0]) < EXACT
+    assert relative_error(output.grad_text, expected[1]) < EXACT
+    assert relative_error(objective._pending.tau_gradient, expected[2]) < EXACT
+
+
+@pytest.mark.parametrize("batch_size", BATCHES)
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"])
+def test_estimator_methods_are_their_papers_gradients(name, batch_size):
+    """The third step on overlapping ids, so that averages, temperatures and first visits all matter."""
+    objective = build_objective({"name": name, "gamma_schedule": "constant", "gamma": 0.3}, context=context(batch_size))
+    log_u: dict[int, list[float]] = {}
+    for step in range(3):
+        ids = (torch.arange(batch_size) + step * (batch_size // 2)) % (4 * batch_size)
+        image, text = (f.requires_grad_() for f in unit_features(batch_size, seed=step))
+        rows = objective.table.owned()[ids].double()
+        tau = _temperatures(objective, rows)
+        g = normalizers(image, text, tau)
+        u = []
+        for side in (0, 1):
+            old = torch.tensor([log_u.get(int(i), [math.nan] * 2)[side] for i in ids]).double()
+            u.append(torch.where(old.isnan(), g[side], 0.7 * old.exp() + 0.3 * g[side]).detach())
+        output = objective.compute(image.detach(), text.detach(), sample_ids=ids, step=step)
+        value, surrogate = _written(objective, tau, g, u)
+        expected = torch.autograd.grad(surrogate, [image, text], retain_graph=True)
+        assert relative_error(output.loss, value) < EXACT
+        assert relative_error(output.grad_image, expected[0]) < EXACT
+        assert relative_error(output.grad_text, expected[1]) < EXACT
+        _check_temperature_gradient(objective, surrogate, value, tau)
+        objective.commit(lr_scale=1.0)
+        log_u |= {int(i): row[:2].tolist() for i, row in zip(ids, objective.table.owned()[ids], strict=True)}
+        assert torch.allclose(objective.table.owned()[ids][:, :2].double().exp(), torch.stack(u, 1), rtol=2e-6)
+
+
+def _temperatures(objective, rows):
+    if rows.shape[1] > 2:
+        return tuple(rows[:, 2 + side].clone().requires_grad_() for side in (0, 1))
+    tau = objective.temperatures(1, None)[0][0].clone().requires_grad_()
+    return tau, tau
+
+
+def _written(objective, tau, g, u):
+    """The reported value, and a function whose gradient is the papers' estimator (u constant)."""
+    scale, rho = (1.0, 1.0), getattr(objective.config, "rho", 0.0)
+    scale = scale if objective.config.name == "fastclip_v0" else tau
+    value = sum((s * (torch.log(1e-14 + x) + rho)).mean() for s, x in zip(scale, u, strict=True))
+    surrogate = value + sum(
+        (torch.as_tensor(s).detach() * x / (1e-14 + y)).mean() for s, x, y in zip(scale, g, u, strict=True)
+    )
+    return value, surrogate
+
+
+def _check_temperature_gradient(objective, surrogate, value, tau):
+    name = objective.config.name
+    if name in ("sogclr", "fastclip_v1"):
+        return
+    if name in ("isogclr", "fastclip_v2"):  # written without the 1/n: the batch mean carries 1/B
+        expected = torch.stack(torch.autograd.grad(surrogate, list(tau)), 1) * len(tau[0])
+        assert relative_error(objective._pending.update[1], expected) < EXACT
+        return
+    expected = torch.autograd.grad(surrogate, tau[0])[0]
+    assert relative_error(objective._pending.tau_gradient, expected) < EXACT

@@ -1,0 +1,40 @@
+"""Train a CLIP model from a recipe.
+
+neuclip train --recipe jobs/recipes/demo.yaml output=runs/one optimizer.lr=1e-3
+deepspeed --num_gpus 8 --module jobs.train --recipe ... ;  torchrun --nproc-per-node 8 -m jobs.train --recipe ...
+"""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(name="train", epilog="Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint.")
+@click.option("--recipe", type=click.Path(dir_okay=False), help="YAML file with the run's settings.")
+@click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+@click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Given by the deepspeed launcher.")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+def command(
+    recipe: str | None, resume: str | None, dry_run: bool, local_rank: int | None, overrides: tuple[str, ...]
+) -> int:
+    """Train a CLIP model from a recipe; defaults < recipe < SECTION.KEY=VALUE.
+
+    The run's folder (`output`) receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
+    """
+    from pipeline.config import dump
+    from pipeline.recipe import load_recipe
+
+    run = load_recipe(recipe, overrides)
+    if dry_run:
+        click.echo(dump(run), nl=False)
+        return 0
+    from pipeline.train import train
+
+    return train(run, resume=resume)
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="jobs.train")

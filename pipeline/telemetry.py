@@ -1,0 +1,172 @@
+"""What a run tells: metrics.jsonl, TensorBoard and the terminal, all from the same records, on rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import Field
+
+from pipeline.config import section
+
+METRICS_NAME = "metrics.jsonl"
+
+
+@section
+class TelemetryConfig:
+    """How often to tell. Counted in steps; every record is one host synchronisation."""
+
+    every: int = Field(default=10, ge=1)
+    tensorboard: bool = True
+    progress: str = Field(default="auto", pattern="^(auto|bar|lines|off)$")
+    """"auto": a bar on a terminal, plain lines elsewhere."""
+
+
+class Telemetry:
+    """Writes records of training and events. On ranks other than 0 every call is free and does nothing."""
+
+    def __init__(self, run: Path, *, config: TelemetryConfig, total_steps: int, first_step: int, is_main: bool) -> None:
+        self._is_main, self._run = is_main, run
+        self._total, self._progress = total_steps, None
+        if not is_main:
+            return
+        self._file: TextIO = _open_at(run / METRICS_NAME, first_step)
+        self._board = _tensorboard(run, first_step) if config.tensorboard else None
+        self._progress = _progress(config.progress, total=total_steps, first=first_step)
+
+    def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
+        """One record of training after `step` steps."""
+        if not self._is_main:
+            return
+        self._write({"kind": "train", "step": step, "time": round(time.time(), 3), **_rounded(scalars)})
+        if self._board is not None:
+            for name, value in scalars.items():
+                self._board.add_scalar(f"train/{name}", value, step)
+        if self._progress is not None:
+            self._progress.update(step, scalars)
+
+    def event(self, message: str, **facts: Any) -> None:
+        """Something that happened, for the terminal and the record."""
+        if not self._is_main:
+            return
+        self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})
+        if self._progress is not None:
+            self._progress.say(message)
+
+    def close(self) -> None:
+        if not self._is_main:
+            return
+        if self._progress is not None:
+            self._progress.close()
+        if self._board is not None:
+            self._board.close()
+        self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+class BarProgress:
+    """A rich progress bar with the figures that matter."""
+
+    def __init__(self, *, total: int, first: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, refresh_per_second=4)
+        self._task = self._bar.add_task("train", total=total, completed=first, figures="")
+        self._bar.start()
+
+    def update(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._bar.update(self._task, completed=step, figures=figures(scalars))
+
+    def say(self, message: str) -> None:
+        self._bar.console.print(message, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class LineProgress:
+    """One plain line a record, at most one every few seconds: for logs."""
+
+    def __init__(self, *, total: int, first: int, seconds: float = 5.0) -> None:
+        self._total, self._seconds, self._last = total, seconds, 0.0
+        self._first, self._start = first, time.monotonic()
+
+    def update(self, step: int, scalars: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if now - self._last < self._seconds and step < self._total:
+            return
+        self._last = now
+        left = (now - self._start) / max(1, step - self._first) * (self._total - step)
+        print(f"step {step}/{self._total}  {figures(scalars)}  ETA {_clock(left)}", flush=True)
+
+    def say(self, message: str) -> None:
+        print(message, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def figures(scalars: Mapping[str, float]) -> str:
+    """The figures of the progress line, those that are there."""
+    shown = (
+        ("samples_per_second", "{:,.0f} samples/s"),
+        ("loss", "loss {:.4f}"),
+        ("tau", "tau {:.4f}"),
+        ("normalizer_gap", "gap {:.3f}"),
+        ("data_wait", "data wait {:.0%}"),
+    )
+    return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
+
+
+def _progress(kind: str, *, total: int, first: int) -> BarProgress | LineProgress | None:
+    if kind == "off":
+        return None
+    if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
+        return BarProgress(total=total, first=first)
+    return LineProgress(total=total, first=first)
+
+
+def _tensorboard(run: Path, first_step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+
+
+def _open_at(path: Path, first_step: int) -> TextIO:
+    """Append to the records, without those of steps that a resumed run takes again (and a line cut by a crash)."""
+    kept: list[str] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record.get("kind") != "train" or record["step"] <= first_step:
+                kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def _rounded(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.9g}") for name, value in scalars.items()}
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

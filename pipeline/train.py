@@ -1,0 +1,304 @@
+"""Training: `setup` puts the parts together, `Trainer.run` is the loop. It names no objective and no dataset."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, find_checkpoint
+from pipeline.config import dump, to_tree
+from pipeline.data.decode import normalize
+from pipeline.data.loader import Batch, Loader, build_loader
+from pipeline.data.tokenize import fast_tokenizer
+from pipeline.engine import Engine
+from pipeline.errors import UserError
+from pipeline.model import Architecture, build_towers
+from pipeline.objectives import Objective, ObjectiveContext, build_objective
+from pipeline.optim import lr_scale
+from pipeline.probe import GradientProbe
+from pipeline.recipe import CONFIG_NAME, RunConfig, check_run
+from pipeline.step import StepResult, TrainStep
+from pipeline.telemetry import Telemetry
+from pipeline.versions import versions
+from pipeline.world import World, start_world
+
+EXIT_DONE, EXIT_PREEMPTED = 0, 75
+"""75 (EX_TEMPFAIL): asked to stop by a signal, checkpoint written, start again with --resume latest."""
+
+
+@dataclass
+class Trainer:
+    """All parts of one rank of a run, and where the run stands: `step` updates have been taken."""
+
+    run: RunConfig
+    world: World
+    loader: Loader
+    architecture: Architecture
+    engine: Engine
+    objective: Objective
+    take_step: TrainStep
+    telemetry: Telemetry
+    writer: CheckpointWriter
+    step: int = 0
+    skipped: int = 0
+
+    def fit(self) -> int:
+        """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
+        meter = Meter(self.run.batch_size)
+        with stop_signals() as stop:
+            while self.step < self.run.total_steps and not self._asked_to_stop(stop):
+                with meter.waiting():
+                    batch = next(self.loader)
+                scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
+                result = self._take(batch, scale)
+                self.step += 1
+                meter.steps += 1
+                if self.step % self.run.telemetry.every == 0 or self.step == self.run.total_steps:
+                    self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
+                if self.step % self.run.checkpoint.every == 0 or self.step == self.run.total_steps or stop:
+                    self.save(batch)
+        self.writer.wait()
+        if self.step < self.run.total_steps:
+            self.telemetry.event(f"Stopped after step {self.step} on request; continue with --resume latest.")
+            return EXIT_PREEMPTED
+        return EXIT_DONE
+
+    def save(self, batch: Batch) -> None:
+        """Write a checkpoint of the state after `batch`; collective."""
+        state = self.engine.state
+        moments = {(name, key): value for name, key, value in state.moments()}
+        scale, bias = self.objective.logit_parameters()
+        snapshot = Snapshot(
+            step=self.step,
+            weights=dict(state.weights()),
+            moments=moments,
+            counter=state.counter(),
+            objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
+            rows={name: (first, rows.cpu().clone()) for name, (first, rows) in self.objective.row_state_dict().items()},
+            logit=(scale, bias),
+            facts={
+                "samples": self.step * self.run.batch_size,
+                "data": self.loader.state_dict(batch.position),
+                "config": to_tree(self.run),
+                "world_size": self.world.size,
+                "versions": versions(),
+            },
+        )
+        self.writer.save(snapshot)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of any ZeRO stage and number of ranks."""
+        self.loader.load_state_dict(checkpoint.meta["data"])
+        self.engine.state.load(
+            weights=checkpoint.weights(), moments=checkpoint.moments(), counter=checkpoint.meta["counter"]
+        )
+        self.objective.load_state_dict(checkpoint.objective())
+        self.objective.load_row_state_dict(checkpoint.read_rows)
+        self.step = checkpoint.step
+
+    def _take(self, batch: Batch, scale: float) -> StepResult:
+        device, architecture = self.world.device, self.architecture
+        image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
+        text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
+        result = self.take_step(image, text, sample_ids=ids, step=self.step, lr_scale=scale)
+        if result.applied:
+            self.skipped = 0
+        else:
+            self._skip(batch, result)
+        return result
+
+    def _skip(self, batch: Batch, result: StepResult) -> None:
+        self.skipped += 1
+        ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
+        what = (
+            "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
+        )
+        self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
+        if self.skipped > self.run.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped} steps in a row could not be applied, up to step {self.step} (max_skipped_steps = "
+                f"{self.run.max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. Resume "
+                "from an earlier checkpoint with a smaller optimizer.lr."
+            )
+
+    def _scalars(self, result: StepResult, batch: Batch, scale: float, meter: Meter) -> dict[str, float]:
+        """This step's figures, read from the device in one go."""
+        metrics = dict(result.output.metrics)
+        values = torch.stack([value.float() for value in metrics.values()]).tolist()
+        norm = self.engine.gradient_norm()
+        position = batch.position
+        return {
+            "samples": self.step * self.run.batch_size,
+            "epoch": position.epoch + position.batch / self.loader.steps_per_epoch,
+            "loss": float(result.output.loss),
+            **dict(zip(metrics, values, strict=True)),
+            "lr": self.run.optimizer.lr * scale,
+            **({} if norm is None else {"gradient_norm": norm}),
+            **meter.read(),
+        }
+
+    def _asked_to_stop(self, stop: list[int]) -> bool:
+        """Whether any rank received a signal: all must stop after the same step."""
+        return bool(self.world.all_reduce(torch.tensor(float(bool(stop)), device=self.world.device), "max"))
+
+
+class Meter:
+    """Samples per second and the share of time spent waiting for data, since the last reading."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size, self.steps, self._waited = batch_size, 0, 0.0
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        elapsed = time.perf_counter() - self._since
+        rates = {"samples_per_second": self.steps * self._batch_size / elapsed, "data_wait": self._waited / elapsed}
+        self.steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+        return rates
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list that is empty until SIGINT, SIGTERM or SIGUSR1 arrives; a second SIGINT interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, note) for number in watched}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Trainer]:
+    """Build every part of a run and, when asked, continue it. Checks come before work, cheap ones first.
+
+    Args: resume: None (the output folder must hold no checkpoints), "latest" (start fresh when there are none) or a
+      checkpoint's folder.
+    """
+    check_run(run, world_size=world.size)
+    folder = Path(run.output)
+    notes: list[str] = []
+    checkpoint = _choose_checkpoint(folder, resume, world, notes)
+    with ExitStack() as stack:
+        towers, architecture = build_towers(run.model, seed=run.seed)
+        loader = stack.enter_context(
+            build_loader(
+                run.data,
+                world=world,
+                global_batch=run.batch_size,
+                seed=run.seed,
+                image_size=architecture.image_size,
+                tokenize=fast_tokenizer(architecture.tokenize),
+            )
+        )
+        objective = build_objective(
+            run.objective,
+            context=ObjectiveContext(
+                dim=architecture.dim,
+                batch_size=run.batch_size,
+                dataset_size=loader.n,
+                steps_per_epoch=loader.steps_per_epoch,
+                total_steps=run.total_steps,
+                world=world,
+                device=world.device,
+                seed=run.seed,
+            ),
+        )
+        engine = Engine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
+                        global_batch=run.batch_size, compile_towers=run.model.compile)  # fmt: skip
+        engine.train()
+        take_step = TrainStep(engine, objective, world=world, seed=run.seed, local_batch=loader.local_batch,
+                              micro_batch=run.engine.micro_batch)  # fmt: skip
+        telemetry = Telemetry(folder, config=run.telemetry, total_steps=run.total_steps,
+                              first_step=checkpoint.step if checkpoint else 0, is_main=world.is_main)  # fmt: skip
+        stack.callback(telemetry.close)
+        writer = CheckpointWriter(folder, config=run.checkpoint, world=world, architecture=architecture,
+                                  on_event=telemetry.event)  # fmt: skip
+        stack.callback(writer.wait)
+        trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, writer)
+        for note in notes:
+            telemetry.event(note)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+            telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
+        if run.engine.probe and trainer.step < run.total_steps:
+            _arm_probe(trainer)
+        yield trainer
+
+
+def train(run: RunConfig, *, resume: str | None = None) -> int:
+    """Train one run on this rank, from process group to last checkpoint. Returns the exit code."""
+    with start_world(timeout_minutes=run.engine.timeout_minutes, device=run.engine.device) as world:
+        prepare_folder(run, world=world)
+        with setup(run, world=world, resume=resume) as trainer:
+            return trainer.fit()
+
+
+def prepare_folder(run: RunConfig, *, world: World) -> None:
+    """Make the run's folder and write the resolved configuration into it."""
+    folder = Path(run.output)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{CONFIG_NAME}"
+        temporary.write_text(dump(run), encoding="utf-8")
+        os.replace(temporary, folder / CONFIG_NAME)
+    world.barrier()
+
+
+def _choose_checkpoint(folder: Path, resume: str | None, world: World, notes: list[str]) -> Checkpoint | None:
+    """Rank 0 chooses and verifies; all ranks take the same. Raises: UserError on every rank."""
+    found: Checkpoint | None = None
+    problem = ""
+    if world.is_main:
+        try:
+            if resume is not None:
+                found = find_checkpoint(folder, resume, on_event=notes.append)
+            elif any((folder / "checkpoints").glob("step-*")):
+                problem = f"{folder} holds checkpoints: add --resume latest to continue, or choose another output."
+        except UserError as error:
+            problem = str(error)
+    path, problem = world.gather_objects((str(found.path) if found else None, problem))[0]
+    if problem:
+        raise UserError(problem)
+    if path is None:
+        return None
+    return found or Checkpoint(Path(path), json.loads((Path(path) / "checkpoint.json").read_text()))
+
+
+def _arm_probe(trainer: Trainer) -> None:
+    """Check the next step's gradient, right after it was applied."""
+    plain, _ = build_towers(trainer.run.model, seed=trainer.run.seed)
+    probe = GradientProbe(plain, trainer.take_step, world=trainer.world)
+    take = trainer.take_step
+
+    def probing(*args: Any, **kwargs: Any) -> StepResult:
+        result = take(*args, **kwargs)
+        if result.applied:
+            trainer.take_step = take
+            distance = probe.check(clipping=trainer.run.engine.gradient_clipping)
+            trainer.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
+        return result
+
+    trainer.take_step = probing  # type: ignore[assignment]

@@ -1,0 +1,71 @@
+"""What came over the wire: is it a whole image of acceptable size? Decided from the bytes, without decoding pixels."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+from data_prep import reasons
+from data_prep.reasons import FetchError
+
+_TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
+
+
+def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
+    """Refuse a body that is not one whole image of at most `max_pixels`.
+
+    The header tells kind and size, so that a decompression bomb is never decoded; the end marker tells a file that
+    stops early, which lenient decoders would fill with grey.
+    Raises: FetchError (empty, not an image, too many pixels, truncated).
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not body:
+        raise FetchError(reasons.EMPTY)
+    if body[:64].lstrip().lower().startswith(_TEXT):
+        raise FetchError(reasons.NOT_AN_IMAGE, f"text where an image should be ({content_type or 'no content type'})")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(body)) as image:
+                kind, (width, height) = image.format or "", image.size
+    except Image.DecompressionBombError as error:
+        raise FetchError(reasons.TOO_MANY_PIXELS, str(error)) from error
+    except UnidentifiedImageError as error:
+        raise FetchError(reasons.NOT_AN_IMAGE, content_type or "no content type") from error
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise FetchError(reasons.TRUNCATED, f"the image header cannot be read ({error})") from error
+    if width * height > max_pixels:
+        raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
+    if not is_whole(body, kind):
+        raise FetchError(reasons.TRUNCATED, f"{kind} of {len(body)} bytes without its end")
+
+
+def is_whole(body: bytes, kind: str) -> bool:
+    """Whether an image file reaches its own end; kinds without an end marker are left to the decoder.
+
+    A JPEG is whole when an end marker follows its last start of scan: thumbnails inside EXIF come before the last
+    scan, and bytes after the end (many cameras add some) are allowed.
+    """
+    if kind in ("JPEG", "MPO"):
+        return body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
+    if kind == "PNG":
+        return b"IEND" in body[-4096:]
+    if kind == "GIF":
+        return b"\x3b" in body[-16:]
+    if kind == "WEBP":
+        return len(body) >= int.from_bytes(body[4:8], "little") + 8
+    return True
+
+
+def extension(body: bytes, default: str) -> str:
+    """The file extension that the bytes themselves claim: stored originals keep their kind, whatever the encoder's."""
+    if body.startswith(b"\xff\xd8\xff"):
+        return "jpg"
+    if body.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if body[:4] == b"RIFF" and body[8:12] == b"WEBP":
+        return "webp"
+    if body[:6] in (b"GIF87a", b"GIF89a"):
+        return "gif"
+    return default

@@ -1,0 +1,171 @@
+"""`neuclip download`: from a table of URLs to webdataset shards and a manifest, resumable and repeatable."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from data_prep import checks
+from data_prep.config import DownloadConfig
+from data_prep.folder import Folder, Record, tar_name, total_failures
+from data_prep.plan import Plan, make_plan
+from data_prep.reasons import is_transient
+from data_prep.session import Progress, fetch
+from data_prep.source import resolve
+from pipeline.config import to_tree
+from pipeline.data.manifest import MANIFEST_NAME, Manifest, make_manifest
+from pipeline.errors import UserError
+
+__all__ = ["DownloadConfig", "download", "prepare", "write_manifest"]
+
+# What decides over the bytes of a shard; recorded in the manifest.
+_TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
+
+
+def download(
+    config: DownloadConfig,
+    *,
+    retry_failed: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Manifest:
+    """Fetch what is missing and write the manifest.
+
+    A run that was stopped, however, continues where it was and ends with the manifest of an undisturbed one.
+    Args: retry_failed: ask again for the rows that failed for a passing reason, and only for those.
+      on_progress: called a few times a second. on_note: called with one line for each thing a person should know.
+    Raises: UserError before the first URL when the settings, the table or its columns are wrong; Paused when
+      success collapses.
+    """
+    config, plan = prepare(config, on_note=on_note)
+    folder = Folder(Path(config.output))
+    with _alone(folder, config.fetch.worker), _session(folder, config):
+        if retry_failed:
+            _retry(config, folder, plan, on_progress)
+        mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
+        finished = set(folder.finished())
+        missing = tuple(shard for shard in mine if shard not in finished)
+        if missing:
+            total = sum(plan.rows_of(shard) for shard in missing)
+            fetch(config, missing, total=total, on_progress=on_progress)
+        left = plan.shards - len(folder.finished())
+        if left:
+            raise UserError(
+                f"This machine's part is done; {left:,} of {plan.shards:,} shards are still with the other "
+                f"{config.fetch.workers - 1} workers. The one that ends last writes the manifest."
+            )
+        return write_manifest(config, folder, plan)
+
+
+def prepare(
+    config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None
+) -> tuple[DownloadConfig, Plan]:
+    """Check everything that can be checked without a URL, and lay out the plan. Returns: the resolved config, the plan.
+
+    Raises: UserError.
+    """
+    source = resolve(config.source)
+    config = replace(config, source=source, output=str(Path(config.output).absolute()))
+    folder = Folder(Path(config.output))
+    folder.make()
+    with _alone(folder, "plan"):
+        if not (folder.plan / "plan.json").exists():
+            for note in checks.check_source(config):
+                on_note(note)
+        plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size)
+    return config, plan
+
+
+def write_manifest(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
+    """The manifest of all finished shards, written into the folder.
+
+    Raises: UserError when no URL gave a sample, or a record belongs to another URL list.
+    """
+    records = [folder.read_record(shard) for shard in folder.finished()]
+    foreign = [record.shard for record in records if record.plan != plan.digest]
+    if foreign:
+        raise UserError(f"Shards {foreign[:5]} in {folder.root} were made from another URL list: remove them.")
+    failures = total_failures(records)
+    rows = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
+    if not rows:
+        named = ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
+        raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}). Nothing can be trained on that.")
+    manifest = make_manifest(rows, root=folder.root, failures=dict(failures), facts=_facts(config, plan))
+    manifest.save(folder.root)
+    return manifest
+
+
+def _facts(config: DownloadConfig, plan: Plan) -> dict[str, Any]:
+    """What the shards came from. No dates, durations or machine names: the same inputs give the same manifest."""
+    source = {k: v for k, v in to_tree(config.source).items() if v not in (None, [], {})}
+    return {
+        "source": source,
+        "source_rows": plan.seen,
+        "subset": to_tree(config.subset),
+        "urls": plan.rows,
+        "urls_digest": plan.digest,
+        "image": to_tree(config.image),
+        "guard": to_tree(config.guard),
+        "tools": {name: importlib.metadata.version(name) for name in _TOOLS},
+    }
+
+
+def _retry(config: DownloadConfig, folder: Folder, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
+    mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
+    records = [folder.read_record(shard) for shard in folder.finished() if shard in mine]
+    passing = {record.shard: count for record in records if (count := _passing(record))}
+    if passing:
+        fetch(config, tuple(passing), total=sum(passing.values()), retry=True, on_progress=on_progress)
+
+
+def _passing(record: Record) -> int:
+    return sum(count for reason, count in record.failures.items() if is_transient(reason))
+
+
+@contextmanager
+def _alone(folder: Folder, part: int | str) -> Iterator[None]:
+    """Hold the folder's lock for one part of the work. Raises: UserError when another process has it."""
+    with (folder.staging / f"lock-{part}").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"Another download is working in {folder.root}: wait for it, or stop it.") from error
+        yield
+
+
+@contextmanager
+def _session(folder: Folder, config: DownloadConfig) -> Iterator[None]:
+    """Note beside the manifest when and where this run worked."""
+    started = datetime.now(UTC)
+    clock = time.monotonic()
+    outcome = "finished"
+    try:
+        yield
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        line = {
+            "started": started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - clock, 1),
+            "host": socket.gethostname(),
+            "worker": config.fetch.worker,
+            "distributor": config.fetch.distributor,
+            "outcome": outcome,
+        }
+        with folder.sessions.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def manifest_path(config: DownloadConfig) -> Path:
+    """Where the manifest of a download lies."""
+    return Path(config.output) / MANIFEST_NAME

@@ -1,0 +1,132 @@
+"""What may be fetched: schemes, addresses, sizes, opt-outs, and how politely.
+
+Covered: the scheme of every request, also after redirects; the address of every connection, checked on the very
+address that is then connected to (a name that resolves to something else a moment later gains nothing), also after
+redirects, for IPv4, IPv6 and IPv4 inside IPv6; bytes and seconds per fetch; pixels, from the header, before decoding;
+`X-Robots-Tag` opt-outs, before the body is read. It holds in every worker of every distributor, because the opener is
+installed where img2dataset fetches.
+
+Not covered: opt-outs stated elsewhere (robots.txt, HTML, TDM files); ports; what a proxy does
+when `trust_proxy` is set (then the proxy resolves names and connects, and only literal addresses in URLs are checked);
+per-host limits across machines (they hold per machine: each process takes its share, at least one connection).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from data_prep import reasons
+from data_prep.reasons import FetchError
+from pipeline.config import section
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# Public by number, yet the door to the metadata service of one cloud.
+_METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+OptOut = Literal["noai", "noimageai", "noindex", "noimageindex"]
+
+
+@section
+class GuardConfig:
+    """What ingestion refuses to fetch, and how politely it asks. Each refusal is counted under its own reason."""
+
+    schemes: tuple[Literal["http", "https"], ...] = ("http", "https")
+    # Loopback, private, link-local, metadata and other special addresses are refused unless listed here (IP or CIDR).
+    allow_addresses: tuple[str, ...] = ()
+    trust_proxy: bool = False
+    max_bytes: int = Field(default=20_000_000, ge=1)
+    max_pixels: int = Field(default=89_478_485, ge=1)
+    max_redirects: int = Field(default=5, ge=0)
+    opt_outs: tuple[OptOut, ...] = ("noai", "noimageai", "noindex", "noimageindex")
+    user_agent: str = Field(default="neuclip", pattern=r"^[A-Za-z0-9_.-]+$")
+    # A page or e-mail address where the owner of a server can reach you; part of the User-Agent header.
+    contact: str = Field(default="", pattern=r"^[^\r\n()]*$")
+    host_connections: int = Field(default=64, ge=1)
+    # Seconds: the first pause after a host says 429 or 503, doubled each time; and the longest one.
+    backoff: float = Field(default=1.0, ge=0)
+    max_backoff: float = Field(default=30.0, ge=0)
+
+    @pydantic.field_validator("allow_addresses")
+    @classmethod
+    def _are_networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            try:
+                ipaddress.ip_network(value, strict=False)
+            except ValueError as error:
+                raise ValueError(
+                    f"{value!r} is neither an IP address nor a network such as 10.0.0.0/8; names are not allowed here"
+                ) from error
+        return values
+
+
+class AddressFilter:
+    """Says whether an address may be connected to."""
+
+    def __init__(self, allowed: tuple[str, ...]) -> None:
+        self._allowed = [ipaddress.ip_network(text, strict=False) for text in allowed]
+
+    def check(self, text: str) -> None:
+        """Raises: FetchError (refused address) when `text`, an IP address, is special and not explicitly allowed."""
+        address = ipaddress.ip_address(text.partition("%")[0])
+        if any(address in network for network in self._allowed):
+            return
+        inner = _inner(address)
+        if inner is not None:
+            self.check(str(inner))
+            return
+        if not address.is_global or address.is_multicast or address in _METADATA:
+            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {_kind(address)}")
+
+    def connect(
+        self,
+        address: tuple[str, int],
+        timeout: float | None = None,
+        source_address: tuple[str, int] | None = None,
+    ) -> socket.socket:
+        """Like `socket.create_connection`, connecting only to an address that was checked a moment before.
+
+        Raises: FetchError (refused address) when no permitted address is left; OSError as the original does.
+        """
+        refusal: FetchError | None = None
+        failure: OSError | None = None
+        for family, kind, protocol, _, target in socket.getaddrinfo(*address, 0, socket.SOCK_STREAM):
+            try:
+                self.check(str(target[0]))
+            except FetchError as error:
+                refusal = error
+                continue
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.settimeout(timeout)
+                if source_address:
+                    connection.bind(source_address)
+                connection.connect(target)
+            except OSError as error:
+                connection.close()
+                failure = error
+                continue
+            return connection
+        if failure is not None:
+            raise failure
+        raise refusal or OSError(f"{address[0]} resolves to nothing")
+
+
+def _inner(address: Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that an IPv6 address stands for (mapped, 6to4, Teredo, NAT64)."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return None
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    teredo = address.teredo
+    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
+
+
+def _kind(address: Address) -> str:
+    names = ("is_unspecified", "is_loopback", "is_link_local", "is_multicast", "is_private", "is_reserved")
+    found = next((name for name in names if getattr(address, name)), None)
+    return found.removeprefix("is_").replace("_", "-") if found else "not a public address"

@@ -1,0 +1,83 @@
+"""Nested subsets: whether a row belongs depends on (seed, its uid or URL) alone.
+
+A row's hash is XXH3-64 of its name with the seed, and a fraction f keeps the hashes below f * 2**64: every machine
+computes the same, rows are looked at once and forgotten, and a larger fraction contains every smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from pipeline.config import section
+from pipeline.errors import UserError
+
+
+@section
+class SubsetConfig:
+    """Which rows to take. With `index`, first only rows whose uid is in it; then the fraction of those."""
+
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    # A .npy of sorted 128-bit uids as pairs of unsigned 64-bit integers: how DFN publishes its selections.
+    index: str | None = None
+
+
+class Subset:
+    """Selects rows by their names (uid where there is one, else URL)."""
+
+    def __init__(self, config: SubsetConfig) -> None:
+        self._config = config
+        self._limit = round(config.fraction * 2**64)
+        self._index = _open_index(config.index) if config.index else None
+
+    @property
+    def keeps_all(self) -> bool:
+        return self._config.fraction == 1.0 and self._index is None
+
+    def mask(self, names: Iterable[str]) -> np.ndarray:
+        """A boolean per name: whether its row belongs."""
+        names = list(names)
+        mask = np.ones(len(names), dtype=bool)
+        if self._index is not None:
+            mask &= _contained(names, self._index)
+        if self._config.fraction < 1.0:
+            mask &= hashes(names, seed=self._config.seed) < np.uint64(self._limit)
+        return mask
+
+
+def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
+    """XXH3-64 of each name, as uint64."""
+    from xxhash import xxh3_64_intdigest
+
+    return np.fromiter((xxh3_64_intdigest(name.encode(), seed) for name in names), dtype=np.uint64)
+
+
+def _open_index(path: str) -> Any:
+    """The uid index, mapped and not read: it may be tens of gigabytes."""
+    if not Path(path).is_file():
+        raise UserError(f"subset.index = {path!r} does not exist: fetch the published .npy of uids first.")
+    index = np.load(path, mmap_mode="r")
+    if index.dtype.names is None or len(index.dtype.names) != 2 or index.ndim != 1:
+        raise UserError(
+            f"subset.index = {path!r} holds {index.dtype} of shape {index.shape}, not pairs of 64-bit halves."
+        )
+    return index
+
+
+def _contained(names: list[str], index: Any) -> np.ndarray:
+    """Whether each 32-digit hexadecimal uid is in the sorted index (binary search; touches a few pages per uid)."""
+    try:
+        halves = [(int(name[:16], 16), int(name[16:], 16)) for name in names]
+    except ValueError as error:
+        raise UserError(
+            f"subset.index needs uids of 32 hexadecimal digits, but found one that is not ({error})."
+        ) from error
+    wanted = np.array(halves, dtype=index.dtype)
+    places = np.searchsorted(index, wanted)
+    places[places == len(index)] = 0
+    return np.asarray(index[places] == wanted)

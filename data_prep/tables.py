@@ -1,0 +1,172 @@
+"""Streams of record batches from URL tables: parquet, CSV, TSV, JSONL, or the hub; memory stays bounded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.source import SourceConfig
+from pipeline.errors import UserError
+
+_SUFFIXES = {
+    "parquet": (".parquet",),
+    "csv": (".csv",),
+    "tsv": (".tsv", ".txt"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+}
+_BATCH_ROWS = 32_768
+
+
+def files_of(source: SourceConfig) -> list[Path]:
+    """The table's files in name order. Raises: UserError when there are none."""
+    path = Path(source.table or "")
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
+    wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
+    found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in wanted and ".cache" not in p.parts)
+    if not found:
+        raise UserError(f"source.table = {str(path)!r} holds no file that ends in {', '.join(wanted)}.")
+    return found
+
+
+def format_of(path: Path, source: SourceConfig) -> str:
+    """The format of one file, from the setting or from its name."""
+    if source.format != "auto":
+        return source.format
+    kind = next((kind for kind, some in _SUFFIXES.items() if _suffix(path) in some), None)
+    if kind is None:
+        raise UserError(f"The format of {path.name} is not clear from its name: set source.format.")
+    return kind
+
+
+def columns_of(source: SourceConfig) -> list[str]:
+    """The columns to read, in a fixed order."""
+    named = [source.url, source.caption, source.uid, source.hash, source.blur, *source.keep]
+    return [name for name in named if name]
+
+
+def read(source: SourceConfig) -> Iterator[Any]:
+    """pyarrow RecordBatches with exactly `columns_of(source)`, in the table's order.
+
+    Raises: UserError when a column is missing or a file cannot be read as its format.
+    """
+    if source.table is None:
+        yield from _read_hub(source)
+        return
+    for path in files_of(source):
+        yield from _read_file(path, source)
+
+
+def count_known(source: SourceConfig) -> int | None:
+    """The number of rows where it is known without reading the table (local parquet), else None."""
+    import pyarrow.parquet as pq
+
+    if source.table is None:
+        return None
+    paths = files_of(source)
+    if any(format_of(path, source) != "parquet" for path in paths):
+        return None
+    return sum(pq.ParquetFile(path).metadata.num_rows for path in paths)
+
+
+def check_files(source: SourceConfig) -> None:
+    """Compare the files named in `source.sha256` with their published digests. Raises: UserError naming the file."""
+    by_name = {path.name: path for path in files_of(source)} if source.sha256 else {}
+    for name, wanted in source.sha256.items():
+        if name not in by_name:
+            raise UserError(f"source.sha256 names {name}, which is not among {', '.join(sorted(by_name))}.")
+        with by_name[name].open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != wanted.lower():
+            raise UserError(
+                f"{by_name[name]} has SHA-256 {found}, but source.sha256 says {wanted}: "
+                "it is damaged or another version. Fetch it again, or correct the setting."
+            )
+
+
+def _suffix(path: Path) -> str:
+    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
+    return suffixes[-1].lower() if suffixes else ""
+
+
+def _read_file(path: Path, source: SourceConfig) -> Iterator[Any]:
+    import pyarrow as pa
+
+    kind, columns = format_of(path, source), columns_of(source)
+    opener = {"parquet": _parquet, "csv": _separated, "tsv": _separated, "jsonl": _json_lines}[kind]
+    try:
+        for batch in opener(path, source, kind):
+            _need(columns, batch.schema.names, str(path))
+            yield batch.select(columns)
+    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+        raise UserError(f"{path} cannot be read as {kind}: {error}") from error
+
+
+def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        _need(columns_of(source), file.schema_arrow.names, str(path))
+        yield from file.iter_batches(batch_size=_BATCH_ROWS, columns=columns_of(source))
+
+
+def _separated(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
+    """CSV with quotes; TSV without, because captions hold unbalanced ones. All columns are read as text."""
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    names = list(source.header) or None
+    quote: Any = '"' if kind == "csv" else False
+    reader = pc.open_csv(
+        path,
+        read_options=pc.ReadOptions(column_names=names, block_size=8 << 20),
+        parse_options=pc.ParseOptions(
+            delimiter="," if kind == "csv" else "\t", quote_char=quote, newlines_in_values=kind == "csv"
+        ),
+        convert_options=pc.ConvertOptions(column_types={name: pa.string() for name in columns_of(source)}),
+    )
+    yield from reader
+
+
+def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.json as pj
+
+    fields = [pa.field(n, pa.string()) for n in columns_of(source) if n not in (source.blur, *source.keep)]
+    yield from pj.open_json(
+        path,
+        read_options=pj.ReadOptions(block_size=8 << 20),
+        parse_options=pj.ParseOptions(explicit_schema=pa.schema(fields)),
+    )
+
+
+def _read_hub(source: SourceConfig) -> Iterator[Any]:
+    """Streamed with `datasets`; with HF_HUB_OFFLINE=1 only what is in its cache is used."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(source.hub, revision=source.revision, split=source.split, streaming=True)
+    except Exception as error:
+        raise UserError(
+            f"source.hub = {source.hub!r} at revision {source.revision!r} cannot be opened ({error}). Is it spelt "
+            "right, reachable, and do you have access? A local copy is read with source.table=<its folder>."
+        ) from error
+    if rows.column_names is not None:
+        _need(columns_of(source), rows.column_names, str(source.hub))
+    columns = columns_of(source)
+    for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+        _need(columns, table.schema.names, str(source.hub))
+        yield from table.select(columns).to_batches()
+
+
+def _need(columns: list[str], present: list[str], where: str) -> None:
+    missing = [name for name in columns if name not in present]
+    if missing:
+        raise UserError(
+            f"{where} has no column {', '.join(map(repr, missing))}. Its columns are {', '.join(map(repr, present))}. "
+            "Set source.url, source.caption, source.uid, source.hash or source.keep to these names."
+        )

@@ -1,0 +1,83 @@
+"""Canonical tars: the same samples give the same bytes, on every machine and in every order of arrival.
+
+Members are sorted by name, owned by nobody, dated 0, with plain USTAR headers (no PAX records, which every reader would
+have to skip).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_BLOCK = 512
+
+
+class TarWriter:
+    """Writes members in the order given and hashes on the way; the caller sorts."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self.bytes = 0
+
+    def add(self, name: str, payload: bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode, info.mtime = len(payload), 0o644, 0
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        self._write(payload)
+        self._write(bytes(-len(payload) % _BLOCK))
+
+    def close(self) -> str:
+        """End the archive and make it durable. Returns: its SHA-256."""
+        self._write(bytes(2 * _BLOCK))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._sha256.hexdigest()
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._sha256.update(data)
+        self.bytes += len(data)
+
+
+def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """`(key, {extension: payload})` of each sample of a webdataset tar, in order.
+
+    Raises: tarfile.TarError when the file is not a whole tar.
+    """
+    key, parts = "", dict[str, bytes]()
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            stem, _, suffix = member.name.rpartition("/")[2].partition(".")
+            if stem != key and parts:
+                yield key, parts
+                parts = {}
+            key = stem
+            payload = archive.extractfile(member)
+            parts[suffix] = payload.read() if payload else b""
+    if parts:
+        yield key, parts
+
+
+def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
+    """Write a canonical tar of sorted `(name, payload)` beside `path`, then move it there. Returns: bytes, SHA-256."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        writer = TarWriter(file)
+        for name, payload in members:
+            writer.add(name, payload)
+        digest = writer.close()
+    os.replace(temporary, path)
+    return writer.bytes, digest
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

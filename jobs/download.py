@@ -1,0 +1,109 @@
+"""`neuclip download`: turn a URL table into webdataset shards with a manifest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from data_prep.session import Progress
+    from pipeline.data.manifest import Manifest
+
+
+@click.command()
+@click.option("--recipe", type=click.Path(dir_okay=False), help="YAML with settings; see jobs/recipes/download/.")
+@click.option("--plan-only", is_flag=True, help="Check the source and lay out the URL list; fetch nothing.")
+@click.option("--retry-failed", is_flag=True, help="Ask again for what failed for a passing reason, and only for that.")
+@click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
+def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: tuple[str, ...]) -> None:
+    """Turn a URL table into webdataset shards with a manifest.
+
+    The smallest call: neuclip download output=data/mine source.table=urls.parquet
+
+    Run it again to continue after any interruption. Loopback and private addresses are refused unless named in
+    guard.allow_addresses.
+    """
+    from data_prep.config import DownloadConfig
+    from data_prep.download import download, prepare
+    from pipeline.config import merge, parse, parse_overrides, read_yaml
+
+    tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))
+    config = parse(DownloadConfig, tree)
+    if plan_only:
+        _, plan = prepare(config, on_note=_note)
+        click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
+        return
+    with _bar() as show:
+        manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
+    click.echo(summary(manifest, Path(config.output)))
+
+
+def summary(manifest: Manifest, folder: Path) -> str:
+    """What a finished download gave, as lines for the terminal."""
+    from data_prep.reasons import is_transient
+
+    size = sum(shard.bytes for shard in manifest.shards)
+    head = (
+        f"{manifest.n:,} of {manifest.attempted:,} URLs gave a sample ({manifest.n / manifest.attempted:.1%}), "
+        f"{len(manifest.shards):,} shards, {size / 1e6:,.1f} MB in {folder}"
+    )
+    lines = [head]
+    failures = Counter(manifest.failures)
+    for reason, count in failures.most_common():
+        passing = "  may pass: --retry-failed" if is_transient(reason) else ""
+        lines.append(f"  {reason:<22}{count:>12,}  {count / manifest.attempted:>6.2%}{passing}")
+    return "\n".join(lines)
+
+
+def _note(text: str) -> None:
+    click.echo(f"Note: {text}", err=True)
+
+
+class _bar:
+    """A progress bar on a terminal; a line every ten seconds elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        self._plain = not console.is_terminal
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[detail]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=self._plain,
+        )
+        self._task = self._bar.add_task("URLs", total=None, detail="starting")
+        self._told = 0.0
+
+    def __enter__(self) -> _bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        counts = progress.counts
+        worst = counts.failures.most_common(1)
+        success = f"{counts.samples / counts.attempted:.1%} good" if counts.attempted else "starting"
+        rate = f"{counts.attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
+        detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
+        self._bar.update(self._task, completed=counts.attempted, total=progress.total, detail=detail)
+        if self._plain and progress.seconds - self._told >= 10:
+            self._told = progress.seconds
+            click.echo(f"{counts.attempted:,} of {progress.total:,} URLs  {detail}", err=True)
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="python -m jobs.download")

@@ -1,0 +1,120 @@
+"""Ingestion against a server that misbehaves like the web: every URL is accounted for, and no bad sample gets in."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep import reasons, tar
+from data_prep.config import DownloadConfig
+from data_prep.download import download
+from data_prep.scenes.config import ScenesConfig
+from data_prep.scenes.faults import Fault, count_faults, fault_of
+from data_prep.scenes.server import serve_scenes
+from data_prep.scenes.url_table import write_url_table
+from pipeline.config import parse
+from pipeline.data.manifest import Manifest, load_manifest
+
+PAIRS, SHARD = 240, 100
+RATES = {fault.value: 0.03 for fault in Fault if fault not in (Fault.NONE, Fault.OVERSIZE, Fault.STALL)}
+SCENES = parse(
+    ScenesConfig,
+    {
+        "pairs": PAIRS,
+        "image_size": 48,
+        "faults": {**RATES, "oversize": 0.01, "stall": 0.01},
+        "stall_seconds": 8,
+        "slow_seconds": 0.2,
+    },
+)
+REASONS = {
+    Fault.NOT_FOUND: "http 404",
+    Fault.FORBIDDEN: "http 403",
+    Fault.GONE: "http 410",
+    Fault.TRUNCATED: reasons.TRUNCATED,
+    Fault.INCOMPLETE: reasons.CUT_OFF,
+    Fault.HTML: reasons.NOT_AN_IMAGE,
+    Fault.WRONG_HASH: reasons.HASH_MISMATCH,
+    Fault.OVERSIZE: reasons.TOO_MANY_PIXELS,
+    Fault.DISCONNECT: reasons.CONNECTION,
+    Fault.STALL: reasons.TIMEOUT,
+    Fault.NOAI: reasons.OPTED_OUT,
+}
+
+
+@dataclass
+class World:
+    table: Path
+    base: str
+
+    def config(self, output: Path, **fetch: object) -> DownloadConfig:
+        tree = {
+            "output": str(output),
+            "source": {"name": "scenes", "table": str(self.table)},
+            "guard": {
+                "allow_addresses": ["127.0.0.1"],
+                "backoff": 0.05,
+                "contact": "test@example.org",
+                "max_pixels": 1_000_000,
+            },
+            "fetch": {"shard_size": SHARD, "timeout": 2, "total_timeout": 4, **fetch},
+        }
+        return parse(DownloadConfig, tree)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    table = tmp_path_factory.mktemp("table") / "urls.parquet"
+    with serve_scenes(SCENES) as base:
+        write_url_table(SCENES, base, table)
+        yield World(table, base)
+
+
+@pytest.fixture(scope="session")
+def ingested(world: World, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return download(world.config(tmp_path_factory.mktemp("ingested")))
+
+
+def test_every_fault_is_counted_under_its_reason(ingested: Manifest) -> None:
+    faults = count_faults(SCENES, range(PAIRS))
+    assert set(REASONS) <= set(faults), "the seed must give every fault at least once"
+    expected = Counter({reason: faults[fault] for fault, reason in REASONS.items()})
+    assert Counter(ingested.failures) == expected
+    assert ingested.n == PAIRS - expected.total()
+    assert load_manifest(ingested.root) == ingested
+
+
+def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
+    good = {index for index in range(PAIRS) if fault_of(SCENES, index) not in REASONS}
+    captions = pq.read_table(Path(ingested.root) / "plan" / "part-00000.parquet", columns=["caption"])["caption"]
+    found = {}
+    for shard in ingested.shards:
+        assert tar.sha256_of(ingested.url(shard)) == shard.sha256
+        samples = list(tar.samples(ingested.url(shard)))
+        assert len(samples) == shard.samples
+        found.update({int(key): parts for key, parts in samples})
+    assert set(found) == good
+    for index, parts in found.items():
+        with Image.open(io.BytesIO(parts["jpg"])) as image:
+            image.load()
+            assert image.size == (48, 48)
+        assert parts["txt"].decode() == captions[index].as_py()
+        assert json.loads(parts["json"])["url"].endswith(f"/{index}.jpg")
+
+
+def test_meta_says_what_became_of_every_url(ingested: Manifest) -> None:
+    rows = [
+        row for path in sorted(Path(ingested.root).glob("meta/*.parquet")) for row in pq.read_table(path).to_pylist()
+    ]
+    assert [row["row"] for row in rows] == list(range(PAIRS))
+    for row in rows:
+        assert row["reason"] == REASONS.get(fault_of(SCENES, row["row"]))
+        assert (row["status"] == "success") == (row["reason"] is None)

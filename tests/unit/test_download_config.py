@@ -1,0 +1,48 @@
+"""Ingestion settings are refused in plain words before anything is fetched."""
+
+from __future__ import annotations
+
+import pytest
+
+from data_prep.config import DownloadConfig
+from data_prep.source import SourceConfig, resolve
+from pipeline.config import parse
+from pipeline.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"guard": {"allow_addresses": ["localhost"]}}, "neither an IP address nor a network"),
+        ({"fetch": {"worker": 2, "workers": 2}}, "worker = 2 must be below workers = 2"),
+        ({"fetch": {"distributor": "dask"}}, "multiprocessing"),
+        ({"image": {"encode_format": "png", "encode_quality": 95}}, "from 0 to 9"),
+        ({"source": {"url": "u", "caption": "u"}}, "named for two purposes"),
+        ({"fetch": {"proceses": 2}}, "nearest valid key is fetch.processes"),
+        ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
+    ],
+)
+def test_refused(tree: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match="refused") as caught:
+        parse(DownloadConfig, {"output": "x", **tree})
+    assert words in str(caught.value)
+
+
+def test_output_is_required() -> None:
+    with pytest.raises(UserError, match="output is required"):
+        parse(DownloadConfig, {})
+
+
+def test_named_source_lies_below_explicit_settings() -> None:
+    found = resolve(SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url")))
+    assert (found.caption, found.url, found.format, found.rows) == ("text", "url", "tsv", 3_318_333)
+
+
+def test_unknown_source_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="The nearest is cc12m"):
+        resolve(SourceConfig(name="cc12"))
+
+
+def test_source_without_anything_to_read() -> None:
+    with pytest.raises(UserError, match=r"needs source\.table"):
+        resolve(SourceConfig(name="cc3m"))

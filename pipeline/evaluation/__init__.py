@@ -42,8 +42,10 @@ def evaluate(
     """
     import torch
 
+    from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.evaluator import Evaluation, EvaluationConfig, Evaluator
     from pipeline.evaluation.output import output_folders, write_summaries
+    from pipeline.evaluation.session import Session
     from pipeline.evaluation.suite import Suite, open_suite
     from pipeline.evaluation.world import Alone
     from pipeline.model import EvaluationModel, load_for_evaluation
@@ -54,8 +56,9 @@ def evaluate(
     models = [load_for_evaluation(item, device=device) if isinstance(item, str) else item for item in given]
     folders = output_folders([model.source for model in models], output)
     evaluations = [Evaluation(model, folder) for model, folder in zip(models, folders, strict=True)]
-    evaluator = Evaluator(evaluations, config=config or EvaluationConfig(), world=world, device=device)
-    evaluator.run(opened, progress=progress)
+    settings = config or EvaluationConfig()
+    session = Session(settings, world, Compute(device, threads=settings.threads))
+    Evaluator(evaluations, session=session).run(opened, progress=progress)
     if world.rank == 0:
         write_summaries(evaluations, opened)
     return evaluations

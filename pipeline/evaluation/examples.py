@@ -16,11 +16,12 @@ TOP = 5
 THUMBNAIL = 160
 
 
-def write_examples(folder: Path, data: TaskData, *, images: Tensor, captions: Tensor, count: int) -> None:
+def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tensor], count: int) -> None:
     """Write `examples.json` and JPEG thumbnails: evenly spaced captions, each with its `TOP` best images.
 
-    Args: images: [n, d] and captions: [m, d] unit features.
+    Args: features: [n, d] of the images and [m, d] of the captions, unit norm.
     """
+    images, captions = features
     flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]
     chosen = [round(k * (len(flat) - 1) / max(1, count - 1)) for k in range(min(count, len(flat)))]
     shutil.rmtree(folder, ignore_errors=True)

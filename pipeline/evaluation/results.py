@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-import pipeline
-from pipeline.evaluation.data import TaskData
-from pipeline.evaluation.world import Processes
+from pipeline.evaluation.data import TaskData, TaskError
 from pipeline.model import EvaluationModel
 
 PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
@@ -28,7 +26,10 @@ NUMERIC_SOURCES = (
     "data.py",
     "groups.py",
     "images.py",
+    "passes.py",
     "retrieval.py",
+    "rows.py",
+    "tables.py",
     "tasks.py",
     "texts.py",
     "webdataset.py",
@@ -85,17 +86,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def inputs_of(
-    model: EvaluationModel, data: TaskData, *, data_digest: str, settings: Mapping[str, Any]
+    model: EvaluationModel, data: TaskData, *, files: Mapping[str, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that determines a result, as digests and versions."""
-    architecture = model.architecture
+    """Everything that determines a result, as digests and versions. Args: files: digests by name."""
     prompts = json.dumps([data.classnames, data.templates], ensure_ascii=False)
-    config = {"model_cfg": dict(architecture.model_cfg), "preprocess_cfg": dict(architecture.preprocess_cfg)}
     return {
         "checkpoint": model.digest,
-        "architecture": architecture.name,
-        "model_config": _sha256(json.dumps(config, sort_keys=True, default=list)),
-        "task_data": data_digest,
+        "architecture": model.architecture.name,
+        "model_config": model_config_digest(model),
+        "task_data": _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items())),
         "layout": data.layout,
         "prompts": _sha256(prompts),
         **settings,
@@ -103,6 +102,13 @@ def inputs_of(
         "python": platform.python_version(),
         "packages": package_versions(),
     }
+
+
+def model_config_digest(model: EvaluationModel) -> str:
+    """SHA-256 of the architecture and preprocessing, which the weights alone do not tell."""
+    architecture = model.architecture
+    config = {"model_cfg": dict(architecture.model_cfg), "preprocess_cfg": dict(architecture.preprocess_cfg)}
+    return _sha256(json.dumps(config, sort_keys=True, default=list))
 
 
 @functools.cache
@@ -113,7 +119,7 @@ def code_version() -> str:
     for path in (*(package / name for name in NUMERIC_SOURCES), package.parent / "model.py"):
         digest.update(f"{path.name}\n".encode())
         digest.update(path.read_bytes())
-    version = importlib.metadata.version(pipeline.__package__ and "neuclip")
+    version = importlib.metadata.version("neuclip")
     return f"{version} {digest.hexdigest()[:16]}"
 
 
@@ -122,24 +128,21 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def data_digest(data: TaskData, *, world: Processes) -> tuple[str, dict[str, str]]:
-    """SHA-256 over the names and digests of a task's files, and the digest of each; hashing is shared by processes."""
-    mine = {index: _file_sha256(data.files[index]) for index in range(world.rank, len(data.files), world.size)}
-    merged: dict[int, str] = {}
-    for part in world.gather_objects(mine):
-        merged.update(part)
-    names = [_relative(path, data.folder) for path in data.files]
-    files = {name: merged[index] for index, name in enumerate(names)}
-    return _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items())), files
+def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
+    """SHA-256 of files, by their names within `folder`. Raises: TaskError when one cannot be read."""
+    found = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                found[_relative(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
+    return found
 
 
 def _relative(path: Path, folder: Path) -> str:
+    path, folder = path.absolute(), folder.absolute()
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sha256(text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.data import TaskData, TaskError
+from pipeline.evaluation.rows import open_rows
 from pipeline.evaluation.tasks import TASKS, Task, folder_names
 from pipeline.evaluation.webdataset import BlankClass, is_webdataset, open_webdataset
 
@@ -86,8 +87,12 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
         raise TaskError(f"There is no data for {entry.task.key}: none of the folders {names} exists.")
     if is_webdataset(entry.folder):
         data = open_webdataset(entry.folder, columns=len(entry.task.fields), blank_class=blank_class)
+    elif entry.task.protocol == "classification":
+        raise TaskError(
+            f"{entry.folder} has no layout that is known for {entry.task.key}: expected test/nshards.txt and tars."
+        )
     else:
-        raise TaskError(f"{entry.folder} has no layout that is known here.")
+        data = open_rows(entry.task, entry.folder)
     classes = len(data.classnames) + data.blank_classes
     for what, count in (("samples", data.samples), ("classes", classes)):
         wanted = entry.expected.get(what)
@@ -97,6 +102,24 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
                 "other data would not be this task's score: fetch the data again, or give the folder itself as suite."
             )
     return data
+
+
+def is_official(entry: Entry, data: TaskData) -> bool:
+    """Whether the data has the official counts of a task in the table."""
+    task = entry.task
+    classes = len(data.classnames) + data.blank_classes
+    return task.key in TASKS and data.samples == task.samples and task.classes in (None, classes)
+
+
+def check_digests(entry: Entry, files: Mapping[str, str]) -> None:
+    """Raises: TaskError when files have other digests than `suite.json` says, or are not there."""
+    expected: Mapping[str, str] = entry.expected.get("sha256", {})
+    wrong = [name for name, digest in expected.items() if files.get(name) != digest]
+    if wrong:
+        raise TaskError(
+            f"{entry.task.key}: {len(wrong)} of {len(expected)} files have another SHA-256 than {FACTS_NAME} says "
+            f"({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
+        )
 
 
 def _official(folder: Path) -> list[Entry]:

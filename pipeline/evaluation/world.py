@@ -73,8 +73,3 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
         yield Accelerated(state), state.device
     finally:
         state.destroy_process_group()
-
-
-def first_error(world: Processes, error: str | None) -> str | None:
-    """The lowest rank's error, known to all: so that they leave a task together and nobody waits for the dead."""
-    return next((text for text in world.gather_objects(error) if text is not None), None)

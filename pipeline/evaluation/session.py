@@ -1,0 +1,78 @@
+"""What an evaluation runs with: its settings, its processes and its device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import Field
+
+from pipeline.config import section
+from pipeline.errors import UserError
+from pipeline.evaluation.compute import Compute
+from pipeline.evaluation.data import TaskError
+from pipeline.evaluation.webdataset import BlankClass
+from pipeline.evaluation.world import Processes
+
+T = TypeVar("T")
+
+
+@section
+class EvaluationConfig:
+    """How to evaluate. Only `micro_batch` and `blank_class` can change a score, and results record them.
+
+    batch_size: images per loader item. micro_batch: images or texts computed together, padded to this size.
+    workers: processes that decode images, per process of the evaluation (None: one per core, 16 at most).
+    threads: CPU threads (None: torch's number). blank_class: what a blank line of classnames.txt is. examples: captions
+    whose retrieved images are saved. recompute: also what is there already with the same inputs.
+    """
+
+    batch_size: int = Field(default=64, ge=1)
+    micro_batch: int = Field(default=64, ge=1)
+    workers: int | None = Field(default=None, ge=0)
+    threads: int | None = Field(default=None, ge=1)
+    blank_class: BlankClass = "keep"
+    examples: int = Field(default=8, ge=0)
+    recompute: bool = False
+
+    def loader_workers(self, processes: int) -> int:
+        """How many loader workers one of `processes` processes on this machine starts."""
+        return min(16, max(1, (os.cpu_count() or 1) // processes)) if self.workers is None else self.workers
+
+
+@dataclass(frozen=True)
+class Session:
+    config: EvaluationConfig
+    world: Processes
+    compute: Compute
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do `action` on every process; when it fails on one, all of them leave with that error, and nobody waits.
+
+        Raises: TaskError with the lowest failing process' message.
+        """
+        value, error = attempt(action)
+        message = next((text for text in self.world.gather_objects(error) if text is not None), None)
+        if message is not None:
+            raise TaskError(message)
+        return value  # type: ignore[return-value]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Do `action` on the first process only; all get its value. Raises: TaskError on all of them when it fails."""
+        value, error = attempt(action) if self.world.rank == 0 else (None, None)
+        value, error = self.world.gather_objects((value, error))[0]
+        if error is not None:
+            raise TaskError(error)
+        return value
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The value of `action`, or what went wrong: one task's fault must not end the others."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"Unexpected {type(error).__name__}: {error}. This is likely a fault of the program."

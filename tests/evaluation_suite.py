@@ -1,0 +1,200 @@
+"""Mini versions of all 38 tasks in the layouts of the real ones, as a pure function of a seed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pipeline.evaluation.tasks import TASKS, Task
+
+SAMPLES, SHARDS = 22, 2
+MODES = ("RGB", "RGBA", "L", "P", "RGB", "CMYK")
+TEMPLATES = ("a photo of a {c}.", "a blurry {c}.", "the {c}, in a photo.")
+WORDS = ("red fox", "tabby cat", "crane", "old bridge", "ice cream", "maillot", "green field", "night sky")
+CLEVR = ("very nearby", "near", "a bit far", "", "far", "very far")
+GROUPS = {"region": 3, "income_ds": 4, "hospital": 2, "slide": 3, "location": 4, "year": 2}
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng([seed, *name.encode()])
+
+
+def image_bytes(rng: np.random.Generator, number: int) -> tuple[str, bytes]:
+    """A small image of changing mode, format and size, sometimes with an EXIF rotation: suffix and bytes."""
+    mode = MODES[number % len(MODES)]
+    height, width = (int(size) for size in rng.integers(20, 60, 2))
+    coarse = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert("RGB")
+    if mode == "RGBA":
+        image.putalpha(Image.fromarray(rng.integers(0, 256, (height, width), dtype=np.uint8)))
+    image = image.convert(mode)
+    suffix = {"RGBA": "png", "P": "png", "CMYK": "jpg"}.get(mode, ("webp", "jpg", "jpeg", "png")[number % 4])
+    exif = Image.Exif()
+    exif[0x0112] = 6 if number % 5 == 0 else 1
+    buffer = io.BytesIO()
+    image.save(buffer, format={"jpg": "JPEG", "jpeg": "JPEG"}.get(suffix, suffix.upper()), exif=exif)
+    return suffix, buffer.getvalue()
+
+
+def classnames(task: Task) -> list[str]:
+    if task.key.endswith("closest_object_distance"):
+        return list(CLEVR)
+    count = min(task.classes or 2, 7 if "top5" in task.main_metric else 6)
+    return [WORDS[k] for k in range(count)] if count < 6 else [*WORDS[: count - 1], WORDS[2]]
+
+
+def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int = SHARDS) -> None:
+    """Samples as lists of (suffix, bytes), dealt over tars in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    per_shard = -(-len(samples) // shards)
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number, sample in list(enumerate(samples))[shard * per_shard : (shard + 1) * per_shard]:
+                for suffix, body in sample:
+                    info = tarfile.TarInfo(f"s{number:07d}.{suffix}")
+                    info.size = len(body)
+                    tar.addfile(info, io.BytesIO(body))
+    (folder / "nshards.txt").write_text(f"{shards}\n")
+
+
+def write_classification(root: Path, task: Task, *, seed: int = 0, samples: int = SAMPLES) -> Path:
+    rng, names = generator(seed, task.key), classnames(task)
+    folder = root / f"wds_{task.key.removeprefix('fairness/').replace('/', '-')}_test"
+    rows = []
+    for number in range(samples):
+        suffix, body = image_bytes(rng, number)
+        label = int(rng.integers(max(2, len(names) - 1)))  # the last class never occurs: absent classes must not count
+        members = [("cls", str(label).encode()), (suffix, body)]
+        if task.fields:
+            row = [label if f == "y" else int(rng.integers(GROUPS.get(f, 5))) for f in task.fields]
+            buffer = io.BytesIO()
+            further = [9] if task.key == "wilds/fmow" else []  # a further column may follow
+            np.save(buffer, np.array(row + further, dtype=np.int64))
+            members.append(("npy", buffer.getvalue()))
+        rows.append(members)
+    write_tars(folder / "test", rows)
+    (folder / "classnames.txt").write_text("\n".join(names) + "\n")
+    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
+    return folder
+
+
+def retrieval_rows(task: Task, *, seed: int = 0, samples: int = SAMPLES) -> list[dict[str, Any]]:
+    rng = generator(seed, task.key)
+    rows = []
+    for number in range(samples):
+        suffix, body = image_bytes(rng, number)
+        count = 5 + (number % 7 == 0) * ("coco" in task.key)
+        captions = [f"{WORDS[rng.integers(8)]} {number} beside {WORDS[rng.integers(8)]}, {k}" for k in range(count)]
+        rows.append({"image": body, "filename": f"{number:04d}.{suffix}", "caption": captions})
+    return rows
+
+
+def write_retrieval(root: Path, task: Task, *, layout: str, seed: int = 0, samples: int = SAMPLES) -> Path:
+    rows = retrieval_rows(task, seed=seed, samples=samples)
+    folder = root / task.key.split("/")[1]
+    if layout == "webdataset":
+        folder = root / f"wds_{task.stem}_test"
+        bodies = [[(r["filename"].split(".")[1], r["image"]), ("txt", "\n".join(r["caption"]).encode())] for r in rows]
+        write_tars(folder / "test", bodies)
+        (folder / "dataset_type.txt").write_text("retrieval\n")
+    elif layout == "csv+zip":
+        _write_csv(folder, [{"raw": json.dumps(r["caption"]), "filename": r["filename"]} for r in rows])
+        _write_zip(folder, {r["filename"]: r["image"] for r in rows})
+    else:
+        stored = [{"image": {"bytes": r["image"], "path": r["filename"]}, "caption": r["caption"]} for r in rows]
+        _write_table(folder, stored, layout, images="image")
+    return folder
+
+
+def association_rows(*, seed: int = 0, instances: int = 9) -> list[dict[str, Any]]:
+    rng = generator(seed, "misc/winogavil")
+    pool = {f"thing{k}": image_bytes(rng, 4 * k + 1) for k in range(16)}  # 4k + 1 has no alpha, so JPEG is possible
+    cues = ("Orchard", "null", "uncle", "Zebra", "ice", "Echo", "bank", "Apple", "yard")
+    rows = []
+    for number in range(instances):
+        size = (5, 6, 10, 12)[number % 4]
+        names = [str(name) for name in rng.permutation(sorted(pool))[:size]]
+        truth = sorted(names[: 2 + number % 3])
+        images = [pool[name] for name in names]
+        rows.append({"candidates": names, "cue": cues[number], "associations": truth, "candidate_images": images})
+    return rows
+
+
+def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
+    rows, folder = association_rows(seed=seed), root / "winogavil"
+    if layout == "csv+zip":
+        lists = ("candidates", "associations")
+        _write_csv(folder, [{"cue": r["cue"], **{c: json.dumps(r[c]) for c in lists}} for r in rows])
+        _write_zip(
+            folder,
+            {
+                f"{name}.{suffix}": body
+                for r in rows
+                for name, (suffix, body) in zip(r["candidates"], r["candidate_images"], strict=True)
+            },
+        )
+    else:
+        stored = [
+            {**r, "candidate_images": [{"bytes": body, "path": None} for _, body in r["candidate_images"]]}
+            for r in rows
+        ]
+        _write_table(folder, stored, layout, images="candidate_images")
+    return folder
+
+
+def _write_csv(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "test.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _write_zip(folder: Path, images: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for name, body in images.items():
+            archive.writestr(f"images/{name}", body)
+
+
+def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, images: str) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if layout == "parquet":
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        half = len(rows) // 2
+        for part, piece in enumerate((rows[:half], rows[half:])):
+            table = pa.Table.from_pylist(piece)
+            pq.write_table(table, folder / "data" / f"test-{part:05d}-of-00002.parquet", row_group_size=4)
+        return
+    kind = datasets.Image() if images == "image" else datasets.Sequence(datasets.Image())
+    text = datasets.Sequence(datasets.Value("string"))
+    features = {"candidates": text, "associations": text, "caption": text, "cue": datasets.Value("string")}
+    chosen = {name: features.get(name, kind) for name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(chosen)).save_to_disk(str(folder))
+
+
+LAYOUTS = {"flickr": "save_to_disk", "mscoco": "parquet", "winogavil": "csv+zip"}
+
+
+def write_suite(root: Path, *, seed: int = 0, layouts: dict[str, str] | None = None) -> Path:
+    """All 38 tasks below `root`; layouts: of flickr, mscoco and winogavil."""
+    chosen = {**LAYOUTS, **(layouts or {})}
+    for task in TASKS.values():
+        if task.protocol == "classification":
+            write_classification(root, task, seed=seed)
+        elif task.protocol == "retrieval":
+            write_retrieval(root, task, layout=chosen["flickr" if "flickr" in task.key else "mscoco"], seed=seed)
+        else:
+            write_association(root, layout=chosen["winogavil"], seed=seed)
+    return root

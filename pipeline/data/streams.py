@@ -85,6 +85,11 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     return Layout(samples=samples, global_batch=global_batch, streams=streams)
 
 
+def steps_for_samples(samples: int, *, global_batch: int) -> int:
+    """Steps that show at least `samples` samples: a budget in samples seen, as papers state it, in steps."""
+    return -(-samples // global_batch)
+
+
 def _divisors(n: int, *, near: int) -> str:
     below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
     above = next((d for d in range(near, n + 1) if n % d == 0), below)

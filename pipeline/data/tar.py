@@ -58,6 +58,16 @@ def read_records(file: BinaryIO, *, skip: int = 0) -> Iterator[Record]:
         yield Record(image=image, caption=caption)
 
 
+def count_records(file: BinaryIO) -> int:
+    """Number of samples in a tar. Raises: DamagedTar."""
+    count, current = 0, ""
+    for name, size in _members(file):
+        sample, _ = split_name(name)
+        count, current = count + (sample != current), sample
+        _skip(file, size)
+    return count
+
+
 def split_name(name: str) -> tuple[str, str]:
     """`a/b.c.JPG` -> `("a/b", "c.jpg")`: webdataset's rule, the first dot of the last part."""
     folder, slash, base = name.rpartition("/")

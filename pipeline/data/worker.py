@@ -120,17 +120,18 @@ class StreamFiller:
     def _substitutes(self, turn: int) -> Iterator[tuple[int, int]]:
         """`(stream, turn)` of the samples that may stand in for a corrupt one: never one of the same global batch.
 
-        First the same row of a later batch, soon enough to be in the buffer or near it; two corrupt rows of a batch
-        thus never get the same sample. At the end of an epoch, or when the whole stretch is lost, any other turn.
+        First the same row of another batch of this stream, so that two corrupt rows of a batch never get the same
+        sample: of a later batch, soon enough to be in the buffer or near it; at the end of an epoch of any batch. When
+        so much of the stream is lost that none of these can be read, any turn of any stream.
         """
         layout, b = self._order.layout, self._rows
         batch, row = divmod(turn, b)
         state = key(self._order.seed, Purpose.REFILL, self._epoch, self.stream, turn)
-        near = max(1, self._order.shuffle_buffer // b)
-        for attempt in range(OWN_STREAM_ATTEMPTS):
-            later = min(near << attempt, layout.steps - 1 - batch)
-            if later > 0:
-                yield self.stream, (batch + 1 + draw(state, attempt) % later) * b + row
+        near, after = max(1, self._order.shuffle_buffer // b), layout.steps - 1 - batch
+        for attempt in range(OWN_STREAM_ATTEMPTS if layout.steps > 1 else 0):
+            window = min(near << attempt, after) or layout.steps - 1
+            other = (batch + 1 + draw(state, attempt) % window) % layout.steps
+            yield self.stream, other * b + row
         for attempt in range(OWN_STREAM_ATTEMPTS, OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS):
             stream = draw(state, 2 * attempt) % layout.streams
             other = draw(state, 2 * attempt + 1) % layout.stream_length
@@ -158,8 +159,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     decoder: ImageDecoder
     tokenize: Tokenize
     retries: int
-    epoch: int
-    batch: int
+    epoch: int = 0
+    batch: int = 0
 
     def __iter__(self) -> Iterator[Part | Failure]:
         info = get_worker_info()

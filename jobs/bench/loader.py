@@ -1,0 +1,199 @@
+"""Images per second and core of our loader against open_clip's own, on the same shards, interleaved.
+
+    python -m jobs.bench.loader --shorter 256 --shorter 512
+
+Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole set once per round, in this one process
+with one thread, and are charged with the CPU time that this takes: other users of the machine hardly matter. Ours
+leaves normalisation to the device, as in training; the line "and normalised here" charges it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from pipeline.data.config import DataConfig
+from pipeline.data.decode import normalize
+from pipeline.data.loader import build_loader
+from pipeline.data.manifest import make_manifest
+from pipeline.data.tokenize import fast_tokenizer
+from pipeline.world import World
+
+BATCH, PIXELS = 64, 224
+META = b'{"url": "http://example.org/picture.jpg", "status": "success", "width": 640, "height": 480, "exif": "{}"}'
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+WORDS = [
+    "a",
+    "the",
+    "photo",
+    "of",
+    "dog",
+    "cat",
+    "red",
+    "small",
+    "large",
+    "house",
+    "street",
+    "vintage",
+    "with",
+    "in",
+    "on",
+    "near",
+    "beautiful",
+    "2019",
+    "sale",
+    "women's",
+    "blue",
+    "wooden",
+    "kitchen",
+    "design",
+    "and",
+    "portrait",
+    "background",
+    "free",
+    "shipping",
+    "illustration",
+    "vector",
+    "car",
+    "new",
+    "york",
+    "city",
+    "night",
+]
+
+
+def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
+    """An image with the power spectrum of photographs (amplitude 1 / frequency), sides in a ratio of 1 to 1.5."""
+    width, height = shorter, round(shorter * rng.uniform(1.0, 1.5))
+    if rng.random() < 0.7:
+        width, height = height, width
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1.0
+    phases = np.exp(2j * np.pi * rng.random((3, *frequency.shape)))
+    luma, red, blue = np.fft.irfft2(phases / frequency, s=(height, width))
+    channels = np.stack([luma + 0.4 * red, luma, luma + 0.4 * blue], axis=-1)
+    return Image.fromarray(np.clip(128 + 55 * channels / channels.std(), 0, 255).astype(np.uint8))
+
+
+def make_shards(folder: Path, *, shards: int, samples: int, shorter: int) -> Path:
+    """Shards of photos with captions and metadata, in img2dataset's layout."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for s in range(shards):
+        path = folder / f"{s:05d}.tar"
+        with tarfile.open(path, "w") as tar:
+            for i in range(samples):
+                out = io.BytesIO()
+                photo(rng, shorter=shorter).save(out, "JPEG", quality=90)
+                caption = " ".join(rng.choice(WORDS, size=rng.integers(4, 16)))
+                for suffix, data in (("jpg", out.getvalue()), ("json", META), ("txt", caption.encode())):
+                    info = tarfile.TarInfo(f"{s:05d}{i:04d}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        data = path.read_bytes()
+        rows.append((path.name, samples, len(data), hashlib.sha256(data).hexdigest()))
+    make_manifest(rows, root=folder).save(folder)
+    return folder
+
+
+def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalised: bool = False, decoding: str = "fast") -> None:
+    config = DataConfig(sources=str(folder), streams=8, workers=0, decoding=decoding)  # type: ignore[arg-type]
+    loader = build_loader(
+        config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=fast_tokenizer(tokenizer)
+    )
+    for _ in range(samples // BATCH):
+        batch = next(loader)
+        if normalised:
+            normalize(batch.image, mean=MEAN, std=STD)
+    loader.close()
+
+
+def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
+    import open_clip_train.data as reference
+    from open_clip.transform import image_transform
+    from webdataset.tariterators import tar_file_expander
+
+    # open_clip_train 3.3.0 trips over the end-of-shard marker of webdataset 0.2.111: ask for none.
+    reference.tar_file_expander = lambda *args, **kwargs: tar_file_expander(*args, eof_value=None, **kwargs)
+    shards = len(list(folder.glob("*.tar")))
+    args = SimpleNamespace(
+        train_data=f"{folder}/{{00000..{shards - 1:05d}}}.tar",
+        train_data_upsampling_factors=None,
+        train_num_samples=samples,
+        dataset_resampled=False,
+        seed=0,
+        batch_size=BATCH,
+        workers=0,
+        world_size=1,
+    )
+    transform = image_transform(PIXELS, is_train=True, mean=MEAN, std=STD)
+    data = reference.get_wds_dataset(args, transform, is_train=True, floor=True, tokenizer=tokenizer)
+    seen = sum(len(image) for image, _ in data.dataloader)
+    assert seen == samples // BATCH * BATCH, f"open_clip's loader gave {seen} of {samples} samples"
+
+
+def rate(run: Callable[[], None], *, samples: int) -> float:
+    """Images per second of CPU time."""
+    start = time.process_time()
+    run()
+    return samples / (time.process_time() - start)
+
+
+def compare(shorter: int, *, samples: int, rounds: int) -> str:
+    """One table of medians for images stored with this shorter side."""
+    import open_clip
+
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter)
+        size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
+        runs: dict[str, Callable[[], None]] = {
+            "open_clip": lambda: run_open_clip(folder, samples=samples, tokenizer=tokenizer),
+            "ours": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer),
+            "and normalised here": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, normalised=True),
+            "ours, exact": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="exact"),
+        }
+        for run in runs.values():
+            run()  # caches of files, words and allocators
+        rates: dict[str, list[float]] = {label: [] for label in runs}
+        for _ in range(rounds):
+            for label, run in runs.items():
+                rates[label].append(rate(run, samples=samples))
+    lines = [f"shorter side {shorter}, {size / 1000:.0f} kB a sample, {samples} samples, {rounds} rounds:"]
+    for label, found in rates.items():
+        ratios = [ours / theirs for ours, theirs in zip(found, rates["open_clip"], strict=True)]
+        lines.append(
+            f"  {label:20s} {statistics.median(found):7.0f} images/s/core   {statistics.median(ratios):5.2f} x "
+            "open_clip"
+            f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
+    parser.add_argument("--samples", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread, {PIXELS} px out")
+    for shorter in options.shorter or (256, 384, 512):
+        print(compare(shorter, samples=options.samples, rounds=options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Where a run stands in its data, what it has used and what it had to leave out: counted per rank, merged on demand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.data.hashing import MASK
+from pipeline.data.streams import Layout
+from pipeline.errors import UserError
+from pipeline.world import World
+
+Counts = Mapping[tuple[str, str], int]
+NAMED_SHARDS = 10
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands after a batch: the next batch is number `batch` of epoch `epoch`, or the first of the next
+    one.
+
+    order_hash: of all batches of this epoch so far; this rank's addend. corrupt: (reason, shard) -> corrupt samples of
+    this epoch so far, seen by this rank; each was replaced by another sample.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    order_hash: int = 0
+    corrupt: Counts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The accounts of an epoch up to a position, over all ranks; every value is plain.
+
+    samples: rows handed out so far. planned_samples: rows of the whole epoch. dropped: samples of the epoch that fill
+      no batch. replaced: rows whose own sample was corrupt and that show another one again; also the number of corrupt
+      samples. order_hash: which samples were in which rows. corrupt_by_shard: the worst shards.
+    """
+
+    epoch: int
+    batch: int
+    samples: int
+    planned_samples: int
+    dropped: int
+    replaced: int
+    corrupt_by_reason: dict[str, int]
+    corrupt_by_shard: dict[str, int]
+    order_hash: str
+
+    def check(self, limit: float) -> DataReport:
+        """This report. Raises: UserError when more than `limit` of the epoch's samples are corrupt, naming shards."""
+        if self.replaced > limit * self.planned_samples:
+            raise UserError(
+                f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
+                f"data.corrupt_limit = {limit:g} of the epoch's {self.planned_samples}: "
+                f"{_named(self.corrupt_by_reason)}. Worst shards: {_named(self.corrupt_by_shard)}. "
+                "Check them with `neuclip verify`, fetch them again, or raise the limit."
+            )
+        return self
+
+
+def merge(position: Position, world: World) -> tuple[int, Counter[tuple[str, str]]]:
+    """Order hash and corrupt samples of all ranks: a collective, the same result on every rank."""
+    everyone = world.gather_objects((position.order_hash, dict(position.corrupt)))
+    corrupt = sum((Counter(counts) for _, counts in everyone), Counter[tuple[str, str]]())
+    return sum(hashed for hashed, _ in everyone) & MASK, corrupt
+
+
+def report(position: Position, layout: Layout, world: World) -> DataReport:
+    """The accounts of all ranks at a position: a collective."""
+    hashed, corrupt = merge(position, world)
+    reasons: Counter[str] = Counter()
+    shards: Counter[str] = Counter()
+    for (reason, shard), count in corrupt.items():
+        reasons[reason] += count
+        shards[shard] += count
+    return DataReport(
+        epoch=position.epoch,
+        batch=position.batch,
+        samples=position.batch * layout.global_batch,
+        planned_samples=layout.steps * layout.global_batch,
+        dropped=layout.dropped,
+        replaced=reasons.total(),
+        corrupt_by_reason=dict(_ranked(reasons)),
+        corrupt_by_shard=dict(_ranked(shards)[:NAMED_SHARDS]),
+        order_hash=f"{hashed:016x}",
+    )
+
+
+def _ranked(counts: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items())

@@ -1,0 +1,151 @@
+"""Properties that hold for every layout, corruption and resume point: order, exactly once, no wait for anybody."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import parse
+from pipeline.data.config import DataConfig
+from pipeline.data.loader import Loader, build_loader
+from pipeline.data.resume import planned_ids
+from pipeline.data.worker import Part, StreamDataset
+from pipeline.world import World
+from tests.shards import count_tokens, jpeg, write_shards
+
+BROKEN: dict[str, dict[str, bytes]] = {
+    "image is missing": {"txt": b"caption 1"},
+    "image cannot be decoded": {"jpg": jpeg(0)[:200], "txt": b"caption 1"},
+    "image is larger than data.max_pixels": {"jpg": jpeg(0, size=(40, 40)), "txt": b"caption 1"},
+    "caption is missing": {"jpg": jpeg(0)},
+    "caption is empty": {"jpg": jpeg(0), "txt": b" \n"},
+    "caption is not UTF-8": {"jpg": jpeg(0), "txt": b"caf\xe9 1"},
+}
+SEED, PIXELS = 5, 8
+
+
+def loader(folder: Path, *, world: World, global_batch: int, **options: Any) -> Loader:
+    config = parse(DataConfig, {"sources": str(folder), "workers": 0, "retries": 0, "max_pixels": 1000} | options)
+    return build_loader(
+        config, world=world, global_batch=global_batch, seed=SEED, image_size=PIXELS, tokenize=count_tokens
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Shards, a layout, broken samples (at most a tenth) and a place to resume at."""
+    streams = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    rows = draw(st.integers(1, 3))
+    sizes = draw(st.lists(st.integers(1, 17), min_size=1, max_size=8).filter(lambda s: sum(s) >= 2 * streams * rows))
+    n = sum(sizes)
+    broken = draw(st.dictionaries(st.integers(0, n - 1), st.sampled_from(sorted(BROKEN)), max_size=max(1, n // 10)))
+    divisors = [k for k in range(1, streams + 1) if streams % k == 0]
+    return {
+        "sizes": sizes,
+        "broken": broken,
+        "batch": streams * rows,
+        "options": {"streams": streams, "shuffle_buffer": draw(st.integers(1, 30)), "corrupt_limit": 1.0},
+        "ranks": draw(st.sampled_from(divisors)),
+        "stop": draw(st.integers(0, 12)),
+    }
+
+
+def ids_of(group: list[Loader], steps: int) -> list[list[int]]:
+    return [[i for one in group for i in next(one).sample_id.tolist()] for _ in range(steps)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(case=cases())
+def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    write_shards(folder, case["sizes"], replace={i: BROKEN[reason] for i, reason in case["broken"].items()})
+    options, batch = case["options"], case["batch"]
+    whole = loader(folder, world=World(), global_batch=batch, **options)
+    steps = whole.steps_per_epoch
+    first_epoch = ids_of([whole], steps)
+    _check_accounts(first_epoch, whole, case["broken"])
+
+    # Another number of ranks, resumed at any batch from a single rank's state.
+    total = steps + 3
+    expected = first_epoch + ids_of([whole], total - steps)
+    stop = min(case["stop"], total)
+    writer = loader(folder, world=World(), global_batch=batch, **options)
+    ids_of([writer], stop)
+    state = json.loads(json.dumps(writer.state_dict()))
+    group = [
+        loader(folder, world=World(rank=k, size=case["ranks"]), global_batch=batch, **options)
+        for k in range(case["ranks"])
+    ]
+    for one in group:
+        one.load_state_dict(state)
+    assert ids_of(group, total - stop) == expected[stop:]
+    merged = sum((Counter(one.position.corrupt) for one in group), Counter())
+    assert merged == Counter(whole.position.corrupt)
+    assert sum(one.position.order_hash for one in group) % 2**64 == whole.position.order_hash
+
+
+def _check_accounts(batches: list[list[int]], whole: Loader, broken: dict[int, str]) -> None:
+    order = whole._dataset.order
+    planned = [i for t in range(len(batches)) for i in planned_ids(order, epoch=0, batch=t).tolist()]
+    assert len(set(planned)) == len(planned) == whole.n - whole.layout.dropped
+    assert whole.layout.dropped < whole.layout.global_batch
+    bad = [i for i in planned if i in broken]
+    shown = Counter(i for batch in batches for i in batch)
+    assert not set(shown) & set(broken), "a corrupt sample was shown"
+    assert {i for i in planned if i not in broken} <= set(shown), "a good sample was left out"
+    for nominal, found in zip(planned, [i for batch in batches for i in batch], strict=True):
+        assert nominal == found or nominal in broken, "a good sample lost its place"
+    accounts = whole.report()
+    assert accounts.replaced == len(bad) == sum(shown.values()) - sum(1 for i in planned if i not in broken)
+    assert accounts.corrupt_by_reason == Counter(broken[i] for i in bad)
+    assert accounts.samples == accounts.planned_samples == len(planned)
+    assert accounts.dropped == whole.n - len(planned)
+
+
+def test_substitutes_are_never_rows_of_the_same_batch(tmp_path: Path) -> None:
+    sizes = [50] * 12
+    broken = dict.fromkeys(range(0, 600, 20), BROKEN["image cannot be decoded"])
+    write_shards(tmp_path, sizes, replace=broken)
+    (one,) = [loader(tmp_path, world=World(), global_batch=24, streams=4, shuffle_buffer=20, corrupt_limit=0.1)]
+    repeats: list[int] = []
+    last_seen: dict[int, int] = {}
+    for t in range(one.steps_per_epoch):
+        batch = next(one).sample_id.tolist()
+        assert len(set(batch)) == 24
+        repeats += [t - last_seen[i] for i in batch if i in last_seen]
+        last_seen |= dict.fromkeys(batch, t)
+    assert 20 < len(repeats) <= 30
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 4])
+def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
+    """Any split of a rank's streams among workers, without starting processes."""
+    write_shards(tmp_path, [9, 4, 14, 6, 7], replace={3: BROKEN["caption is missing"]})
+    one = loader(tmp_path, world=World(), global_batch=8, streams=4, shuffle_buffer=6, corrupt_limit=1.0)
+    dataset: StreamDataset = one._dataset
+    workers = [
+        iter(replace(dataset, streams=dataset.streams[4 * w // shares : 4 * (w + 1) // shares])) for w in range(shares)
+    ]
+    for _ in range(12):
+        parts = [next(worker) for worker in workers]
+        batch = next(one)
+        assert all(isinstance(part, Part) for part in parts)
+        assert torch.equal(torch.cat([part.image for part in parts]), batch.image)  # type: ignore[union-attr]
+        found = [i for part in parts for i in part.sample_id.tolist()]  # type: ignore[union-attr]
+        assert found == batch.sample_id.tolist()
+
+
+def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:
+    write_shards(tmp_path, [8])
+    one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})
+    first, second = next(one), next(one)
+    a, b = (batch.image[batch.sample_id.argsort()] for batch in (first, second))
+    assert (a != b).flatten(1).any(dim=1).all()

@@ -52,7 +52,7 @@ def is_whole(body: bytes, kind: str) -> bool:
     if kind == "PNG":
         return b"IEND" in body[-4096:]
     if kind == "GIF":
-        return b"\x3b" in body[-16:]
+        return body.rstrip(b"\0").endswith(b"\x3b")
     if kind == "WEBP":
         return len(body) >= int.from_bytes(body[4:8], "little") + 8
     return True

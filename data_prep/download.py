@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data_prep import checks
+from data_prep import checks, probe
 from data_prep.config import DownloadConfig
 from data_prep.folder import Folder, Record, tar_name, total_failures
 from data_prep.plan import Plan, make_plan
@@ -22,7 +22,7 @@ from data_prep.reasons import is_transient
 from data_prep.session import Progress, fetch
 from data_prep.source import resolve
 from pipeline.config import to_tree
-from pipeline.data.manifest import MANIFEST_NAME, Manifest, make_manifest
+from pipeline.data.manifest import Manifest, make_manifest
 from pipeline.errors import UserError
 
 __all__ = ["DownloadConfig", "download", "prepare", "write_manifest"]
@@ -69,9 +69,9 @@ def download(
 def prepare(
     config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None
 ) -> tuple[DownloadConfig, Plan]:
-    """Check everything that can be checked without a URL, and lay out the plan. Returns: the resolved config, the plan.
+    """Check the settings and the source, probe a few URLs where hashes are verified, and lay out the plan.
 
-    Raises: UserError.
+    Returns: the resolved config, the plan. Raises: UserError.
     """
     source = resolve(config.source)
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
@@ -79,7 +79,7 @@ def prepare(
     folder.make()
     with _alone(folder, "plan"):
         if not (folder.plan / "plan.json").exists():
-            for note in checks.check_source(config):
+            for note in [*checks.check_source(config), *probe.check_hashes(config)]:
                 on_note(note)
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size)
     return config, plan
@@ -164,8 +164,3 @@ def _session(folder: Folder, config: DownloadConfig) -> Iterator[None]:
         }
         with folder.sessions.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def manifest_path(config: DownloadConfig) -> Path:
-    """Where the manifest of a download lies."""
-    return Path(config.output) / MANIFEST_NAME

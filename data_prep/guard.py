@@ -25,8 +25,8 @@ from data_prep.reasons import FetchError
 from pipeline.config import section
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# Public by number, yet the door to the metadata service of one cloud.
-_METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
+# Doors to the metadata services of clouds that not every Python counts among the special addresses.
+_METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 OptOut = Literal["noai", "noimageai", "noindex", "noimageindex"]
 
@@ -79,7 +79,8 @@ class AddressFilter:
         if inner is not None:
             self.check(str(inner))
             return
-        if not address.is_global or address.is_multicast or address in _METADATA:
+        metadata = any(address in network for network in _METADATA)
+        if not address.is_global or address.is_multicast or metadata:
             raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {_kind(address)}")
 
     def connect(

@@ -1,0 +1,112 @@
+"""A wrong table, column or hash is found before the URL list is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_prep import checks, probe
+from data_prep.config import DownloadConfig
+from pipeline.config import parse
+from pipeline.errors import UserError
+from tests.web import Site, jpeg, serve
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve() as site:
+        yield site
+
+
+def config_for(folder: Path, columns: dict[str, list], **source: object) -> DownloadConfig:
+    pq.write_table(pa.table(columns), folder / "urls.parquet")
+    tree = {
+        "output": str(folder / "out"),
+        "source": {"table": str(folder / "urls.parquet"), **source},
+        "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
+    }
+    return parse(DownloadConfig, tree)
+
+
+def good(count: int = 20) -> dict[str, list]:
+    return {
+        "url": [f"https://example.org/{k}.jpg" for k in range(count)],
+        "caption": [f"a picture of {k} cats" for k in range(count)],
+        "sha256": [hashlib.sha256(bytes([k])).hexdigest() for k in range(count)],
+    }
+
+
+def test_good_table_passes_without_notes(tmp_path: Path) -> None:
+    assert checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"url": "link"}, "has no column 'link'. Its columns are 'url', 'caption', 'sha256'"),
+        ({"url": "caption", "caption": "url"}, "Column 'url' does: set source.url=url"),
+        ({"caption": "sha256"}, "so it is not the captions"),
+        ({"hash": "sha256", "hash_kind": "md5"}, "It looks like sha256: set source.hash_kind"),
+        ({"rows": 21}, "The table has 20 rows, but table is published with 21"),
+        ({"sha256": {"urls.parquet": "0" * 64}}, "it is damaged or another version"),
+        ({"sha256": {"other.parquet": "0" * 64}}, "names other.parquet, which is not among urls.parquet"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, source: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checks.check_source(config_for(tmp_path, good(), **source))
+    assert words in str(caught.value)
+
+
+def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
+    columns = {**good(100), "caption": ["", None] * 5 + ["a cat"] * 90}
+    assert checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
+
+
+def _pixel_hash(body: bytes) -> str:
+    with Image.open(io.BytesIO(body)) as image:
+        return hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value_of", "words"),
+    [
+        ("sha256", lambda url, body: _pixel_hash(body), "sha256 of the decoded pixels, which cannot verify a download"),
+        ("md5", lambda url, body: hashlib.md5(url.encode()).hexdigest(), "It holds the md5 of the URL"),
+        ("sha256", lambda url, body: hashlib.sha256(b"?" + body).hexdigest(), "is not known here"),
+    ],
+)
+def test_hash_of_something_else_is_recognised(tmp_path: Path, site: Site, kind: str, value_of, words: str) -> None:
+    bodies = {f"/{k}.jpg": jpeg(side=16 + k) for k in range(12)}
+    urls = {site.image(path, body): body for path, body in bodies.items()}
+    columns = {
+        "url": list(urls),
+        "caption": ["a cat"] * 12,
+        "digest": [value_of(url, body) for url, body in urls.items()],
+    }
+    config = config_for(tmp_path, columns, hash="digest", hash_kind=kind)
+    checks.check_source(config)
+    with pytest.raises(UserError, match=r"12 of 12 probed images differ") as caught:
+        probe.check_hashes(config)
+    assert words in str(caught.value)
+
+
+def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> None:
+    bodies = [jpeg(side=16 + k) for k in range(12)]
+    columns = {
+        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
+        "caption": ["a cat"] * 12,
+        "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
+    }
+    assert probe.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    columns["digest"][:3] = ["0" * 64] * 3
+    notes = probe.check_hashes(config_for(tmp_path, columns, hash="digest"))
+    assert notes == ["25% of 12 probed images have changed since their hash was taken."]

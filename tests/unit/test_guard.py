@@ -1,0 +1,232 @@
+"""The guard refuses what it says it refuses, on the wire and after redirects."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from data_prep import reasons
+from data_prep.guard import AddressFilter, GuardConfig
+from data_prep.opener import Opener
+from data_prep.reasons import FetchError
+from tests.web import Site, jpeg, send, serve
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve() as site:
+        yield site
+
+
+def opener(retries: int = 0, total: float = 5.0, connections: int = 8, **guard: object) -> Opener:
+    settings = {"allow_addresses": ("127.0.0.1",), "backoff": 0.05, **guard}
+    return Opener(GuardConfig(**settings), connections=connections, retries=retries, total_seconds=total)  # type: ignore[arg-type]
+
+
+def refusal(given: Opener, url: str) -> str:
+    with pytest.raises(FetchError) as caught:
+        given.open(url, timeout=2)
+    assert reasons.of_message(str(caught.value)) == caught.value.reason
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "127.8.8.8",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",  # the metadata service of most clouds
+        "168.63.129.16",
+        "100.100.100.200",
+        "192.0.0.192",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "::ffff:127.0.0.1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::7f00:1",
+        "2002:7f00:1::",
+    ],
+)
+def test_special_addresses_are_refused(address: str) -> None:
+    with pytest.raises(FetchError, match="refused address"):
+        AddressFilter(()).check(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses_pass(address: str) -> None:
+    AddressFilter(()).check(address)
+
+
+def test_only_what_is_listed_is_allowed() -> None:
+    allowed = AddressFilter(("10.1.0.0/16",))
+    allowed.check("10.1.2.3")
+    with pytest.raises(FetchError):
+        allowed.check("10.2.0.1")
+
+
+def test_loopback_is_refused_by_address_and_by_name(site: Site) -> None:
+    url = site.image("/a.jpg", jpeg())
+    assert refusal(opener(allow_addresses=()), url) == reasons.REFUSED_ADDRESS
+    assert refusal(opener(allow_addresses=()), url.replace("127.0.0.1", "localhost")) == reasons.REFUSED_ADDRESS
+    assert site.agents == [], "nothing may be sent to a refused address"
+
+
+def test_redirect_to_a_refused_address_is_not_followed(site: Site) -> None:
+    url = site.redirect("/a", "http://127.0.0.2:80/latest/meta-data")
+    assert refusal(opener(), url) == reasons.REFUSED_ADDRESS
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/a", "gopher://127.0.0.1/"])
+def test_other_schemes_are_refused_also_after_a_redirect(site: Site, target: str) -> None:
+    assert refusal(opener(), target) == reasons.REFUSED_SCHEME
+    assert refusal(opener(), site.redirect("/a", target)) == reasons.REFUSED_SCHEME
+
+
+def test_redirects_are_followed_and_bounded(site: Site) -> None:
+    body = jpeg()
+    site.image("/3", body)
+    site.redirect("/2", site.base + "/3")
+    url = site.redirect("/1", site.base + "/2")
+    assert opener().open(url).read() == body
+    assert refusal(opener(max_redirects=1), url) == reasons.REDIRECTS
+    assert refusal(opener(), site.redirect("/loop", site.base + "/loop")) == reasons.REDIRECTS
+
+
+def test_sizes_are_bounded(site: Site) -> None:
+    body = jpeg(side=64)
+    url = site.image("/a", body)
+    assert refusal(opener(max_bytes=len(body) - 1), url) == reasons.TOO_MANY_BYTES
+    assert refusal(opener(max_pixels=64 * 64 - 1), url) == reasons.TOO_MANY_PIXELS
+    assert opener(max_bytes=len(body), max_pixels=64 * 64).open(url).read() == body
+
+    def unannounced(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    site.answers["/b"] = unannounced
+    assert refusal(opener(max_bytes=len(body) - 1), site.base + "/b") == reasons.TOO_MANY_BYTES
+
+
+def test_a_server_that_drips_is_given_up(site: Site) -> None:
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b"\xff")
+            time.sleep(0.05)
+
+    site.answers["/a"] = drip
+    started = time.monotonic()
+    assert refusal(opener(total=0.3), site.base + "/a") == reasons.TIMEOUT
+    assert time.monotonic() - started < 2
+
+
+def test_opt_out_is_seen_before_the_body_is_read(site: Site) -> None:
+    read = []
+
+    def noai(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("X-Robots-Tag", "noai")
+        handler.send_header("Content-Length", "100000000")
+        handler.end_headers()
+        read.append(True)
+
+    site.answers["/a"] = noai
+    polite = opener()
+    polite._is_opted_out = lambda headers: "noai" in headers.get("X-Robots-Tag", "")
+    assert polite.open(site.base + "/a").read() == b""
+    assert read
+
+
+def test_user_agent_names_the_contact(site: Site) -> None:
+    url = site.image("/a", jpeg())
+    opener(user_agent="lab", contact="https://example.org/crawler").open(url)
+    assert site.agents == ["Mozilla/5.0 (compatible; lab; +https://example.org/crawler)"]
+
+
+def test_connections_to_one_host_are_limited(site: Site) -> None:
+    body = jpeg()
+
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.05)
+        send(handler, 200, body)
+
+    site.answers["/a"] = slow
+    shared = opener(connections=3)
+    threads = [threading.Thread(target=shared.open, args=(site.base + "/a",)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert site.most_busy == 3
+
+
+def test_a_busy_host_is_left_alone_and_asked_again(site: Site) -> None:
+    body, asked = jpeg(), []
+
+    def busy(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            send(handler, 429, b"", Retry_After="0")
+        else:
+            send(handler, 200, body)
+
+    site.answers["/a"] = busy
+    assert opener(retries=2, backoff=0.1).open(site.base + "/a").read() == body
+    first, second = asked[1] - asked[0], asked[2] - asked[1]
+    assert first >= 0.1
+    assert second >= 0.2, "the pause doubles"
+
+
+def test_retry_after_is_honoured_up_to_the_limit(site: Site) -> None:
+    asked = []
+
+    def busy(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(time.monotonic())
+        send(handler, 503, b"", Retry_After="3600")
+
+    site.answers["/a"] = busy
+    assert refusal(opener(retries=1, max_backoff=0.3), site.base + "/a") == "http 503"
+    assert 0.3 <= asked[1] - asked[0] < 2
+
+
+def test_lasting_failures_are_not_asked_again(site: Site) -> None:
+    asked = []
+
+    def gone(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(1)
+        send(handler, 404, b"")
+
+    site.answers["/a"] = gone
+    assert refusal(opener(retries=5), site.base + "/a") == "http 404"
+    assert asked == [1]
+
+
+def test_removed_urls_are_never_asked(site: Site) -> None:
+    url = site.image("/a", jpeg())
+    given = opener()
+    given.blocked = frozenset({url})
+    assert refusal(given, url) == reasons.REMOVED
+    assert site.agents == []
+
+
+def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    url = site.image("/a", jpeg())
+    assert opener().open(url).read() == jpeg()
+    assert refusal(opener(trust_proxy=True), url) == reasons.CONNECTION

@@ -1,0 +1,88 @@
+"""A small web server whose paths answer with functions, and images to serve: for the tests of ingestion."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+from PIL import Image
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+class Site:
+    """A web server on 127.0.0.1 whose paths answer with functions."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.agents: list[str] = []
+        self.busy = self.most_busy = 0
+        self.lock = threading.Lock()
+        site = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                site.agents.append(self.headers["User-Agent"])
+                with site.lock:
+                    site.busy += 1
+                    site.most_busy = max(site.most_busy, site.busy)
+                try:
+                    site.answers[self.path](self)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+                finally:
+                    with site.lock:
+                        site.busy -= 1
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.base = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def image(self, path: str, body: bytes, **headers: str) -> str:
+        self.answers[path] = lambda handler: send(handler, 200, body, **headers)
+        return self.base + path
+
+    def redirect(self, path: str, to: str) -> str:
+        self.answers[path] = lambda handler: send(handler, 302, b"", Location=to)
+        return self.base + path
+
+
+def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+    handler.send_response(status)
+    for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@contextmanager
+def serve() -> Iterator[Site]:
+    """A site for the length of the block."""
+    site = Site()
+    try:
+        yield site
+    finally:
+        site.server.shutdown()
+        site.server.server_close()
+
+
+def picture(side: int = 40) -> Image.Image:
+    pixels = np.random.default_rng(side).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def jpeg(side: int = 40, **options: object) -> bytes:
+    return encoded("JPEG", side=side, **options)
+
+
+def encoded(kind: str, side: int = 40, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture(side).save(buffer, kind, **options)
+    return buffer.getvalue()

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class TelemetryConfig:
 
     every: int = Field(default=10, ge=1)
     tensorboard: bool = True
-    progress: str = Field(default="auto", pattern="^(auto|bar|lines|off)$")
+    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
     """"auto": a bar on a terminal, plain lines elsewhere."""
 
 
@@ -134,7 +134,7 @@ def figures(scalars: Mapping[str, float]) -> str:
 
 
 def _progress(kind: str, *, total: int, first: int) -> BarProgress | LineProgress | None:
-    if kind == "off":
+    if kind == "quiet":
         return None
     if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
         return BarProgress(total=total, first=first)

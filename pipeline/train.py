@@ -229,7 +229,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         engine = Engine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
                         global_batch=run.batch_size, compile_towers=run.model.compile)  # fmt: skip
         engine.train()
-        take_step = TrainStep(engine, objective, world=world, seed=run.seed, local_batch=loader.local_batch,
+        take_step = TrainStep(engine, objective, world=world, seed=run.seed, local_batch=run.batch_size // world.size,
                               micro_batch=run.engine.micro_batch)  # fmt: skip
         telemetry = Telemetry(folder, config=run.telemetry, total_steps=run.total_steps,
                               first_step=checkpoint.step if checkpoint else 0, is_main=world.is_main)  # fmt: skip

@@ -88,7 +88,7 @@ class Association:
         return {"features": features.cpu().numpy()}
 
     def finish(self, kept: dict[str, np.ndarray], texts: Tensor) -> dict[str, np.ndarray]:
-        return outcomes(torch.from_numpy(kept["features"]), texts, self.data)
+        return outcomes(torch.from_numpy(kept["features"]), texts[self.texts.rows], self.data)
 
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
         return metrics(found)

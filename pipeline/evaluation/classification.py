@@ -38,12 +38,11 @@ def check(task: Task, data: TaskData) -> None:
         raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
 
 
-def keep(features: Tensor, *, classifier: Tensor, labels: Tensor) -> Outcomes:
-    """[M, d] image features, [C, d] classifier, [M] labels -> the prediction and the rank of the label, per image.
+def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
+    """[M, C] logits, [M] labels -> the prediction and the rank of the label, per image.
 
     Ties go to the lower class index: class names may repeat, and their logits are then equal.
     """
-    logits = LOGIT_SCALE * features @ classifier.T
     own = logits.gather(1, labels[:, None])
     lower = torch.arange(logits.shape[1], device=logits.device)[None, :] < labels[:, None]
     rank = (logits > own).sum(1) + ((logits == own) & lower).sum(1)
@@ -87,7 +86,7 @@ class ZeroShot:
     def keep(self, features: Tensor, texts: Tensor, *, start: int) -> Outcomes:
         """What to keep of a micro-batch whose first image is number `start`."""
         labels = self._labels[start : start + len(features)].to(features.device)
-        return keep(features, classifier=texts, labels=labels)
+        return keep(LOGIT_SCALE * self.texts.similarities(features, texts), labels=labels)
 
     def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
         """Everything per image that the metrics are a function of."""

@@ -160,7 +160,7 @@ class Evaluator:
                 inputs=inputs,
             )
             if task.protocol == "retrieval" and self.session.config.examples:
-                features = (torch.from_numpy(kept["features"]), texts)
+                features = (torch.from_numpy(kept["features"]), texts[protocol.texts.rows])
                 folder = evaluation.folder / f"{task.stem}.examples"
                 write_examples(folder, protocol.data, features=features, count=self.session.config.examples)
             results.write_result(evaluation.path(entry), result, outcomes)

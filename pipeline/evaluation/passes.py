@@ -27,7 +27,7 @@ Kept = dict[str, np.ndarray]
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
-    """One row per text of `side`; the processes share the encoding. Raises: TaskError, on every process."""
+    """[distinct texts, d] features of `side`; the processes share the encoding. Raises: TaskError, on every process."""
     world = session.world
 
     def encode() -> dict[int, Tensor]:
@@ -38,7 +38,7 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
     merged: dict[int, Tensor] = {}
     for part in world.gather_objects(session.together(encode)):
         merged.update(part)
-    return side.assemble([merged[unit] for unit in range(len(side.units))])
+    return torch.cat([merged[unit] for unit in range(len(side.units))])
 
 
 class ClassifierCache:

@@ -31,18 +31,19 @@ def owners(data: TaskData) -> np.ndarray:
     return np.repeat(np.arange(len(data.captions)), [len(own) for own in data.captions])
 
 
-def outcomes(images: Tensor, captions: Tensor, owner: np.ndarray) -> dict[str, np.ndarray]:
-    """[n, d] and [m, d] unit features -> per caption the rank of its image, per image the best rank of its captions.
+def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray) -> dict[str, np.ndarray]:
+    """Per caption the rank of its image, per image the best rank of its captions; 0 is the first.
 
-    Rank 0 is the first; ties go to the lower index.
+    Args: images: [n, d] and texts: [distinct captions, d] unit features. side: the captions. owner: [m] their images.
+    Ties go to the lower index.
     """
-    own = torch.from_numpy(owner)
+    own, captions = torch.from_numpy(owner), texts[side.rows]
     image_rank = [
         _rank(captions[start : start + BLOCK] @ images.T, own[start : start + BLOCK])
         for start in range(0, len(captions), BLOCK)
     ]
     text_rank = [
-        _best_rank(images[start : start + BLOCK] @ captions.T, own, first=start)
+        _best_rank(side.similarities(images[start : start + BLOCK], texts), own, first=start)
         for start in range(0, len(images), BLOCK)
     ]
     return {
@@ -94,7 +95,8 @@ class Retrieval:
         return {"features": features.cpu().numpy()}
 
     def finish(self, kept: dict[str, np.ndarray], texts: Tensor) -> dict[str, np.ndarray]:
-        return outcomes(torch.from_numpy(kept["features"]), texts, owners(self.data))
+        images = torch.from_numpy(kept["features"])
+        return outcomes(images, texts, side=self.texts, owner=owners(self.data))
 
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
         return metrics(found)

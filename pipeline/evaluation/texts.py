@@ -22,8 +22,9 @@ TEXTS_PER_UNIT = 1024
 
 
 class TextSide:
-    """The distinct texts of a task, in units that processes share, and how their features become one matrix.
+    """The distinct texts of a task, in units that processes share.
 
+    rows: for every text as given, its row among the distinct ones.
     Args: texts: class names, captions or cues, repetitions included. templates: with `{c}` for the text; None takes
     every text as it is.
     """
@@ -31,9 +32,9 @@ class TextSide:
     def __init__(self, texts: Sequence[str], *, templates: Sequence[str] | None = None) -> None:
         unique = list(dict.fromkeys(texts))
         row = {text: number for number, text in enumerate(unique)}
+        self.rows = torch.tensor([row[text] for text in texts])
         per_unit = max(1, TEXTS_PER_UNIT // len(templates or "1"))
         self.units = [unique[start : start + per_unit] for start in range(0, len(unique), per_unit)]
-        self._rows = torch.tensor([row[text] for text in texts])
         self._templates = templates
         self.digest = hashlib.sha256(json.dumps([texts, templates], ensure_ascii=False).encode()).hexdigest()
 
@@ -44,9 +45,13 @@ class TextSide:
             return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
         return class_vectors(model, texts, self._templates, compute=compute, micro_batch=micro_batch)
 
-    def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """The features of all units, in order -> one row per text as given; equal texts have equal bits."""
-        return torch.cat(list(parts))[self._rows]
+    def similarities(self, features: Tensor, texts: Tensor) -> Tensor:
+        """[rows, d] features, [distinct texts, d] -> [rows, texts as given] cosines; equal texts have equal bits.
+
+        Columns of one matrix product can differ in the last bit although their vectors are equal, so that a tie between
+        repeated texts would be decided by noise: the product is taken over distinct texts.
+        """
+        return (features @ texts.T)[:, self.rows.to(features.device)]
 
 
 def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:

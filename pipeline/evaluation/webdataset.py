@@ -35,23 +35,19 @@ class TarImages:
         self.shards = shards
         self._at = np.array([(s.shard, *(s.image or (0, 0))) for s in samples], dtype=np.int64).reshape(-1, 3)
         self._keys = [s.key for s in samples]
-        self._descriptors: dict[int, int] = {}
+        self._open: dict[int, io.FileIO] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_descriptors": {}}
-
-    def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        return {**self.__dict__, "_open": {}}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def read(self, index: int) -> bytes:
         shard, offset, size = (int(value) for value in self._at[index])
-        if shard not in self._descriptors:
-            self._descriptors[shard] = os.open(self.shards[shard], os.O_RDONLY)
-        blob = os.pread(self._descriptors[shard], size, offset)
+        if shard not in self._open:
+            self._open[shard] = io.FileIO(self.shards[shard])
+        blob = os.pread(self._open[shard].fileno(), size, offset)
         if len(blob) != size:
             raise TaskError(f"{self.name(index)}: {len(blob)} of {size} bytes could be read. The shard is cut short.")
         return blob

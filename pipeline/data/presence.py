@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.data.hashing import Purpose, key, permutation
 from pipeline.data.manifest import Manifest, Shard
-from pipeline.data.opening import open_shard
+from pipeline.data.opening import is_local, open_shard
 from pipeline.data.tar import DamagedTar, count_records
 from pipeline.errors import UserError
 from pipeline.world import World
@@ -44,8 +44,8 @@ def check_shards(manifest: Manifest, world: World) -> int:
 def _own_share(manifest: Manifest, world: World) -> tuple[list[Shard], list[Shard]]:
     """This rank's local shards, and some of its remote ones chosen by hash."""
     own = manifest.shards[world.rank :: world.size]
-    local = [shard for shard in own if ":" not in shard.name]
-    remote = [shard for shard in own if "://" in shard.name and not shard.name.startswith("pipe:")]
+    local = [shard for shard in own if is_local(manifest.url(shard))]
+    remote = [shard for shard in own if not is_local(shard.name) and not shard.name.startswith("pipe:")]
     chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
     return local, [remote[number] for number in chosen.tolist()]
 
@@ -53,7 +53,7 @@ def _own_share(manifest: Manifest, world: World) -> tuple[list[Shard], list[Shar
 def _size(url: str) -> int | None:
     """Bytes of a shard, or None when it is not there."""
     try:
-        if "://" not in url:
+        if is_local(url):
             return os.stat(url).st_size
         import fsspec
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from pipeline.data.corpus import Segments
 from pipeline.data.manifest import Manifest
-from pipeline.data.opening import open_shard
+from pipeline.data.opening import open_records
 from pipeline.data.streams import StreamOrder
-from pipeline.data.tar import DamagedTar, Record, read_records
+from pipeline.data.tar import DamagedTar, Record
 
 TRUNCATED = "shard is damaged or shorter than its manifest says"
 READ_AHEAD = 2  # buffers that looking for a substitute may fill
@@ -54,9 +54,9 @@ class SequentialReader:
         stop, failures = start + count, 0
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             try:
-                with open_shard(url) as file:
+                with open_records(url, skip=start) as records:
                     self.passed += start
-                    for record in read_records(file, skip=start):
+                    for record in records:
                         start += 1
                         yield record
                         if start == stop:

@@ -37,23 +37,28 @@ class Record:
 def read_records(file: BinaryIO, *, skip: int = 0) -> Iterator[Record]:
     """The samples of a tar from number `skip` on; members of one sample are neighbours with the same name up to a dot.
 
-    Raises: DamagedTar in the middle of a broken tar.
+    Raises: DamagedTar in the middle of a broken tar, after what is whole before the break.
     """
     current, number = "", -1
     image: bytes | None = None
     caption: bytes | None = None
-    for name, size in _members(file):
-        sample, suffix = split_name(name)
-        if sample != current:
-            if number >= skip:
-                yield Record(image=image, caption=caption)
-            current, number, image, caption = sample, number + 1, None, None
-        if number < skip or (suffix != CAPTION_SUFFIX and suffix not in IMAGE_SUFFIXES):
-            _skip(file, size)
-        elif suffix == CAPTION_SUFFIX:
-            caption = _payload(file, size)
-        else:
-            image = _payload(file, size)
+    try:
+        for name, size, _ in _members(file):
+            sample, suffix = split_name(name)
+            if sample != current:
+                if number >= skip:
+                    yield Record(image=image, caption=caption)
+                current, number, image, caption = sample, number + 1, None, None
+            if number < skip or (suffix != CAPTION_SUFFIX and suffix not in IMAGE_SUFFIXES):
+                _skip(file, size)
+            elif suffix == CAPTION_SUFFIX:
+                caption = _payload(file, size)
+            else:
+                image = _payload(file, size)
+    except DamagedTar:
+        if image is not None and caption is not None:
+            yield Record(image=image, caption=caption)
+        raise
     if number >= skip:
         yield Record(image=image, caption=caption)
 
@@ -61,11 +66,23 @@ def read_records(file: BinaryIO, *, skip: int = 0) -> Iterator[Record]:
 def count_records(file: BinaryIO) -> int:
     """Number of samples in a tar. Raises: DamagedTar."""
     count, current = 0, ""
-    for name, size in _members(file):
+    for name, size, _ in _members(file):
         sample, _ = split_name(name)
         count, current = count + (sample != current), sample
         _skip(file, size)
     return count
+
+
+def record_offset(file: BinaryIO, number: int) -> int:
+    """The byte at which sample `number` begins; reads headers only. Raises: DamagedTar when there is no such sample."""
+    count, current = -1, ""
+    for name, size, start in _members(file):
+        sample, _ = split_name(name)
+        count, current = count + (sample != current), sample
+        if count == number:
+            return start
+        _skip(file, size)
+    raise DamagedTar(f"has {count + 1} samples, so none of number {number}")
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -75,24 +92,30 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """`(name, size)` of each regular member; the consumer reads or skips exactly its padded payload."""
+def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """`(name, size, first byte)` of each regular member; the consumer reads or skips exactly its padded payload."""
     override: dict[str, str] = {}
+    start = position = 0
     while True:
         header = file.read(BLOCK)
         if not header or header.count(0) == len(header) == BLOCK:
             return
         name, size, kind = _parse(header)
+        position += BLOCK
         if kind == PAX:
             override = _pax(_payload(file, size))
         elif kind == GNU_LONG_NAME:
             override = {"path": _payload(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         elif kind in REGULAR:
-            yield override.get("path", name), int(override.get("size", size))
+            size = int(override.get("size", size))
+            yield override.get("path", name), size, start
             override = {}
         else:
             _skip(file, size)
             override = override if kind == PAX_GLOBAL else {}
+        position += size + -size % BLOCK
+        if kind not in (PAX, GNU_LONG_NAME):
+            start = position
 
 
 def _parse(header: bytes) -> tuple[str, int, bytes]:

@@ -26,7 +26,7 @@ def test_neuclip_is_equation_12(batch_size, stop_gradient):
     loss = 2 * tau * (objective.config.rho - 1)
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         own, partner = ((image, text), (text, image))[side]
-        alpha = prototype_alpha(own, partner, objective.npn.pending_weight(side), tau=tau, eps=1e-14)
+        alpha = prototype_alpha(own, partner, objective.npn.weight(side), tau=tau, eps=1e-14)
         alpha = alpha.detach() if stop_gradient else alpha
         loss = loss + tau * (torch.exp(-alpha) * (1e-14 + g) + alpha).mean()
     expected = torch.autograd.grad(loss, [image, text, tau])

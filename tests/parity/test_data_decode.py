@@ -1,0 +1,182 @@
+"""Pixels, crops and tokens against the libraries that defined them: torchvision, PIL and open_clip."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from pipeline.data.config import CropConfig
+from pipeline.data.decode import CorruptSample, ImageDecoder, caption_of, crop_box, normalize
+from pipeline.data.hashing import draw
+from pipeline.data.tar import Record
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+SIZE = 96
+FAST_MAX, FAST_MEAN = 3, 0.25  # of 255
+
+
+def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
+    """Amplitude 1 / frequency, as in photographs; size: width, height."""
+    rng = np.random.default_rng(number)
+    frequency = np.hypot(np.fft.fftfreq(size[1])[:, None], np.fft.rfftfreq(size[0])[None])
+    frequency[0, 0] = 1
+    phases = np.exp(2j * np.pi * rng.random((3, *frequency.shape)))
+    waves = np.fft.irfft2(phases / frequency, s=size[::-1]).transpose(1, 2, 0)
+    return Image.fromarray(np.clip(128 + 55 * waves / waves.std(), 0, 255).astype(np.uint8))
+
+
+def encode(image: Image.Image, form: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def decoder(mode: Literal["fast", "exact"], **options: Any) -> ImageDecoder:
+    settings: dict[str, Any] = {"size": SIZE, "crop": CropConfig(scale=(0.3, 1.0)), "max_pixels": 10**6} | options
+    return ImageDecoder(mode=mode, **settings)
+
+
+ENCODINGS: dict[str, Any] = {
+    "jpeg": lambda image: encode(image, "JPEG", quality=95),
+    "jpeg, full colour resolution": lambda image: encode(image, "JPEG", quality=90, subsampling=0),
+    "jpeg, progressive": lambda image: encode(image, "JPEG", progressive=True),
+    "jpeg, grey": lambda image: encode(image.convert("L"), "JPEG"),
+    "jpeg, cmyk": lambda image: encode(image.convert("CMYK"), "JPEG"),
+    "png": lambda image: encode(image, "PNG"),
+    "png, transparent": lambda image: encode(image.convert("RGBA"), "PNG"),
+    "png, palette": lambda image: encode(image.convert("P"), "PNG"),
+    "webp": lambda image: encode(image, "WEBP"),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("size", [(160, 120), (97, 300), (50, 40)])
+def test_exact_mode_gives_open_clips_pixels(
+    encoding: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from open_clip.transform import image_transform
+
+    data = ENCODINGS[encoding](picture(1, size=size))
+    box = crop_box(size[1], size[0], crop=decoder("exact").crop, state=7)
+    monkeypatch.setattr(RandomResizedCrop, "get_params", staticmethod(lambda *_: box))
+    transform = image_transform(SIZE, is_train=True, mean=MEAN, std=STD)
+    expected = transform(Image.open(io.BytesIO(data)).convert("RGB"))
+    found = normalize(decoder("exact")(data, state=7)[None], mean=MEAN, std=STD)[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("size", [(360, 270), (260, 400), (50, 40)])
+def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int]) -> None:
+    for number in range(5):
+        data = ENCODINGS[encoding](picture(number, size=size))
+        fast, exact = (decoder(mode)(data, state=number).float() for mode in ("fast", "exact"))
+        assert fast.shape == (3, SIZE, SIZE)
+        difference = (fast - exact).abs()
+        assert difference.max() <= FAST_MAX
+        assert difference.mean() <= FAST_MEAN
+
+
+def damaged() -> Iterator[bytes]:
+    rng = random.Random(0)
+    whole = [make(picture(2, size=(60, 50))) for make in ENCODINGS.values()]
+    for number in range(900):
+        data = bytearray(whole[number % len(whole)])
+        if number % 3 == 0:
+            data = data[: rng.randrange(1, len(data))]
+        for _ in range(number % 4):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        yield bytes(data)
+
+
+def test_both_modes_agree_on_what_is_corrupt() -> None:
+    verdicts = []
+    for data in damaged():
+        found = []
+        for mode in ("fast", "exact"):
+            try:
+                decoder(mode)(data, state=1)  # type: ignore[arg-type]
+                found.append("")
+            except CorruptSample as error:
+                found.append(str(error))
+        verdicts.append(tuple(found))
+    disagree = [pair for pair in verdicts if pair[0] != pair[1]]
+    assert not disagree
+    assert 200 < sum(pair != ("", "") for pair in verdicts) < 800
+
+
+def test_too_large_images_are_corrupt_in_both_modes() -> None:
+    data = ENCODINGS["jpeg"](picture(1, size=(160, 120)))
+    for mode in ("fast", "exact"):
+        decoder(mode, max_pixels=160 * 120)(data, state=1)  # type: ignore[arg-type]
+        with pytest.raises(CorruptSample, match="max_pixels"):
+            decoder(mode, max_pixels=160 * 120 - 1)(data, state=1)  # type: ignore[arg-type]
+    bomb = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    bomb += zlib.crc32(bomb[12:]).to_bytes(4, "big") + b"\0\0\0\0IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
+    with pytest.raises(CorruptSample, match="max_pixels"):
+        decoder("fast")(bomb, state=1)
+
+
+def test_crops_are_distributed_as_torchvisions() -> None:
+    """Mean and spread of area, aspect and place of 4,000 crops, within four standard errors."""
+    height, width, n = 300, 400, 4000
+    crop = CropConfig(scale=(0.2, 0.6), ratio=(3 / 4, 4 / 3))
+    torch.manual_seed(0)
+    blank = torch.zeros(3, height, width)
+    theirs = np.array([RandomResizedCrop.get_params(blank, list(crop.scale), list(crop.ratio)) for _ in range(n)])
+    ours = np.array([crop_box(height, width, crop=crop, state=draw(1, i)) for i in range(n)])
+
+    def features(boxes: np.ndarray) -> np.ndarray:
+        top, left, h, w = boxes.T.astype(float)
+        return np.stack([h * w / (height * width), np.log(w / h), top / (height - h + 1), left / (width - w + 1)])
+
+    a, b = features(ours), features(theirs)
+    error = np.sqrt((a.var(axis=1) + b.var(axis=1)) / n)
+    assert (abs(a.mean(axis=1) - b.mean(axis=1)) < 4 * error).all()
+    assert np.allclose(a.std(axis=1), b.std(axis=1), rtol=0.06)
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 150), (100, 300), (300, 100), (1, 9)])
+def test_long_images_get_torchvisions_central_crop(height: int, width: int) -> None:
+    crop = CropConfig()
+    torch.manual_seed(0)
+    expected = RandomResizedCrop.get_params(torch.zeros(3, height, width), list(crop.scale), list(crop.ratio))
+    assert {crop_box(height, width, crop=crop, state=i) for i in range(20)} == {tuple(expected)}
+
+
+def test_normalize_is_torchvisions_arithmetic() -> None:
+    image = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = (image.float() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    assert torch.equal(normalize(image, mean=MEAN, std=STD), expected)
+    assert normalize(image, mean=MEAN, std=STD, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("caption", "reason"), [(None, "missing"), (b"", "empty"), (b" \n\t", "empty"), (b"caf\xe9", "not UTF-8")]
+)
+def test_captions_that_cannot_be_used(caption: bytes | None, reason: str) -> None:
+    with pytest.raises(CorruptSample, match=reason):
+        caption_of(Record(caption=caption))
+    assert caption_of(Record(caption="café".encode())) == "café"
+
+
+def test_crop_box_stays_inside() -> None:
+    crop = CropConfig(scale=(0.01, 1.0), ratio=(0.1, 10.0))
+    for i in range(500):
+        height, width = 1 + draw(3, i) % 50, 1 + draw(4, i) % 50
+        top, left, h, w = crop_box(height, width, crop=crop, state=i)
+        assert min(top, left) >= 0
+        assert min(h, w) >= 1
+        assert top + h <= height
+        assert left + w <= width
+        assert math.isfinite(h * w)

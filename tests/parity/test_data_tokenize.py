@@ -1,0 +1,82 @@
+"""The cached tokenizer gives open_clip's ids, for clean captions and for the worst that the web has."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.tokenize import CachedTokenizer, fast_tokenizer
+
+PIECES = [
+    "photo", "of", "a", "Dog's", "don't", "I'LL", "N°5", "naïve", "ΣΑΣ", "&amp;", "&amp;amp;lt;b&gt;", "\x07x", "12345",
+    "$$$!!", "<start_of_text>", "<END_OF_TEXT>", "<start_of_text>a", "日本語", "😀", "\u200b", "\x1c", "a\x0bb", "ß", "İ",
+    " \n", "…", "“q”", "''s", "_", "a" * 50, "Å", "ſ", "'ſ", "schÃ¶n", "\x1b[31mred", "", "\xa0", "...",
+    "http://a.b/c?d=1&e=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, CachedTokenizer]:
+    import open_clip
+
+    reference = open_clip.get_tokenizer("ViT-B-32")
+    return reference, fast_tokenizer(reference)
+
+
+def test_awkward_captions(pair: tuple[Any, CachedTokenizer]) -> None:
+    reference, fast = pair
+    rng = random.Random(0)
+    captions = [
+        rng.choice([" ", "", "  "]).join(rng.choices(PIECES, k=rng.randint(0, 90 if i % 10 == 0 else 12)))
+        for i in range(3000)
+    ]
+    assert torch.equal(reference(captions), fast(captions))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(caption=st.text(max_size=60))
+def test_any_text(pair: tuple[Any, CachedTokenizer], caption: str) -> None:
+    reference, fast = pair
+    assert torch.equal(reference([caption]), fast([caption]))
+
+
+@given(caption=st.text(st.characters(codec="ascii"), max_size=60))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_any_ascii(pair: tuple[Any, CachedTokenizer], caption: str) -> None:
+    reference, fast = pair
+    assert torch.equal(reference([caption]), fast([caption]))
+
+
+@pytest.mark.parametrize("context_length", [2, 3, 8, 16])
+def test_other_context_lengths(context_length: int) -> None:
+    from open_clip.tokenizer import SimpleTokenizer
+
+    reference = SimpleTokenizer(context_length=context_length)
+    captions = ["", "a", "a photo", "an unquestionably long caption of several uncommon words"]
+    assert torch.equal(reference(captions), fast_tokenizer(reference)(captions))
+
+
+def test_the_cache_is_bounded_and_travels_empty(
+    pair: tuple[Any, CachedTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, fast = pair
+    monkeypatch.setattr("pipeline.data.tokenize.CACHED_WORDS", 10)
+    captions = [f"word{i} and {i}" for i in range(100)]
+    assert torch.equal(reference(captions), fast(captions))
+    copy = pickle.loads(pickle.dumps(fast))
+    assert len(copy._cache) == 0
+    assert torch.equal(copy(captions[:3]), reference(captions[:3]))
+    assert len(copy._cache) <= 10
+
+
+def test_unknown_tokenizers_are_kept() -> None:
+    from open_clip.tokenizer import SimpleTokenizer
+
+    for other in (SimpleTokenizer(clean="whitespace"), SimpleTokenizer(reduction_mask="simple")):
+        assert fast_tokenizer(other) is other

@@ -1,0 +1,176 @@
+"""Reading shards: every tar dialect, pipes and URLs, and what happens when they break."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.corpus import Segments, make_mixture, plan_epoch
+from pipeline.data.manifest import Manifest, Shard, make_manifest
+from pipeline.data.opening import open_records, open_shard
+from pipeline.data.presence import check_shards
+from pipeline.data.reader import TRUNCATED, SequentialReader
+from pipeline.data.tar import DamagedTar, count_records, read_records, record_offset, split_name
+from pipeline.errors import UserError
+from pipeline.world import World
+from tests.shards import sample, write_shards, write_tar
+
+DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
+
+
+def reader(manifest: Manifest, *, retries: int = 0) -> SequentialReader:
+    mixture = make_mixture([manifest])
+    starts = np.array(manifest.offsets)
+    segments = Segments(
+        shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
+    )
+    pauses: list[float] = []
+    return SequentialReader(manifest, segments, retries, pause=pauses.append)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("skip", [0, 1, 6])
+def test_records_equal_those_of_tarfile(tmp_path: Path, dialect: int, skip: int) -> None:
+    samples = [sample(i) for i in range(7)]
+    write_tar(tmp_path / "a.tar", samples, format=dialect)
+    with open_records(str(tmp_path / "a.tar"), skip=skip) as records:
+        found = list(records)
+    assert [(r.image, r.caption) for r in found] == [(s["jpg"], s["txt"]) for s in samples[skip:]]
+    with open(tmp_path / "a.tar", "rb") as file:
+        assert count_records(file) == 7
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: int) -> None:
+    names = ["d/" + "x" * 90 + ".jpg", "d/" + "x" * 90 + ".txt", "é" * 20 + ".txt", "last.seg.TXT", "last.jpg"]
+    if dialect != tarfile.USTAR_FORMAT:
+        names[:2] = ["d/" + "y" * 300 + ".jpg", "d/" + "y" * 300 + ".txt"]
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=dialect) as tar:
+        folder = tarfile.TarInfo("d")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(name), 1e9 + 0.5  # type: ignore[assignment]  # a fraction needs a PAX header
+            tar.addfile(info, io.BytesIO(name.encode()[: info.size]))
+    with open(path, "rb") as file:
+        found = list(read_records(file))
+    assert [r.image is not None for r in found] == [True, False, True]
+    assert [r.caption is not None for r in found] == [True, True, False]
+    for number, record in enumerate(found):
+        with open(path, "rb") as file:
+            file.seek(record_offset(file, number))
+            assert next(read_records(file)) == record
+
+
+def test_names_split_at_the_first_dot_of_the_last_part() -> None:
+    assert split_name("a.b/c.d.JPG") == ("a.b/c", "d.jpg")
+
+
+def test_reading_goes_across_shards_from_any_position(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 1, 4])
+    for position in range(8):
+        captions = [r.caption for r in reader(manifest).read(position)]
+        assert captions == [f"caption {i}".encode() for i in range(position, 8)]
+
+
+@pytest.mark.parametrize("cut", [100, 600, 3000])
+def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
+    """Cut in the first header, the image and the caption of sample 3."""
+    manifest = write_shards(tmp_path, [5, 3])
+    path = tmp_path / "00000.tar"
+    with open(path, "rb") as file:
+        begin = record_offset(file, 3)
+    path.write_bytes(path.read_bytes()[: begin + cut])
+    records = list(reader(manifest).read(0))
+    assert [r.problem for r in records] == ["", "", "", TRUNCATED, TRUNCATED, "", "", ""]
+    assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
+
+
+def test_a_flipped_header_ends_the_shard(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [4])
+    path = tmp_path / "00000.tar"
+    with open(path, "rb") as file:
+        begin = record_offset(file, 2)
+    data = bytearray(path.read_bytes())
+    data[begin + 5] ^= 1
+    path.write_bytes(data)
+    assert [r.problem for r in reader(manifest).read(0)] == ["", "", TRUNCATED, TRUNCATED]
+
+
+def test_a_shard_that_vanishes_is_tried_again_then_lost(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 2])
+    (tmp_path / "00001.tar").unlink()
+    one = reader(manifest, retries=2)
+    records = list(one.read(0))
+    assert [r.problem for r in records] == ["", "", ""] + ["shard cannot be read (FileNotFoundError)"] * 2
+    assert one.pause.__self__ == pytest.approx([0.1, 0.4])  # type: ignore[attr-defined]
+    assert next(one.read(3)).problem
+    assert len(one.pause.__self__) == 2, "a lost shard is not waited for again"  # type: ignore[attr-defined]
+
+
+def test_a_passing_failure_loses_nothing(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [6])
+    whole, path = (tmp_path / "00000.tar").read_bytes(), tmp_path / "00000.tar"
+    path.write_bytes(whole[: len(whole) // 2])
+    one = reader(manifest, retries=1)
+    one.pause = lambda _: path.write_bytes(whole) and None  # type: ignore[assignment,func-returns-value]
+    assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
+
+
+@pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
+def test_pipes_and_urls_give_the_same_records(tmp_path: Path, form: str) -> None:
+    manifest = write_shards(tmp_path, [5, 4])
+    rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    remote = make_manifest(rows)
+    check_shards(remote, World())
+    for position in (0, 3, 6):
+        assert list(reader(remote).read(position)) == list(reader(manifest).read(position))
+
+
+def test_a_failing_command_is_not_a_short_tar(tmp_path: Path) -> None:
+    write_shards(tmp_path, [5])
+    command = f"pipe:head -c 9000 {tmp_path}/00000.tar; echo no such bucket >&2; exit 3"
+    with open_shard(command) as file, pytest.raises(OSError, match="status 3: no such bucket"):
+        list(read_records(file))
+    remote = make_manifest([(command, 5, 0, "")])
+    assert {r.problem for r in reader(remote).read(0)} == {"", "shard cannot be read (OSError)"}
+
+
+def test_shards_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [5, 3, 4])
+    assert check_shards(manifest, World()) == 3
+    assert sum(check_shards(manifest, World(rank=k, size=2)) for k in range(2)) == 3
+    (tmp_path / "00000.tar").unlink()
+    (tmp_path / "00001.tar").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"1 are\s+missing \(00000.tar\) and 1 differ \(00001.tar has 5 bytes, not"):
+        check_shards(manifest, World())
+    only = Manifest(shards=(Shard("00002.tar", 5, manifest.shards[2].bytes, "", 0),), root=str(tmp_path))
+    with pytest.raises(UserError, match="holds 4 samples, but its manifest says 5"):
+        check_shards(only, World())
+
+
+def test_random_bytes_never_raise_anything_but_damaged(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    write_tar(tmp_path / "a.tar", [sample(i) for i in range(3)], format=tarfile.PAX_FORMAT)
+    whole = (tmp_path / "a.tar").read_bytes()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        with contextlib.suppress(DamagedTar):
+            list(read_records(io.BytesIO(bytes(data[: rng.randrange(1, len(data))]))))
+
+
+def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 1, 4])
+    segments = plan_epoch(make_mixture([manifest]), seed=1, epoch=0)
+    ids = [manifest.shards[s].offset + k for s, k, _ in (segments.locate(i) for i in range(8))]
+    assert sorted(ids) == list(range(8))

@@ -54,13 +54,15 @@ class Decision:
     """What a method makes of a batch.
 
     loss: scalar. log_normalizer: a, [B] each; log_scale: log c, [B] each or scalars, such that
-    dL/ds_ij = (c_i / B) exp(h_ij - log(B - 1) - a_i) for j != i. tau_gradient: dL/dtau of a global temperature.
+    dL/ds_ij = (c_i / B) exp(h_ij - log(B - 1) - a_i) for j != i. pull: -dL/ds_ii of each side, [B] each; by default the
+    sum of these over j != i. tau_gradient: dL/dtau of a global temperature.
     feature_gradient: further terms for this rank's features, [b, d] each. update: what `apply` needs on commit.
     """
 
     loss: Tensor
     log_normalizer: Pair
     log_scale: Pair
+    pull: Pair | None = None
     tau_gradient: Tensor | None = None
     feature_gradient: Pair | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -185,6 +187,6 @@ class SoftmaxObjective(FramedObjective):
 
 def _anchor_side(batch: Batch, decision: Decision, side: int) -> pairwise.AnchorSide:
     log_share = decision.log_scale[side] - decision.log_normalizer[side] - math.log(batch.size)
-    total = torch.exp(log_share + batch.log_g[side])
+    pull = torch.exp(log_share + batch.log_g[side]) if decision.pull is None else decision.pull[side]
     log_weight = log_share - math.log(batch.size - 1)
-    return pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, total)
+    return pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, pull)

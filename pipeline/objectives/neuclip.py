@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from pipeline.config import section
 from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Decision, Pair
-from pipeline.objectives.npn import Prediction, PrototypeNpn, anchors_of
+from pipeline.objectives.mlp import MlpNpn
+from pipeline.objectives.npn import BothSides, Npn, Prediction, PrototypeNpn, anchors_of
 from pipeline.objectives.npn_config import NpnConfig
 from pipeline.objectives.registry import register
 from pipeline.objectives.temperature import GlobalTemperatureObjective
@@ -39,7 +41,24 @@ class NeuClipConfig(NpnConfig):
     stop_gradient: bool = True
 
 
+@section
+class NeuClipLiteralConfig(NeuClipConfig):
+    """NeuCLIP read literally: `npn_lr` 1.0, no cap, the whole gradient of (12), a fresh accumulator at each restart.
+
+    AdaGrad with a zero accumulator moves every coordinate by `npn_lr` in its first step, here the length of a whole
+    prototype; runs at desk size stalled with it. `reset_accumulator` false is the other reading. Not validated at
+    scale.
+    """
+
+    name: str = "neuclip_literal"
+    npn_lr: float = Field(default=1.0, gt=0)
+    reset_accumulator: bool = True
+    ratio_cap: float = Field(default=0.0, ge=0)
+    stop_gradient: bool = False
+
+
 @register("neuclip", NeuClipConfig)
+@register("neuclip_literal", NeuClipLiteralConfig)
 class NeuClip(GlobalTemperatureObjective):
     """L = tau mean_i [ exp(-a1)(eps + g1) + a1 + exp(-a2)(eps + g2) + a2 ] + 2 tau (rho - 1), a from the NPN.
 
@@ -51,31 +70,29 @@ class NeuClip(GlobalTemperatureObjective):
 
     def __init__(self, config: NeuClipConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        self.npn = PrototypeNpn(config, context)
+        self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
+        if context.world.is_main:
+            _warn_of_stalling(config, context.dim)
 
     def decide(self, batch: Batch) -> Decision:
         config, tau = self.config, self.temperature.value()
-        anchors = anchors_of(batch, eps=config.eps)
+        anchors = anchors_of(batch, config, tau=tau)
         prediction = self.npn.advance(batch, anchors)
-        bound = (
-            min(math.log(config.ratio_cap), prototypes.MAX_LOG_RATIO) if config.ratio_cap else prototypes.MAX_LOG_RATIO
-        )
-        alpha = tuple(
-            torch.maximum(a, side.log_target - bound) for a, side in zip(prediction.alpha, anchors, strict=True)
-        )
-        ratio = [torch.exp(side.log_target - a) for a, side in zip(alpha, anchors, strict=True)]
-        inside = [r + a for r, a in zip(ratio, alpha, strict=True)]
-        tau_gradient = (inside[0] + inside[1]).mean() + 2 * (config.rho - 1)
-        loss = tau * tau_gradient
+        alpha, ratio = [], []
+        for side in (0, 1):
+            alpha.append(torch.maximum(prediction.alpha[side], anchors[side].log_target - self._log_cap))
+            ratio.append(torch.exp(anchors[side].log_target - alpha[side]))
+        inside = (ratio[0] + alpha[0] + ratio[1] + alpha[1]).mean() + 2 * (config.rho - 1)
+        tau_gradient = inside
         for side in (0, 1):
             tau_gradient = tau_gradient - (torch.exp(batch.log_g[side] - alpha[side]) * batch.mean_h[side]).mean()
         through: Pair | None = None
         if not config.stop_gradient:
-            through, tau_term = self._through_alpha(batch, anchors, (ratio[0], ratio[1]))
-            tau_gradient = tau_gradient + tau * tau_term
+            through, tau_term = self._through_alpha(batch, anchors, ratio)
+            tau_gradient = tau_gradient + tau_term
         zero = torch.zeros_like(tau)
         return Decision(
-            loss=loss,
+            loss=tau * inside,
             log_normalizer=(alpha[0], alpha[1]),
             log_scale=(zero, zero),
             tau_gradient=tau_gradient,
@@ -84,31 +101,34 @@ class NeuClip(GlobalTemperatureObjective):
             update=batch,
         )
 
-    def _through_alpha(
-        self, batch: Batch, anchors: tuple[prototypes.Anchors, prototypes.Anchors], ratio: Pair
-    ) -> tuple[Pair, Tensor]:
-        """Gradient that flows through alpha: tau r_i / B times d alpha_i, for this rank's features and for tau."""
-        gradients = [torch.zeros_like(batch.features[side][batch.rows]) for side in (0, 1)]
-        tau_term = torch.zeros_like(batch.positive[0])
-        for side in (0, 1):
-            partner = batch.features[1 - side]
-            to_own, to_partner, to_tau = prototypes.feature_terms(anchors[side], self.npn.pending_weight(side), partner)
-            residual = 1.0 - ratio[side]
-            tau_term = tau_term + (residual * to_tau).mean()
-            share = (batch.tau[side] * residual / batch.size)[batch.rows, None]
-            gradients[side] += share * to_own[batch.rows]
-            gradients[1 - side] += share * to_partner[batch.rows]
-        return (gradients[0], gradients[1]), tau_term
+    @property
+    def _log_cap(self) -> float:
+        cap = self.config.ratio_cap
+        return min(math.log(cap), prototypes.MAX_LOG_RATIO) if cap else prototypes.MAX_LOG_RATIO
 
-    def _metrics(
-        self, prediction: Prediction, anchors: tuple[prototypes.Anchors, prototypes.Anchors], ratio: list[Tensor]
-    ) -> dict[str, Tensor]:
+    def _through_alpha(self, batch: Batch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
+        """What flows through alpha: (tau / B) r_i d alpha_i, for this rank's features and, over all ranks, for tau.
+
+        Where the cap holds, r_i is that of the cap.
+        """
+        rows, tau = batch.rows, anchors[0].tau
+        gradients = [torch.zeros_like(batch.features[side][rows]) for side in (0, 1)]
+        tau_term = torch.zeros_like(tau)
+        for side in (0, 1):
+            to_own, to_partner, to_tau = self.npn.slopes(side, anchors[side].take(rows), batch.features[1 - side][rows])
+            share = tau * (1.0 - ratio[side][rows]) / batch.size
+            tau_term = tau_term + (share * to_tau).sum()
+            gradients[side] += share[:, None] * to_own
+            gradients[1 - side] += share[:, None] * to_partner
+        return (gradients[0], gradients[1]), self.world.all_gather(tau_term[None]).sum()
+
+    def _metrics(self, prediction: Prediction, anchors: BothSides, ratio: list[Tensor]) -> dict[str, Tensor]:
         return {
             "tau": self.temperature.value(),
             "normalizer_gap": _gap(prediction.alpha, anchors),
             "normalizer_gap_cold": _gap(prediction.cold, anchors),
             "ratio_max": torch.maximum(ratio[0].max(), ratio[1].max()),
-            "prototype_norm": torch.stack([self.npn.pending_weight(side).norm(dim=1).mean() for side in (0, 1)]).mean(),
+            **self.npn.metrics(),
         }
 
     def apply(self, pending: Decision, *, lr_scale: float) -> None:
@@ -119,5 +139,17 @@ class NeuClip(GlobalTemperatureObjective):
         return {**super().own_state(), **self.npn.tensors()}
 
 
-def _gap(alpha: Pair, anchors: tuple[prototypes.Anchors, prototypes.Anchors]) -> Tensor:
+def _gap(alpha: Pair, anchors: BothSides) -> Tensor:
     return torch.stack([(a - s.log_target).abs().mean() for a, s in zip(alpha, anchors, strict=True)]).mean()
+
+
+def _warn_of_stalling(config: NeuClipConfig, dim: int) -> None:
+    """AdaGrad's first step turns a prototype by about lr sqrt(d); 0.02 to 0.08 was the good range."""
+    learns = config.npn == "prototypes" and config.npn_optimizer == "adagrad" and config.inner_steps > 0
+    turn = config.npn_lr * math.sqrt(dim)
+    if learns and turn > 0.5:
+        warnings.warn(
+            f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in a "
+            "first AdaGrad step: training can stall. The default of 0.01 does not.",
+            stacklevel=3,
+        )

@@ -1,4 +1,4 @@
-"""The normalizer-prediction network (NPN) of prototypes with its state: restarts, queue and AdaGrad.
+"""The normalizer-prediction network (NPN) with its state: restarts, queue, inner optimizer.
 
 Every rank computes the same update from the gathered features: no communication, the same bits on the same hardware.
 """
@@ -6,7 +6,9 @@ Every rank computes the same update from the gathered features: no communication
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,102 +16,165 @@ from torch import Tensor
 from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Pair
-from pipeline.objectives.npn_config import NpnConfig
+from pipeline.objectives.inner_optimizer import AdaGrad, Adam, Buffered, InnerOptimizer
+from pipeline.objectives.prototypes import Anchors, Workspace
 
-_ADAGRAD_EPS = 1e-10
+BothSides = tuple[Anchors, Anchors]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Log-normalizers of the batch's anchors, [B] each: after the inner updates, and before them (`cold`)."""
+    """Log-normalizers of the batch's anchors, [B] each: those to use, and those before the inner updates (`cold`)."""
 
     alpha: Pair
     cold: Pair
 
 
-class PrototypeNpn:
+class Npn(ABC):
+    """A pair of networks that predict log-normalizers. What `advance` does is pending until `commit`."""
+
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        self.config, self.context, self.workspace = config, context, Workspace()
+        self.optimizer: InnerOptimizer = (
+            AdaGrad(config.npn_lr, self.workspace) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
+        )
+
+    @abstractmethod
+    def advance(self, batch: Batch, anchors: BothSides) -> Prediction:
+        """Restart if due, update on this batch, predict."""
+
+    @abstractmethod
+    def commit(self, batch: Batch) -> None:
+        """Make what `advance` did on this batch lasting."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The lasting tensors themselves, by name."""
+
+    @abstractmethod
+    def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """d alpha / d (own feature [b, d], partner's feature [b, d], tau [b]) of the prediction in use."""
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {}
+
+
+class PrototypeNpn(Npn):
     """Two sets of m prototypes, W1 for image anchors and W2 for text anchors, stacked as [2, m, d].
 
     The first batch fills min(m, B) prototypes with its own features (W1 with texts, W2 with images). While fewer than m
     are live, each batch adds its features as further prototypes: repeating features to reach m at once would be m = B
     for ever, because equal prototypes get equal gradients. On a restart all prototypes are overwritten with the newest
     m features, the current batch among them; with m < B with a seeded random subset of the batch, the same indices for
-    both sides and on every rank. AdaGrad's accumulator is kept over restarts unless `reset_accumulator`.
-
-    `advance` works on a second set of buffers; `commit` swaps them in, `discard` forgets them.
+    both sides and on every rank. The optimizer's memory is kept over restarts unless `reset_accumulator`.
     """
 
-    def __init__(self, config: NpnConfig, context: ObjectiveContext) -> None:
-        self.config, self.context = config, context
-        shape = (2, config.prototypes, context.dim)
-        self.weight = torch.zeros(shape, dtype=context.dtype, device=context.device)
-        self.accumulator, self._next_weight, self._next_accumulator = (torch.zeros_like(self.weight) for _ in range(3))
-        queue_length = config.prototypes if config.prototypes > context.batch_size else 0
-        self.queue = self.weight.new_zeros((2, queue_length, context.dim))
-        # Host tensors: prototypes in use; features ever written to the queue.
-        self.live, self.queued = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-        self._next_live = 0
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        super().__init__(config, context)
+        m, dim = config.prototypes, context.dim
+        weight = torch.zeros((2, m, dim), dtype=context.dtype, device=context.device)
+        self.state = Buffered({"weight": weight} | {slot: torch.zeros_like(weight) for slot in self.optimizer.slots})
+        queue_length = m if m > context.batch_size or config.restart_with == "previous" else 0
+        self.queue = weight.new_zeros((2, queue_length, dim))
+        # Host tensors: prototypes in use; features ever written to the queue; inner updates ever made.
+        self.live, self.queued, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(3))
+        self._next_live = self._next_updates = 0
+        self._held_back: list[Tensor] = []
 
-    def advance(self, batch: Batch, anchors: tuple[prototypes.Anchors, prototypes.Anchors]) -> Prediction:
-        """Restart or grow if due, run the inner updates on this batch, predict; all pending until `commit`."""
-        self._next_live = self._fill(batch)
+    @property
+    def inner_steps(self) -> int:
+        return 0 if self.config.npn == "queue" else int(self.config.inner_steps)
+
+    def restarts_at(self, step: int) -> bool:
+        every = 1 if self.config.npn == "queue" else self.config.restart_every
+        return int(self.live) == 0 or (every > 0 and step % every == 0)
+
+    def advance(self, batch: Batch, anchors: BothSides) -> Prediction:
+        self._next_live, self._next_updates, self._held_back = self._fill(batch), int(self.updates), []
         cold, alpha = [], []
         for side in (0, 1):
-            weight = self._next_weight[side, : self._next_live]
-            accumulator = self._next_accumulator[side, : self._next_live]
-            first: Tensor | None = None
-            for _ in range(self.config.inner_steps):
-                gradient, before = prototypes.loss_gradient(anchors[side], weight)
+            first = None
+            for inner in range(self.inner_steps):
+                gradient, before = prototypes.loss_gradient(
+                    anchors[side], self.weight(side), objective=self.config.npn_objective, workspace=self.workspace
+                )
                 first = before if first is None else first
-                _adagrad(weight, accumulator, gradient, lr=self.config.npn_lr)
-            alpha.append(prototypes.log_normalizer(anchors[side], weight))
-            cold.append(alpha[-1] if first is None else first)
+                if self.config.npn_schedule == "simultaneous":
+                    self._held_back.append(gradient.clone())
+                else:
+                    self._update(side, gradient, number=self._next_updates + inner + 1)
+            used = prototypes.log_normalizer(
+                anchors[side].full_precision(), self.weight(side), workspace=self.workspace
+            )
+            alpha.append(used)
+            cold.append(used if first is None else first)
+        self._next_updates += self.inner_steps
         return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]))
 
-    def pending_weight(self, side: int) -> Tensor:
+    def weight(self, side: int) -> Tensor:
         """The live prototypes of one side after `advance`, [m, d]."""
-        return self._next_weight[side, : self._next_live]
+        return self.state.working["weight"][side, : self._next_live]
+
+    def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return prototypes.alpha_slopes(anchors, self.weight(side), partners_bd)
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {"prototype_norm": torch.stack([self.weight(side).norm(dim=1).mean() for side in (0, 1)]).mean()}
 
     def commit(self, batch: Batch) -> None:
-        self.weight, self._next_weight = self._next_weight, self.weight
-        self.accumulator, self._next_accumulator = self._next_accumulator, self.accumulator
+        for side, gradient in enumerate(self._held_back):
+            self._update(side, gradient, number=self._next_updates)
+        self._held_back = []
+        self.state.commit()
         self.live.fill_(self._next_live)
+        self.updates.fill_(self._next_updates)
         if self.queue.shape[1]:
             self._push(self.queue, batch)
             self.queued += min(batch.size, self.queue.shape[1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The lasting tensors themselves, by name."""
-        return {
-            "npn.weight": self.weight,
-            "npn.accumulator": self.accumulator,
-            "npn.queue": self.queue,
-            "npn.live": self.live,
-            "npn.queued": self.queued,
-        }
+        counters = {"queue": self.queue, "live": self.live, "queued": self.queued, "updates": self.updates}
+        return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
+
+    def _update(self, side: int, gradient: Tensor, *, number: int) -> None:
+        slots = {slot: self.state.working[slot][side, : self._next_live] for slot in self.optimizer.slots}
+        self.optimizer.step(self.weight(side), gradient, slots, updates=number)
+        if self.config.renormalize:
+            self.weight(side).div_(self.weight(side).norm(dim=1, keepdim=True))
 
     def _fill(self, batch: Batch) -> int:
         """Fill the working buffers for this step; returns the number of live prototypes."""
-        m, live = self.config.prototypes, int(self.live)
-        every = self.config.restart_every
-        restart = live == 0 or (every > 0 and batch.step % every == 0)
-        self._next_accumulator.copy_(self.accumulator)
-        if not restart:
-            self._next_weight.copy_(self.weight)
-            added = min(m - live, batch.size)
-            for side in (0, 1):
-                self._next_weight[side, live : live + added] = batch.features[1 - side][:added]
-            return live + added
-        if self.config.reset_accumulator:
-            self._next_accumulator.zero_()
+        self.state.begin()
+        m, live, weight = self.config.prototypes, int(self.live), self.state.working["weight"]
+        from_queue = self.config.restart_with == "previous" and int(self.queued) > 0
+        if not self.restarts_at(batch.step):
+            return self._grow(batch, from_queue=from_queue)
+        if self.config.reset_accumulator and live:
+            for slot in self.optimizer.slots:
+                self.state.working[slot].zero_()
+        if from_queue:
+            weight.copy_(self.queue)
+            return min(m, int(self.queued))
         if m <= batch.size:
             chosen = self._subset(batch)
             for side in (0, 1):
-                self._next_weight[side] = batch.features[1 - side][chosen]
+                weight[side] = batch.features[1 - side][chosen]
             return m
-        self._next_weight.copy_(self.queue)
-        self._push(self._next_weight, batch)
+        weight.copy_(self.queue)
+        self._push(weight, batch)
         return min(m, int(self.queued) + batch.size)
+
+    def _grow(self, batch: Batch, *, from_queue: bool) -> int:
+        """Add features as further prototypes while fewer than m are live."""
+        m, live, weight = self.config.prototypes, int(self.live), self.state.working["weight"]
+        if from_queue:
+            ready = max(live, min(m, int(self.queued)))
+            weight[:, live:ready] = self.queue[:, live:ready]
+            return ready
+        added = min(m - live, batch.size)
+        for side in (0, 1):
+            weight[side, live : live + added] = batch.features[1 - side][:added]
+        return live + added
 
     def _push(self, buffer: Tensor, batch: Batch) -> None:
         """Write the batch over the oldest entries of a ring [2, m, d] that stands where the queue stands."""
@@ -127,21 +192,18 @@ class PrototypeNpn:
         return torch.randperm(batch.size, generator=generator)[: self.config.prototypes].to(self.context.device)
 
 
-def _adagrad(weight: Tensor, accumulator: Tensor, gradient: Tensor, *, lr: float) -> None:
-    accumulator.addcmul_(gradient, gradient)
-    weight.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
-
-
-def anchors_of(batch: Batch, *, eps: float) -> tuple[prototypes.Anchors, prototypes.Anchors]:
+def anchors_of(batch: Batch, config: Any, *, tau: Tensor) -> BothSides:
     """The batch's two sides as an NPN sees them."""
-    log_eps = math.log(eps)
+    log_eps = math.log(config.eps)
+    low = config.npn_precision == "bf16" or (config.npn_precision == "auto" and batch.positive.is_cuda)
     first, second = (
-        prototypes.Anchors(
+        Anchors(
             features=batch.features[side],
             positive=batch.positive,
             log_target=torch.logaddexp(batch.log_g[side], batch.log_g[side].new_tensor(log_eps)),
-            tau=batch.tau[side],
+            tau=tau,
             log_eps=log_eps,
+            low=batch.features[side].bfloat16() if low else None,
         )
         for side in (0, 1)
     )

@@ -33,16 +33,16 @@ class AnchorSide:
     """What the anchors of one side bring to the pairwise gradient; every tensor [n] for n anchors.
 
     positive: s_ii. tau: temperature. log_weight: w_i such that dL/ds_ij = exp(h_ij + w_i) for j != i.
-    total: sum of these over j != i; what the positive pair is pulled with.
+    pull: -dL/ds_ii, what the own pair is pulled together with.
     """
 
     positive: Tensor
     tau: Tensor
     log_weight: Tensor
-    total: Tensor
+    pull: Tensor
 
     def take(self, rows: slice) -> AnchorSide:
-        return AnchorSide(self.positive[rows], self.tau[rows], self.log_weight[rows], self.total[rows])
+        return AnchorSide(self.positive[rows], self.tau[rows], self.log_weight[rows], self.pull[rows])
 
 
 def anchor_statistics(
@@ -87,7 +87,7 @@ def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, othe
     anchors and no gradient collective (FastCLIP, section 4).
     """
     local = slice(first, first + own_bd.shape[0])
-    pull = own.total + others.total[local]
+    pull = own.pull + others.pull[local]
 
     def coefficients(s: Tensor, rows: slice) -> Tensor:
         anchor = own.take(rows)

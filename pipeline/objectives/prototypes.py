@@ -2,26 +2,52 @@
 
     alpha_i = log( eps + (1/m) sum_j exp( (e_i . W_j / |W_j| - s_ii) / tau ) )          NeuCLIP, equations (10) and (11)
 
-Shape legend: B anchors, d feature dimension, m prototypes. Anchors are unit-norm features.
+Shape legend: B anchors, d feature dimension, m prototypes, R rows of a block. Anchors are unit-norm features.
+
+What an update costs beside its two GEMMs are passes over [B, m] and [m, d]. So whatever is constant along a row or a
+column never makes a pass of its own: 1/|W_j| and 1/tau scale the similarities together, the positive s_ii and the
+residuals r_i go to the scalars of the row, and the anchors (small) carry the rows' weights into the second GEMM.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 # exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
 MAX_LOG_RATIO = 30.0
+# Elements of one [R, m] block: on a CPU what its cache holds, on a GPU few launches.
+_CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
+
+NpnObjective = Literal["unified", "separate"]
+
+
+class Workspace:
+    """Buffers that are used again: page faults of fresh megabytes can cost a CPU more than the pass that fills them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor; whoever took this name before has lost it."""
+        key, size = (name, dtype or like.dtype, like.device), math.prod(shape)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
+        return buffer[:size].view(shape)
 
 
 @dataclass(frozen=True)
 class Anchors:
     """One side of a batch as an NPN sees it.
 
-    features: [B, d] unit-norm. positive: s_ii, [B]. log_target: log(eps + g_i), [B]. tau: [B]. log_eps: scalar.
+    features: [B, d] unit-norm. positive: s_ii, [B]. log_target: log(eps + g_i), [B]. tau: scalar. log_eps: number.
+    low: the features in bf16 where GEMMs run in bf16, else None.
     """
 
     features: Tensor
@@ -29,58 +55,124 @@ class Anchors:
     log_target: Tensor
     tau: Tensor
     log_eps: float
+    low: Tensor | None = None
+
+    def take(self, rows: slice) -> Anchors:
+        low = None if self.low is None else self.low[rows]
+        return replace(
+            self,
+            features=self.features[rows],
+            positive=self.positive[rows],
+            log_target=self.log_target[rows],
+            low=low,
+        )
+
+    def full_precision(self) -> Anchors:
+        return replace(self, low=None)
 
 
-def log_normalizer(anchors: Anchors, weight_md: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Block:
+    """Softmax over the prototypes for R anchors: softmax_ij = exponential_ij / total_i."""
+
+    rows: slice
+    z: Tensor  # [R, m]; holds the exponentials after `_softmax`
+    total: Tensor
+    alpha: Tensor
+    share: Tensor  # of the sum in alpha that is not eps
+
+
+def log_normalizer(anchors: Anchors, weight_md: Tensor, *, workspace: Workspace | None = None) -> Tensor:
     """alpha of each anchor, [B]."""
-    return _alpha(anchors, logits(anchors, weight_md).logsumexp(1), weight_md.shape[0])
+    return torch.cat([block.alpha for block in _softmax_blocks(anchors, weight_md, workspace or Workspace())])
 
 
-def logits(anchors: Anchors, weight_md: Tensor) -> Tensor:
-    """z_ij = (cos(e_i, W_j) - s_ii) / tau_i, [B, m]."""
-    z = anchors.features @ weight_md.T
-    z *= 1.0 / weight_md.norm(dim=1)
-    return z.sub_(anchors.positive[:, None]).div_(anchors.tau[:, None])
+def loss_gradient(
+    anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified", workspace: Workspace | None = None
+) -> tuple[Tensor, Tensor]:
+    """dL/dW, [m, d] (a buffer of the workspace), and alpha under this W, [B].
 
-
-def loss_gradient(anchors: Anchors, weight_md: Tensor) -> tuple[Tensor, Tensor]:
-    """d L / d W of the unified loss (12), [m, d], and alpha under this W, [B].
-
-    With P_ij = r_i exp(z_ij - log m - alpha_i) / B and r_i = 1 - (eps + g_i) / exp(alpha_i):
-    G_j = sum_i P_ij e_i and dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|.
+    unified: L of equation (12), dL/d alpha_i = tau r_i / B, r_i = 1 - (eps + g_i) / exp(alpha_i).
+    separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2.
+    With P_ij = r_i exp(z_ij - log m - alpha_i) / B and G_j = sum_i P_ij e_i, both are
+    dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|; for `separate` r_i = (alpha_i - log(eps + g_i)) / tau.
     """
-    z = logits(anchors, weight_md)
-    alpha = _alpha(anchors, z.logsumexp(1), weight_md.shape[0])
-    residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp_(max=MAX_LOG_RATIO))
-    p = z.sub_((alpha + math.log(weight_md.shape[0]))[:, None]).exp_()
-    p *= (residual / anchors.positive.shape[0])[:, None]
-    return tangent(p.T @ anchors.features, weight_md), alpha
+    size, space = anchors.positive.shape[0], workspace or Workspace()
+    gradient, alphas = space.take("gradient", tuple(weight_md.shape), like=weight_md), []
+    for block in _softmax_blocks(anchors, weight_md, space):
+        part = anchors.take(block.rows)
+        pull = _residual(part, block.alpha, objective) * block.share / (size * block.total)
+        weighted, first = part.features * pull[:, None], block.rows.start == 0
+        if anchors.low is None:
+            torch.addmm(gradient, block.z.T, weighted, beta=0.0 if first else 1.0, out=gradient)
+        else:
+            exponentials = space.take("low", tuple(block.z.shape), like=block.z, dtype=torch.bfloat16).copy_(block.z)
+            product = _matmul_low(exponentials.T, weighted.bfloat16(), space)
+            gradient.copy_(product) if first else gradient.add_(product)
+        alphas.append(block.alpha)
+    return tangent_(gradient, weight_md, space), torch.cat(alphas)
 
 
-def tangent(gradient_md: Tensor, weight_md: Tensor) -> Tensor:
-    """Gradient with respect to W from the gradient with respect to W / |W|, row by row; overwrites its input."""
-    norm = weight_md.norm(dim=1, keepdim=True)
-    radial = (gradient_md * weight_md).sum(1, keepdim=True) / norm.square()
-    return gradient_md.addcmul_(weight_md, radial, value=-1.0).div_(norm)
+def tangent_(gradient_md: Tensor, weight_md: Tensor, space: Workspace) -> Tensor:
+    """Gradient with respect to W from that with respect to W / |W|, row by row, in place."""
+    inverse = 1.0 / weight_md.norm(dim=1)
+    product = torch.mul(gradient_md, weight_md, out=space.take("row_products", tuple(weight_md.shape), like=weight_md))
+    radial = product.sum(1).mul_(inverse.pow(3))
+    return gradient_md.mul_(inverse[:, None]).addcmul_(weight_md, radial[:, None], value=-1.0)
 
 
-def feature_terms(anchors: Anchors, weight_md: Tensor, others_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and its temperature.
+def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and the temperature.
 
     The anchor's feature counts as unit-norm: the normalisation in the encoder removes the radial part.
-    Args: others_bd: the features of the anchors' partners, [B, d].
-    Returns: d alpha/d e [B, d], d alpha/d partner [B, d], d alpha/d tau [B].
+    Args: partners_bd: the features of the anchors' partners, [b, d].
+    Returns: d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
-    z = logits(anchors, weight_md)
-    alpha = _alpha(anchors, z.logsumexp(1), weight_md.shape[0])
-    share = (z - (alpha + math.log(weight_md.shape[0]))[:, None]).exp_()  # sums to 1 - eps / exp(alpha)
-    total = share.sum(1, keepdim=True)
-    inverse_tau = 1.0 / anchors.tau[:, None]
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
-    to_own = (share @ unit - total * others_bd) * inverse_tau
-    to_partner = -total * anchors.features * inverse_tau
-    return to_own, to_partner, -(share * z).sum(1) / anchors.tau
+    to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
+    for block in _softmax_blocks(anchors.full_precision(), weight_md, Workspace()):
+        part = anchors.take(block.rows)
+        weight = block.share / block.total  # times the exponentials: d alpha / d z
+        mean_prototype = (block.z @ unit) * weight[:, None]
+        to_own[block.rows] = (mean_prototype - block.share[:, None] * partners_bd[block.rows]) / anchors.tau
+        to_partner[block.rows] = -block.share[:, None] * part.features / anchors.tau
+        cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
+        to_tau.append((block.share * part.positive - cosine) / anchors.tau.square())
+    return to_own, to_partner, torch.cat(to_tau)
 
 
-def _alpha(anchors: Anchors, log_sum: Tensor, prototypes: int) -> Tensor:
-    return torch.logaddexp(log_sum - math.log(prototypes), log_sum.new_tensor(anchors.log_eps))
+def _softmax_blocks(anchors: Anchors, weight_md: Tensor, space: Workspace) -> Iterator[_Block]:
+    """Softmax over the prototypes in blocks of anchors; memory O(R m). The next block overwrites the last one's z."""
+    size, m = anchors.positive.shape[0], weight_md.shape[0]
+    scale = 1.0 / (weight_md.norm(dim=1) * anchors.tau)
+    low = None
+    if anchors.low is not None:
+        low = space.take("low_weight", tuple(weight_md.shape), like=weight_md, dtype=torch.bfloat16).copy_(weight_md)
+    step = max(1, (_GPU_BLOCK if weight_md.is_cuda else _CPU_BLOCK) // m)
+    for start in range(0, size, step):
+        rows = slice(start, min(start + step, size))
+        z = space.take("z", (rows.stop - rows.start, m), like=weight_md)
+        if low is None:
+            torch.mm(anchors.features[rows], weight_md.T, out=z)
+        else:
+            assert anchors.low is not None
+            z.copy_(_matmul_low(anchors.low[rows], low.T, space))
+        z.mul_(scale)
+        top = z.amax(1)
+        total = z.sub_(top[:, None]).exp_().sum(1)
+        log_mean = top + total.log() - math.log(m) - anchors.positive[rows] / anchors.tau
+        alpha = torch.logaddexp(log_mean, log_mean.new_tensor(anchors.log_eps))
+        yield _Block(rows, z, total, alpha, torch.exp(log_mean - alpha))
+
+
+def _residual(anchors: Anchors, alpha: Tensor, objective: NpnObjective) -> Tensor:
+    if objective == "unified":
+        return 1.0 - torch.exp((anchors.log_target - alpha).clamp_(max=MAX_LOG_RATIO))
+    return (alpha - anchors.log_target) / anchors.tau
+
+
+def _matmul_low(a: Tensor, b: Tensor, space: Workspace) -> Tensor:
+    """A product of bf16 matrices, accumulated in fp32; it comes as fp32 on a GPU, on a CPU there is only bf16."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b, out=space.take("product", (a.shape[0], b.shape[1]), like=a))

@@ -1,0 +1,30 @@
+"""`neuclip report`: what a run did, on one self-contained page; several runs, held against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("report", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
+)
+def command(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Write report.html and report.md of one RUN, or a comparison of several.
+
+    A RUN is the folder that `neuclip train` or `neuclip demo` wrote. What is not there is named in the report, never
+    made up. The HTML page needs no other file and no network. A comparison also writes its tables as markdown, CSV and
+    LaTeX, with differences against the first RUN and their bootstrap confidence intervals.
+    """
+    from pipeline.report import write_report
+
+    click.echo(write_report(runs, output=output))
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="neuclip report")

@@ -1,0 +1,32 @@
+"""Reports: what a run's folder says, as one HTML page, as markdown, and as tables of several runs.
+
+    from pipeline.report import write_report
+    page = write_report(["runs/demo"])                # runs/demo/report.html, report.md
+    page = write_report(["runs/a", "runs/b"])         # comparison/comparison.html, .md, .csv, .tex
+
+Importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None) -> Path:
+    """Write the report of one run, or the comparison of several, the first of them being the baseline.
+
+    Args: output: folder to write into; by default the run's own, or `comparison` for several.
+    Returns: the HTML page; the other files lie beside it.
+    Raises: UserError when a folder is not a run's.
+    """
+    from pipeline.report.run import read_run
+
+    found = [read_run(folder) for folder in runs]
+    if len(found) == 1:
+        from pipeline.report.page import write_page
+
+        return write_page(found[0], Path(output or found[0].folder))
+    from pipeline.report.compare import write_comparison
+
+    return write_comparison(found, Path(output or "comparison"))

@@ -1,0 +1,109 @@
+"""Paired bootstrap over a task's samples: how far the difference of two runs could be luck of the test set.
+
+The interval says nothing about the luck of the training seed: for that, repeat runs with other seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.report.evaluations import Score
+
+RESAMPLES = 1_000
+LEVEL = 0.95
+Outcomes = Mapping[str, np.ndarray]
+Statistic = Callable[[np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of scores and its confidence interval; the interval is None where outcomes were not kept."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+
+def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarray | None:
+    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run sees the same samples.
+
+    Returns: None when outcomes are missing, or the runs were scored on other data, or the metric is not known here.
+    """
+    if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
+        return None
+    found = [score.outcomes() for score in scores]
+    statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, found, strict=True) if outcomes is not None]
+    usable = [pair for pair in statistics if pair is not None]
+    if len(usable) != len(scores) or len({units for units, _ in usable}) != 1:
+        return None
+    units = usable[0][0]
+    seed = int.from_bytes(hashlib.sha256(scores[0].task.encode()).digest()[:8], "big")
+    rng = np.random.default_rng(seed)
+    values = np.empty((len(scores), resamples))
+    for k in range(resamples):
+        drawn = rng.integers(units, size=units)
+        values[:, k] = [compute(drawn) for _, compute in usable]
+    return values
+
+
+def difference(value: float, baseline: np.ndarray | None, other: np.ndarray | None) -> Difference:
+    """The difference `value` with the percentile interval of `other - baseline`, `[resamples]` each."""
+    if baseline is None or other is None:
+        return Difference(value)
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(other - baseline, [tail, 100 - tail])
+    return Difference(value, (float(low), float(high)))
+
+
+def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
+    """The number of samples of a task, and its main metric as a function of the samples drawn."""
+    if score.protocol == "retrieval" and score.main_metric == "mean_recall@1":
+        return _recall(outcomes)
+    if score.protocol == "association":
+        counted = outcomes["candidates"] >= 10 if score.main_metric.endswith("10-12") else outcomes["candidates"] > 0
+        return _ratio(outcomes["jaccard"] * counted, counted.astype(np.float64))
+    if score.protocol != "classification":
+        return None
+    if score.main_metric in ("acc1", "acc5"):
+        right = outcomes["rank"] < (1 if score.main_metric == "acc1" else 5)
+        return len(right), lambda drawn: float(right[drawn].mean())
+    return _other_classification(score, outcomes)
+
+
+def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
+    """Mean R@1 of both directions; an image is drawn together with all its captions."""
+    owner = outcomes["caption_owner"]
+    image = (outcomes["image_rank"] < 1).astype(np.float64)
+    captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
+    hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
+
+    def compute(drawn: np.ndarray) -> float:
+        return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
+
+    return len(image), compute
+
+
+def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
+    return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, weights[drawn].sum()))
+
+
+def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
+    """Metrics over classes and groups, with the evaluation's own definitions."""
+    from pipeline.evaluation import groups
+    from pipeline.evaluation.tasks import TASKS
+
+    rows = len(outcomes["target"])
+    if score.main_metric == "mean_per_class_recall":
+        return rows, lambda drawn: groups.macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
+    task = TASKS.get(score.task)
+    if task is None or not task.fields:
+        return None
+    return rows, lambda drawn: groups.metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]

@@ -1,0 +1,177 @@
+"""Several runs held against each other: shared tasks, aggregates, differences with intervals, means over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.report.bootstrap import Difference, difference, resample
+from pipeline.report.evaluations import Evaluation, Score
+from pipeline.report.run import Run
+
+SEED_KEYS = ("seed", "output", "name")  # settings in which repetitions of one run may differ
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task or aggregate: a score per run (None: not there) and its difference to the first run."""
+
+    name: str
+    scores: tuple[float | None, ...]
+    differences: tuple[Difference | None, ...]
+    chance: float | None = None
+    tasks: int = 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """Runs that differ only in their seed: mean and, from two on, standard deviation of each aggregate."""
+
+    name: str
+    runs: int
+    values: tuple[tuple[float, float | None] | None, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """runs: the first is the baseline. labels: one short, distinct name per run."""
+
+    runs: tuple[Run, ...]
+    labels: tuple[str, ...]
+    aggregates: tuple[Row, ...]
+    tasks: tuple[Row, ...]
+    methods: tuple[Method, ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Hold the latest evaluation of every run against that of the first."""
+    latest = [run.latest for run in runs]
+    by_task = {score.task: score for e in latest if e is not None for score in e.scores}
+    drawn: dict[str, np.ndarray | None] = {}
+    tasks = []
+    for key, sample in by_task.items():
+        scores = [evaluation.score(key) if evaluation else None for evaluation in latest]
+        there = [score for score in scores if score is not None]
+        values = resample(there) if len(there) > 1 else None
+        drawn[key] = _per_run(scores, values)
+        tasks.append(_row(sample.label, [s.score if s else None for s in scores], drawn[key], chance=sample.chance))
+    aggregates = [_aggregate(name, keys, latest, drawn) for name, keys in groups_of(latest).items()]
+    return Comparison(
+        runs=tuple(runs),
+        labels=tuple(labels(runs)),
+        aggregates=tuple(aggregates),
+        tasks=tuple(tasks),
+        methods=tuple(_methods(runs, aggregates)),
+        notes=tuple(_notes(runs, latest)),
+    )
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Folder names; with as much of the path as it takes to tell them apart."""
+    paths = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        found = ["/".join(path[-depth:]) for path in paths]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{name} ({number})" for number, name in enumerate(found, 1)]
+
+
+def groups_of(evaluations: Sequence[Evaluation | None]) -> dict[str, tuple[str, ...]]:
+    """The aggregates to show: the official ones that some run has all tasks of; else means over the tasks all share."""
+    from pipeline.evaluation.tasks import AGGREGATES
+
+    have = [{score.task for score in e.scores} if e else set() for e in evaluations]
+    official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
+    if official:
+        return official
+    shared = set.intersection(*have) if have else set()
+    found: dict[str, tuple[str, ...]] = {}
+    for protocol, name in (("classification", "Zero-shot"), ("retrieval", "Retrieval")):
+        keys = tuple(s.task for e in evaluations[:1] if e for s in e.of(protocol) if s.task in shared)
+        if keys:
+            found[f"{name} (mean of {len(keys)} shared tasks)" if len(keys) > 1 else name] = keys
+    return found
+
+
+def mean_score(evaluation: Evaluation | None, keys: Sequence[str]) -> float | None:
+    """The mean over `keys`; None unless all of them are there."""
+    scores = [evaluation.score(key) for key in keys] if evaluation else []
+    found = [score.score for score in scores if score is not None]
+    return math.fsum(found) / len(keys) if found and len(found) == len(keys) else None
+
+
+def _per_run(scores: Sequence[Score | None], values: np.ndarray | None) -> np.ndarray | None:
+    """`[runs, resamples]` with NaN where a run has no score."""
+    if values is None:
+        return None
+    full = np.full((len(scores), values.shape[1]), np.nan)
+    full[[k for k, score in enumerate(scores) if score is not None]] = values
+    return full
+
+
+def _aggregate(
+    name: str, keys: Sequence[str], latest: Sequence[Evaluation | None], drawn: Mapping[str, np.ndarray | None]
+) -> Row:
+    parts = [drawn.get(key) for key in keys]
+    known = [part for part in parts if part is not None]
+    values = np.mean(known, axis=0) if len(known) == len(parts) else None
+    return _row(name, [mean_score(e, keys) for e in latest], values, tasks=len(keys))
+
+
+def _row(
+    name: str, scores: list[float | None], values: np.ndarray | None, *, chance: float | None = None, tasks: int = 1
+) -> Row:
+    differences: list[Difference | None] = [None]
+    for k in range(1, len(scores)):
+        mine, first = scores[k], scores[0]
+        if mine is None or first is None:
+            differences.append(None)
+        else:
+            pair = (values[0], values[k]) if values is not None else (None, None)
+            differences.append(difference(mine - first, *pair))
+    return Row(name, tuple(scores), tuple(differences), chance=chance, tasks=tasks)
+
+
+def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
+    members: dict[str, list[int]] = {}
+    for k, run in enumerate(runs):
+        identity = {key: value for key, value in run.config.items() if key not in SEED_KEYS}
+        members.setdefault(json.dumps(identity or k, sort_keys=True, default=str), []).append(k)
+    found = []
+    for group in members.values():
+        values: list[tuple[float, float | None] | None] = []
+        for row in aggregates:
+            scores = [row.scores[k] for k in group]
+            full = [score for score in scores if score is not None]
+            spread = statistics.stdev(full) if len(full) > 1 else None
+            values.append((statistics.fmean(full), spread) if len(full) == len(group) else None)
+        found.append(Method(method_name(runs, group), len(group), tuple(values)))
+    return found
+
+
+def method_name(runs: Sequence[Run], group: Sequence[int]) -> str:
+    """The objective's name where it is one group's alone, else the runs' own labels."""
+    names = [str(run.setting("objective.name", "")) for run in runs]
+    mine = names[group[0]]
+    others = [name for k, name in enumerate(names) if k not in group]
+    return mine if mine and mine not in others else ", ".join(labels(runs)[k] for k in group)
+
+
+def _notes(runs: Sequence[Run], latest: Sequence[Evaluation | None]) -> list[str]:
+    names = labels(runs)
+    notes = [f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes]
+    for name, evaluation in zip(names, latest, strict=True):
+        for task, reason in (evaluation.failures if evaluation else {}).items():
+            notes.append(f"{name}: {task} could not be scored: {reason}")
+    seen: dict[str, Any] = {name: e.samples for name, e in zip(names, latest, strict=True) if e is not None}
+    if len(set(seen.values())) > 1:
+        shown = ", ".join(f"{name} {samples:,}" if samples else f"{name} ?" for name, samples in seen.items())
+        notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
+    return notes

@@ -1,0 +1,116 @@
+"""The few figures that a report opens with, and the table of scores: shared by the page and the markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.report.charts import duration
+from pipeline.report.figures import short
+from pipeline.report.run import Run
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure: its name, the value, and what it should be held against."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Headline figures, only those whose inputs are there."""
+    found = [*_scores(run), *_training(run), *_data(run)]
+    if run.stages:
+        found.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
+    return found
+
+
+def _scores(run: Run) -> list[Tile]:
+    found: list[Tile] = []
+    latest = run.latest
+    if latest is None:
+        return found
+    for name, mean_of in latest.aggregates.items():
+        if mean_of.get("complete"):
+            note = "" if mean_of.get("official") else ", not the official data"
+            found.append(Tile(name, f"{100 * mean_of['score']:.1f} %", f"mean of {mean_of['tasks']} tasks{note}"))
+    zero_shot = latest.of("classification")
+    if zero_shot and not found:
+        mean = math.fsum(s.score for s in zero_shot) / len(zero_shot)
+        chances = [s.chance for s in zero_shot if s.chance is not None]
+        against = f", chance {100 * math.fsum(chances) / len(chances):.1f} %" if len(chances) == len(zero_shot) else ""
+        found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f} %", f"mean of {len(zero_shot)} tasks{against}"))
+    for score in latest.of("retrieval")[:1]:
+        for label, side in (("Image → text R@1", "text"), ("Text → image R@1", "image")):
+            value = score.metrics.get(f"{side}_retrieval_recall@1")
+            if value is not None:
+                times = f"{value * score.samples:.0f}× chance, {score.samples:,} pairs"
+                found.append(Tile(label, f"{100 * value:.1f} %", times))
+    return found
+
+
+def _training(run: Run) -> list[Tile]:
+    found: list[Tile] = []
+    if not run.rows:
+        return found
+    last = run.rows[-1]
+    epochs = f"{last['epoch']:.1f} epochs, " if isinstance(last.get("epoch"), int | float) else ""
+    found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
+    in_use, cold = (tail_mean(run, key) for key in ("normalizer_gap", "normalizer_gap_cold"))
+    if in_use is not None:
+        found.append(Tile("Normalizer gap", f"{in_use:.3f}", f"cold {cold:.3f}" if cold is not None else "in use"))
+    _, speed = run.curve("samples_per_second")
+    if len(speed):
+        _, wait = run.curve("data_wait")
+        detail = f"{100 * float(wait.mean()):.1f} % waiting for data" if len(wait) else "median"
+        found.append(Tile("Throughput", f"{short(float(np.median(speed)))} /s", detail))
+    return found
+
+
+def _data(run: Run) -> list[Tile]:
+    if not run.manifests:
+        return []
+    n, tried = sum(m.n for m in run.manifests), sum(m.attempted for m in run.manifests)
+    return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f} % of {tried:,} URLs")]
+
+
+def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:
+    """The mean of a scalar over the last tenth of the run: single lines are noisy."""
+    _, y = run.curve(key)
+    return float(y[-max(1, math.ceil(share * len(y))) :].mean()) if len(y) else None
+
+
+def score_rows(run: Run) -> list[dict[str, str]]:
+    """The table of all scores of the latest checkpoint, in the order of the suite."""
+    rows = []
+    for score in run.latest.scores if run.latest else ():
+        times = f"{score.times_chance:.1f}×" if score.times_chance else "–"
+        rows.append(
+            {
+                "task": score.label,
+                "metric": score.main_metric,
+                "score": f"{100 * score.score:.1f} %",
+                "chance": f"{100 * score.chance:.3g} %" if score.chance is not None else "–",
+                "times": times,
+                "samples": f"{score.samples:,}",
+            }
+        )
+    return rows
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """A tree of plain values as dotted keys and texts, in its own order."""
+    found: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            found += flat(value, name)
+        else:
+            found.append((name, "–" if value is None else str(value)))
+    return found

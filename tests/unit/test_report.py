@@ -1,0 +1,222 @@
+"""The report of one run: reads what is there, names what is not, and needs nothing but its own file."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+
+from jobs.report import command
+from pipeline.data.manifest import make_manifest
+from pipeline.errors import UserError
+from pipeline.report import write_report
+from pipeline.report.figures import Bar, Line, bar_chart, line_chart, pooled, short, smoothed
+from pipeline.report.run import read_run
+
+
+def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
+    """A run's folder as training, ingestion and evaluation write it; `right` of 100 samples are right at the end."""
+    folder.mkdir(parents=True)
+    shards = folder / "shards"
+    shards.mkdir()
+    failures = {"http 404": 7, "<b>odd</b>": 3}
+    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes"}).save(shards)
+    config = {
+        "objective": {"name": name},
+        "model": {"arch": "tiny"},
+        "data": {"sources": [{"manifest": str(shards), "weight": 1.0}]},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"kind": "event", "time": 0.0, "message": "started"}]
+    for step in range(10, 101, 10):
+        scalars = {"loss": 1 / step, "tau": 0.07, "lr": 1e-3, "normalizer_gap": 0.1, "normalizer_gap_cold": 0.4}
+        speed = {"samples_per_second": 100.0, "data_wait": 0.02, "ratio_max": float("inf") if step == 20 else 2.0}
+        lines.append({"kind": "train", "step": step, "samples": 8 * step, "time": step, **scalars, **speed})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "stages.json").write_text(json.dumps({"ingest": 5.0, "train": 70.0}))
+    for step in steps:
+        _make_evaluation(folder / "evaluation" / f"step-{step:08d}", right=right * step // steps[-1])
+    return folder
+
+
+def _make_evaluation(folder: Path, *, right: int) -> None:
+    folder.mkdir(parents=True)
+    rank = np.where(np.arange(100) < right, 0, 1)
+    np.savez(folder / "scenes-colour.outcomes.npz", target=np.zeros(100, int), prediction=rank, rank=rank)
+    common = {"samples": 100, "official": False, "inputs": {"task_data": "d", "packages": {"torch": "2"}}}
+    colour = {"task": "scenes/colour", "name": "scenes/colour", "protocol": "classification", "main_metric": "acc1"}
+    colour |= {"score": right / 100, "metrics": {"acc1": right / 100}, "chance": 0.1}
+    (folder / "scenes-colour.json").write_text(json.dumps(colour | common))
+    ranks = {"caption_owner": np.arange(100), "caption_rank": rank, "image_rank": rank}
+    np.savez(folder / "scenes-retrieval.outcomes.npz", **ranks)
+    metrics = {f"{side}_retrieval_recall@{k}": right / 100 for side in ("text", "image") for k in (1, 5, 10)}
+    retrieval = {"task": "scenes/retrieval", "name": "scenes/retrieval", "protocol": "retrieval", "chance": 0.01}
+    retrieval |= {"main_metric": "mean_recall@1", "score": right / 100}
+    retrieval["metrics"] = metrics | {"mean_recall@1": right / 100}
+    (folder / "scenes-retrieval.json").write_text(json.dumps(retrieval | common))
+    summary = {"failures": {"scenes/size": "the data is cut short"}, "aggregates": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    examples = folder / "scenes-retrieval.examples"
+    examples.mkdir()
+    for index in range(3):
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(examples / f"{index}.jpg")
+    best = [{"image": k, "file": f"{k}.jpg", "score": 0.5, "right": False} for k in (0, 1)]
+    example = {"caption": "a <script>alert(1)</script> star", "right": 2, "rank": 41, "images": best}
+    (examples / "examples.json").write_text(json.dumps([example]))
+
+
+class _Checker(HTMLParser):
+    """Collects what a page would load, and whether its tags are balanced."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "hr", "input", "path", "use"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for key, value in attributes if key in ("src", "href", "xlink:href")]
+        if tag in ("script", "iframe", "link"):
+            self.loaded.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def test_page_is_self_contained_and_escaped(run: Path) -> None:
+    html = write_report([run]).read_text()
+    checker = _Checker()
+    checker.feed(html)
+    assert not checker.open
+    assert all(item.startswith(("#", "data:image/jpeg;base64,")) for item in checker.loaded), checker.loaded
+    assert "url(" not in re.sub(r"url\(#", "", html)
+    assert "&lt;script&gt;" in html
+    assert "<b>odd</b>" not in html
+
+
+def test_page_says_what_happened(run: Path) -> None:
+    html = write_report([run]).read_text()
+    assert "60.0 %" in html
+    assert "6.0×" in html
+    assert "rank 42" in html
+    assert html.count('class="thumb own"') == 1, "the right image is shown although it was not found"
+    assert html.count("data:image/jpeg") == 3
+    assert "90.0 % of 100 URLs" in html
+    assert "the data is cut short" in html
+    assert "1 min 15 s" in html
+    for title in (
+        "Loss",
+        "Normalizer gap",
+        "Temperature τ",
+        "Learning rate",
+        "Throughput",
+        "Waiting for data",
+        "ratio max",
+    ):
+        assert f"<h3>{title}" in html
+
+
+def test_markdown(run: Path) -> None:
+    text = write_report([run]).with_suffix(".md").read_text()
+    assert "| colour | acc1 | 60.0 % | 10 % | 6.0× | 100 |" in text
+    assert "| http 404 | 7 |" in text
+    assert "scenes/size could not be scored: the data is cut short" in text
+
+
+def test_same_run_same_bytes(run: Path, tmp_path: Path) -> None:
+    first, second = (write_report([run], output=tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_missing_inputs_are_named_and_not_invented(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "tra')
+    read = read_run(folder)
+    notes = " ".join(read.notes)
+    for missing in ("No configuration", "No timings", "No ingestion", "No scores", "1 of 2 lines"):
+        assert missing in notes
+    html = write_report([folder]).read_text()
+    assert "No checkpoint has been evaluated" in html
+    assert "Zero-shot accuracy" not in html
+    assert "Throughput" not in html
+
+
+def test_damaged_results_are_left_out_and_named(run: Path) -> None:
+    (run / "evaluation" / "step-00000100" / "scenes-shape.json").write_text('{"task": "scenes/sh')
+    read = read_run(run)
+    assert any("scenes-shape.json" in note for note in read.notes)
+    assert read.latest is not None
+    assert [score.task for score in read.latest.scores] == ["scenes/colour", "scenes/retrieval"]
+
+
+def test_resumed_run_counts_each_step_once(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 50, "samples": 400, "loss": 123.0}) + "\n")
+    samples, loss = read_run(run).curve("loss")
+    assert list(samples) == [8 * step for step in range(10, 101, 10)]
+    assert loss[4] == 123.0
+
+
+def test_values_that_are_not_finite_are_not_drawn(run: Path) -> None:
+    samples, _ = read_run(run).curve("ratio_max")
+    assert len(samples) == 9
+
+
+def test_checkpoints_are_ordered_by_samples_seen(run: Path) -> None:
+    assert [(e.checkpoint, e.samples) for e in read_run(run).evaluations] == [
+        ("step-00000050", 400),
+        ("step-00000100", 800),
+    ]
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_not_a_run(tmp_path: Path, make: bool) -> None:
+    folder = tmp_path / "nothing"
+    if make:
+        folder.mkdir()
+    with pytest.raises(UserError, match="nothing"):
+        read_run(folder)
+
+
+def test_command(run: Path) -> None:
+    result = CliRunner().invoke(command, [str(run)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.output.strip() == str(run / "report.html")
+    assert (run / "report.md").exists()
+
+
+def test_pooling_and_smoothing_keep_means_and_lines() -> None:
+    x = np.arange(1_000.0)
+    px, py = pooled(x, 2 * x, limit=100)
+    assert len(px) == 100
+    np.testing.assert_allclose(py, 2 * px)
+    assert px.mean() == pytest.approx(x.mean())
+    np.testing.assert_allclose(smoothed(x)[50:-50], x[50:-50], err_msg="a centred average does not lag")
+    assert smoothed(np.array([0.0, 1.0] * 50)).std() < 0.15
+
+
+def test_charts_use_the_pages_colours_and_survive_odd_input() -> None:
+    svg = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
+    assert svg.startswith("<svg")
+    assert "var(--series-1)" in svg
+    assert "#0102" not in svg
+    assert "a &amp; b" in svg
+    assert "<svg" in bar_chart([Bar("zero", 0.0, "0", mark=0.0)])
+    assert [short(v) for v in (12, 1_234, 12_800_000_000)] == ["12", "1.23k", "12.8B"]

@@ -24,11 +24,15 @@ from pipeline.world import World
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. `finite`: loss and feature gradients held no inf or NaN; `applied`: the weights moved."""
+    """What one step did, the same on every rank.
+
+    finite: loss and feature gradients held no inf or NaN. applied: the weights moved. stop: some rank was asked to.
+    """
 
     output: ObjectiveOutput
     finite: bool
     applied: bool
+    stop: bool
 
 
 class TrainStep:
@@ -51,15 +55,18 @@ class TrainStep:
         self.on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
-    def __call__(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int, lr_scale: float) -> StepResult:
-        """Take one step on this rank's [b, 3, H, W] normalised images, [b, L] tokens and [b] sample ids."""
+    def __call__(
+        self, inputs: tuple[Tensor, Tensor], *, sample_ids: Tensor, step: int, lr_scale: float, stop: bool = False
+    ) -> StepResult:
+        """Take one step on this rank's [b, 3, H, W] normalised images and [b, L] tokens, and their [b] sample ids."""
+        image, text = inputs
         features = self._features(image, text, step)
         detached = tuple(f.detach() for f in features)
         output = self.objective.compute(detached[0], detached[1], sample_ids=sample_ids, step=step)
-        self._backward(features, output, (image, text), step)
+        self._backward(features, output, inputs, step)
         if self.on_gradients is not None:
-            self.on_gradients((image, text), (output.grad_image, output.grad_text), step)
-        finite = self._all_finite(output)
+            self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
+        finite, stop = self._agree(output, stop)
         applied = finite and self.engine.step(lr_scale=lr_scale)
         if not finite:
             self.engine.discard()
@@ -67,7 +74,7 @@ class TrainStep:
             self.objective.commit(lr_scale=lr_scale)
         else:
             self.objective.discard()
-        return StepResult(output, finite, applied)
+        return StepResult(output, finite, applied, stop)
 
     def _features(self, image: Tensor, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """[b, d] features of both sides: with graph when they fit at once, without when they are cached."""
@@ -97,11 +104,12 @@ class TrainStep:
                 again = self.engine.forward(image[rows], text[rows])
             self.engine.backward(again, (gradients[0][rows], gradients[1][rows]))
 
-    def _all_finite(self, output: ObjectiveOutput) -> bool:
-        """The same verdict on every rank. A host synchronisation, as is the engine's own overflow check."""
+    def _agree(self, output: ObjectiveOutput, stop: bool) -> tuple[bool, bool]:
+        """`(all finite, any stop)` over the ranks: one collective of two numbers and one host synchronisation."""
         total = output.loss + output.grad_image.sum() + output.grad_text.sum()
-        bad = (~torch.isfinite(total)).float()
-        return not bool(self.world.all_reduce(bad, "max").item())
+        flags = torch.stack([(~torch.isfinite(total)).float(), torch.full_like(total, float(stop))])
+        bad, stopped = self.world.all_reduce(flags, "max").tolist()
+        return not bad, bool(stopped)
 
 
 @contextlib.contextmanager

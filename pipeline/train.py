@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +54,26 @@ class Trainer:
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
         meter = Meter(self.run.batch_size)
-        with stop_signals() as stop:
-            while self.step < self.run.total_steps and not self._asked_to_stop(stop):
+        asked_to_stop = False
+        with stop_signals() as signals:
+            while self.step < self.run.total_steps and not asked_to_stop:
                 with meter.waiting():
                     batch = next(self.loader)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
-                result = self._take(batch, scale)
+                result = self._take(batch, scale, stop=bool(signals))
                 self.step += 1
                 meter.steps += 1
-                if self.step % self.run.telemetry.every == 0 or self.step == self.run.total_steps:
+                asked_to_stop = result.stop
+                ends = asked_to_stop or self.step == self.run.total_steps
+                if ends or self.step % self.run.telemetry.every == 0:
                     self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
-                if self.step % self.run.checkpoint.every == 0 or self.step == self.run.total_steps or stop:
+                if batch.position.batch == self.loader.steps_per_epoch:
+                    self._tell_epoch(batch)
+                if ends or self.step % self.run.checkpoint.every == 0:
                     self.save(batch)
         self.writer.wait()
         if self.step < self.run.total_steps:
-            self.telemetry.event(f"Stopped after step {self.step} on request; continue with --resume latest.")
+            self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
 
@@ -105,11 +110,11 @@ class Trainer:
         self.objective.load_row_state_dict(checkpoint.read_rows)
         self.step = checkpoint.step
 
-    def _take(self, batch: Batch, scale: float) -> StepResult:
+    def _take(self, batch: Batch, scale: float, *, stop: bool = False) -> StepResult:
         device, architecture = self.world.device, self.architecture
         image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
         text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
-        result = self.take_step(image, text, sample_ids=ids, step=self.step, lr_scale=scale)
+        result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop)
         if result.applied:
             self.skipped = 0
         else:
@@ -143,12 +148,18 @@ class Trainer:
             **dict(zip(metrics, values, strict=True)),
             "lr": self.run.optimizer.lr * scale,
             **({} if norm is None else {"gradient_norm": norm}),
+            "corrupt_samples": self.loader.report(position).replaced,
             **meter.read(),
         }
 
-    def _asked_to_stop(self, stop: list[int]) -> bool:
-        """Whether any rank received a signal: all must stop after the same step."""
-        return bool(self.world.all_reduce(torch.tensor(float(bool(stop)), device=self.world.device), "max"))
+    def _tell_epoch(self, batch: Batch) -> None:
+        """The accounts of a finished epoch: what was seen, and what was left out."""
+        report = self.loader.report(batch.position)
+        self.telemetry.event(
+            f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
+            f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
+            data=asdict(report),
+        )
 
 
 class Meter:

@@ -1,0 +1,155 @@
+"""The main job, end to end, on the built-in corpus: URLs -> shards -> training -> evaluation -> report.
+
+Every stage is the real one. What is done stays done: called again, the demo continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
+
+
+@click.command(name="demo")
+@click.option("--output", default="runs/demo", show_default=True, help="The run's folder; data goes to OUTPUT-data.")
+@click.option("--pairs", type=click.IntRange(min=1000), default=20_000, show_default=True, help="URLs in the table.")
+@click.option("--held-out", type=click.IntRange(min=50), default=1_000, show_default=True, help="Images per task.")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) -> int:
+    """Make the built-in corpus, ingest, train, evaluate and report: about ten minutes on two cores.
+
+    SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml).
+    """
+    from data_prep.scenes import ScenesConfig
+    from pipeline.recipe import load_recipe
+
+    data = Path(f"{output}-data")
+    run = load_recipe(RECIPE, [f"output={output}", f"data.sources={data / 'shards'}", *overrides])
+    scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
+    stages = Stages(Path(output))
+    with stages.timed("corpus and ingestion"):
+        ingest(scenes, data)
+    with stages.timed("evaluation sets"):
+        make_suite(scenes, data / "suite")
+    with stages.timed("training"):
+        code = train(run)
+    if code:
+        return code
+    with stages.timed("evaluation"):
+        evaluate(run.output, data / "suite")
+    report = write_report(output)
+    click.echo(f"\nAll done. Open {report}")
+    return 0
+
+
+def ingest(scenes: Any, data: Path) -> None:
+    """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted."""
+    from data_prep.config import DownloadConfig
+    from data_prep.download import download
+    from data_prep.scenes import serve_scenes, write_url_table
+    from jobs.download import ProgressBar, summary
+    from pipeline.config import parse
+    from pipeline.data.manifest import MANIFEST_NAME, load_manifest
+
+    shards, table, port_file = data / "shards", data / "urls.parquet", data / "port"
+    if (shards / MANIFEST_NAME).exists():
+        click.echo(f"Ingestion: done already. {summary(load_manifest(shards), shards)}")
+        return
+    data.mkdir(parents=True, exist_ok=True)
+    # The URLs of an interrupted run name its port: take the same one again.
+    port = int(port_file.read_text()) if port_file.exists() else 0
+    with serve_scenes(scenes, port=port) as base:
+        if not table.exists():
+            port_file.write_text(base.rpartition(":")[2])
+            click.echo(f"Ingestion: {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web.")
+            write_url_table(scenes, base, table, processes=2)
+        settings = {
+            "output": str(shards),
+            "source": {"table": str(table), "uid": "uid", "hash": "sha256"},
+            "image": {"resize_mode": "no", "skip_reencode": True},
+            "fetch": {"shard_size": 1000, "timeout": 3.0},
+            "guard": {"allow_addresses": ["127.0.0.1"]},
+        }
+        with ProgressBar() as progress:
+            manifest = download(parse(DownloadConfig, settings), on_progress=progress)
+    click.echo(summary(manifest, shards))
+
+
+def make_suite(scenes: Any, folder: Path) -> None:
+    """The held-out tasks, in the layout of the real benchmark."""
+    from data_prep.scenes import write_suite
+
+    if (folder / "suite.json").exists():
+        return
+    tasks = write_suite(scenes, folder)
+    click.echo(f"Evaluation sets: {', '.join(tasks)}")
+
+
+def train(run: Any) -> int:
+    """Train, or continue, or say that it is done."""
+    from pipeline.checkpoint import finished_checkpoints, step_of
+    from pipeline.train import train as train_run
+
+    done = finished_checkpoints(Path(run.output))
+    if done and step_of(done[-1]) >= run.total_steps:
+        click.echo(f"Training: done already ({run.total_steps} steps).")
+        return 0
+    click.echo(f"Training: {run.total_steps} steps of {run.batch_size} pairs, {run.objective.name}, {run.model.arch}.")
+    return train_run(run, resume="latest")
+
+
+def evaluate(run: str, suite: Path) -> None:
+    """Score every checkpoint that the run kept."""
+    from pipeline.checkpoint import finished_checkpoints
+    from pipeline.evaluation import evaluate as evaluate_run
+
+    checkpoints = [str(path) for path in finished_checkpoints(Path(run))]
+    evaluations = evaluate_run(checkpoints, suite=suite)
+    latest = evaluations[-1]
+    click.echo(f"Evaluation of {Path(latest.model.source).name}:")
+    for task, result in latest.results.items():
+        click.echo(f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})")
+
+
+def write_report(run: str) -> Path:
+    """The page that a person wants to look at."""
+    from pipeline.report import write_report as write
+
+    return write([run])
+
+
+class Stages:
+    """Seconds that each stage took, in RUN/stages.json; a stage that was found done keeps its first time."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "stages.json"
+        self._seconds: dict[str, float] = {}
+        run.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            self._seconds = json.loads(self._path.read_text(encoding="utf-8"))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            # An interrupted stage adds up; one that is skipped because it is done adds next to nothing.
+            self._seconds[name] = round(self._seconds.get(name, 0.0) + time.perf_counter() - start, 2)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._seconds, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self._path)
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="neuclip demo")

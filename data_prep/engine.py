@@ -15,18 +15,21 @@ from email.message import Message
 from typing import Any
 
 import pyarrow as pa
-from img2dataset.blurrer import BoundingBoxBlurrer
-from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
-from img2dataset.downloader import Downloader, is_disallowed
-from img2dataset.resizer import Resizer
 
 from data_prep import reasons
 from data_prep.config import DownloadConfig
 from data_prep.folder import Folder
 from data_prep.guard import GuardConfig
+from data_prep.light import stand_ins
 from data_prep.opener import Opener
 from data_prep.plan import Plan, read_shard
 from data_prep.writer import ShardWriter
+
+with stand_ins("wandb", "webdataset"):
+    from img2dataset.blurrer import BoundingBoxBlurrer
+    from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
+    from img2dataset.downloader import Downloader, is_disallowed
+    from img2dataset.resizer import Resizer
 
 DISTRIBUTORS = {
     "multiprocessing": multiprocessing_distributor,

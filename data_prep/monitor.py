@@ -41,21 +41,22 @@ class Monitor:
         self._before = {shard: _stamp(folder, shard) for shard in shards}
         self._old = {shard: folder.read_record(shard) for shard, stamp in self._before.items() if stamp}
         self.waiting = set(shards)
-        self.finished: list[int] = []
+        # Finished shards in order, with the number of URLs that were done when it was noticed.
+        self.finished: list[tuple[int, int]] = []
         self.done = Counts()
         self.now = Counts()
         self._live: list[dict[str, Any]] = []
 
     def poll(self) -> None:
-        for shard in self._folder.finished() if self.waiting else []:
-            if shard in self.waiting and _stamp(self._folder, shard) != self._before[shard]:
-                self.done += self._outcome(shard)
-                self.waiting.discard(shard)
-                self.finished.append(shard)
+        new = [s for s in self._folder.finished() if s in self.waiting and _stamp(self._folder, s) != self._before[s]]
+        for shard in new:
+            self.done += self._outcome(shard)
+        self.waiting.difference_update(new)
         self._live = [state for path in self._folder.staging.glob("*.live") if (state := _read(path))]
         self.now = self.done
         for state in self._live:
             self.now = self.now + Counts(state["samples"], Counter(state["failures"]))
+        self.finished.extend((shard, self.now.attempted) for shard in new)
 
     def _outcome(self, shard: int) -> Counts:
         """What this session's requests for a shard gave: in a retry, the difference to the older record."""
@@ -77,17 +78,19 @@ class SuccessWindow:
 
     def __init__(self, config: MonitorConfig) -> None:
         self._config = config
-        self.min_success = config.min_success
         self._history: deque[Counts] = deque([Counts()])
+        # Shards that were finished after this many URLs may have been hit: one window before the bad one began.
+        self.suspect_from = 0
 
     def collapse(self, now: Counts) -> str | None:
         """A sentence that says what happened, or None while all is well."""
         if now.attempted > self._history[-1].attempted:
             self._history.append(now)
         window = self._config.window
-        while len(self._history) > 2 and now.attempted - self._history[1].attempted >= window:
+        start = self._before(now.attempted - window)
+        self.suspect_from = self._before(start.attempted - window).attempted
+        while len(self._history) > 2 and self._history[1].attempted <= self.suspect_from:
             self._history.popleft()
-        start = self._history[0]
         attempted, samples = now.attempted - start.attempted, now.samples - start.samples
         if attempted < window or samples >= self._config.min_success * attempted:
             return None
@@ -97,6 +100,10 @@ class SuccessWindow:
             f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
             f"(monitor.min_success = {self._config.min_success:g}); reasons: {shares}"
         )
+
+    def _before(self, attempted: int) -> Counts:
+        """The latest snapshot with at most that many URLs, or the first there is."""
+        return next((counts for counts in reversed(self._history) if counts.attempted <= attempted), self._history[0])
 
 
 def _stamp(folder: Folder, shard: int) -> int:

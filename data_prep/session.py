@@ -86,7 +86,7 @@ def _watch(engine: Engine, monitor: Monitor, window: SuccessWindow, *, stall: fl
         reason = window.collapse(monitor.now)
         if reason:
             engine.stop()
-            raise Paused(_pause(engine, monitor, reason, min_success=window.min_success))
+            raise Paused(_pause(engine, monitor, reason, suspect_from=window.suspect_from))
         if monitor.now.attempted != attempted:
             moved, attempted = time.monotonic(), monitor.now.attempted
         if time.monotonic() - moved > stall:
@@ -97,18 +97,19 @@ def _watch(engine: Engine, monitor: Monitor, window: SuccessWindow, *, stall: fl
         time.sleep(_POLL_SECONDS)
 
 
-def _pause(engine: Engine, monitor: Monitor, reason: str, *, min_success: float) -> str:
-    """Take back the shards that the collapse has spoilt, so that their URLs are asked again. Returns: the message."""
+def _pause(engine: Engine, monitor: Monitor, reason: str, *, suspect_from: int) -> str:
+    """Take back the shards that the collapse may have hit, so that their URLs are asked again. Returns: the message."""
     monitor.poll()
     folder = engine.folder
-    spoilt = [s for s in monitor.finished if folder.read_record(s).success < min_success]
+    spoilt = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
     for shard in spoilt:
         folder.withdraw(shard)
     _clean(folder)
     return (
         f"Paused: {reason}. Check the network, the name server and whether the hosts have banned this address. "
-        f"{len(monitor.finished) - len(spoilt):,} shards of this run are kept and {len(spoilt):,} with hardly any "
-        "sample were taken back; the same command continues. If the list is simply that old, lower monitor.min_success."
+        f"{len(monitor.finished) - len(spoilt):,} shards of this run are kept, {len(spoilt):,} that it may "
+        "have hit were taken back, and the same command continues. If the list is simply that old, lower "
+        "monitor.min_success."
     )
 
 

@@ -1,0 +1,25 @@
+"""Import img2dataset without what it imports and we never use.
+
+Its logger imports wandb, and its own tar writer webdataset and with it torch: 2.3 s and 640 MB for every worker process
+instead of 0.8 s and 175 MB. We pass a writer and a monitor of our own, so empty modules stand in during the import.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def stand_ins(*names: str) -> Iterator[None]:
+    """Let `import name` succeed with an empty module inside the block; modules that are loaded already are kept."""
+    added = [name for name in names if name not in sys.modules]
+    for name in added:
+        sys.modules[name] = types.ModuleType(name)
+    try:
+        yield
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)

@@ -1,0 +1,213 @@
+"""Stopping, killing, pausing and retrying: nothing is lost, and the end is always the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.config import DownloadConfig
+from data_prep.download import download, prepare
+from data_prep.folder import Folder
+from data_prep.session import Paused
+from pipeline.config import parse
+from pipeline.errors import UserError
+from tests.web import Site, jpeg, send, serve
+
+ROWS, SHARD = 120, 20
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve() as site:
+        yield site
+
+
+def table_of(site: Site, path: Path, *, delay: float = 0.0) -> Path:
+    """A table of images that each take `delay` seconds; every tenth is missing."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(delay)
+        number = int(handler.path.strip("/"))
+        if number % 10 == 3:
+            send(handler, 404, b"")
+        else:
+            send(handler, 200, jpeg(side=16 + number))
+
+    site.answers.update({f"/{k}": answer for k in range(ROWS)})
+    columns = {"url": [f"{site.base}/{k}" for k in range(ROWS)], "caption": [f"picture {k}" for k in range(ROWS)]}
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch: object) -> DownloadConfig:
+    tree = {
+        "output": str(output),
+        "source": {"table": str(table)},
+        "guard": {"allow_addresses": ["127.0.0.1"], "backoff": 0.05, "contact": "x@example.org"},
+        "fetch": {"shard_size": SHARD, "processes": 1, "threads": 4, "timeout": 2, "retries": 0, **fetch},
+        "monitor": monitor or {},
+    }
+    return parse(DownloadConfig, tree)
+
+
+def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
+    table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
+    words = [
+        f"output={tmp_path / 'killed'}",
+        f"source.table={table}",
+        "guard.allow_addresses=[127.0.0.1]",
+        "guard.backoff=0.05",
+        "guard.contact=x@example.org",
+        f"fetch.shard_size={SHARD}",
+        "fetch.processes=1",
+        "fetch.threads=4",
+        "fetch.timeout=2",
+        "fetch.retries=0",
+    ]
+    command = [sys.executable, "-m", "jobs.download", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = Folder(tmp_path / "killed")
+    try:
+        _wait(lambda: len(folder.finished()) >= 2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2, "the engine and its worker are running"
+    finally:
+        process.kill()
+        process.wait()
+    _wait(lambda: not any(_is_running(child) for child in family))
+    finished = folder.finished()
+    assert 2 <= len(finished) < ROWS // SHARD
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    for shard in range(ROWS // SHARD):
+        assert folder.tar(shard).exists() == (shard in finished), "a tar has its final name only when it is whole"
+    asked = len(site.agents)
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "108 of 120 URLs gave a sample (90.0%)" in ended.stdout
+    assert "http 404" in ended.stdout
+    assert len(site.agents) - asked == ROWS - SHARD * len(finished), "finished shards are not asked for again"
+    download(settings(tmp_path / "undisturbed", table))
+    for name in ("manifest.json", "shards/00003.tar"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_dead_worker_is_noticed_and_the_engine_started_anew(site: Site, tmp_path: Path) -> None:
+    table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
+    config = settings(tmp_path / "out", table)
+    folder = Folder(tmp_path / "out")
+    killed: list[int] = []
+
+    def kill_once(progress: object) -> None:
+        live = list(folder.staging.glob("*.live"))
+        if live and not killed:
+            worker = psutil.Process().children(recursive=True)
+            killed.extend(p.pid for p in worker if "spawn_main" in " ".join(p.cmdline()))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    manifest = download(config, on_progress=kill_once)
+    assert killed
+    assert manifest.n == 108
+
+
+def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) -> None:
+    table = table_of(site, tmp_path / "urls.parquet", delay=0.02)
+    down = [False]
+    good = dict(site.answers)
+
+    def flaky(handler: BaseHTTPRequestHandler) -> None:
+        if down[0]:
+            send(handler, 403, b"")
+        else:
+            good[handler.path](handler)
+
+    site.answers = dict.fromkeys(good, flaky)
+    folder = Folder(tmp_path / "out")
+    config = settings(tmp_path / "out", table, monitor={"window": 12, "min_success": 0.2})
+
+    def ban(progress: object) -> None:
+        down[0] = len(folder.finished()) >= 2
+
+    with pytest.raises(Paused, match=r"http 403 \d+%") as caught:
+        download(config, on_progress=ban)
+    assert "the same command continues" in str(caught.value)
+    kept = folder.finished()
+    assert all(folder.read_record(shard).samples == 18 for shard in kept), "spoilt shards were taken back"
+    assert len(kept) < ROWS // SHARD
+
+    down[0] = False
+    assert download(config).n == 108
+
+
+def test_retry_asks_only_for_passing_failures_and_ends_as_if_they_had_never_happened(
+    site: Site, tmp_path: Path
+) -> None:
+    table = table_of(site, tmp_path / "urls.parquet")
+    good = dict(site.answers)
+    asked: list[str] = []
+
+    def busy(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(handler.path)
+        if asked.count(handler.path) == 1 and int(handler.path.strip("/")) % 7 == 0:
+            send(handler, 503, b"")
+        else:
+            good[handler.path](handler)
+
+    site.answers = dict.fromkeys(good, busy)
+    config = settings(tmp_path / "out", table)
+    first = download(config)
+    passing = len(range(0, ROWS, 7))
+    assert first.failures["http 503"] == passing
+    assert len(asked) == ROWS
+
+    again = download(config, retry_failed=True)
+    assert len(asked) == ROWS + passing, "only what may pass is asked again"
+    assert "http 503" not in again.failures
+    assert again.n == 108
+    assert again.attempted == first.attempted == ROWS
+    site.answers = good
+    fresh = download(settings(tmp_path / "fresh", table))
+    assert (fresh.digest, fresh.failures) == (again.digest, again.failures)
+    assert [hashlib.sha256(Path(again.url(s)).read_bytes()).hexdigest() for s in again.shards] == [
+        s.sha256 for s in again.shards
+    ]
+
+
+def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_path: Path) -> None:
+    table = table_of(site, tmp_path / "urls.parquet")
+    config, plan = prepare(settings(tmp_path / "out", table))
+    assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
+    with pytest.raises(UserError, match="shard_size was 20 and is now 30"):
+        prepare(settings(tmp_path / "out", table, shard_size=30))
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
+    lock = Folder(Path(config.output)).staging / "lock-0"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UserError, match="Another download is working"):
+            download(config)
+        process.communicate(b"\n")
+
+
+def _wait(until: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,80 @@
+"""Every format of URL table gives the same rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.source import SourceConfig
+from data_prep.tables import columns_of, count_known, files_of, read
+from pipeline.errors import UserError
+
+# Captions as found on the web: unbalanced quotes, commas, umlauts.
+CAPTIONS = ['a "cat', "b, c", "köter 犬", "it's 5' tall"]
+ROWS = [{"url": f"http://example.org/{k}.jpg", "caption": caption} for k, caption in enumerate(CAPTIONS)]
+
+
+def rows_of(source: SourceConfig) -> list[dict[str, str]]:
+    return [row for batch in read(source) for row in batch.to_pylist()]
+
+
+def test_parquet_folder_in_name_order(tmp_path: Path) -> None:
+    for k in (1, 0):
+        pq.write_table(pa.Table.from_pylist(ROWS[2 * k : 2 * k + 2]), tmp_path / f"part-{k}.parquet")
+    source = SourceConfig(table=str(tmp_path))
+    assert rows_of(source) == ROWS
+    assert count_known(source) == 4
+
+
+@pytest.mark.parametrize("name", ["cc3m", "cc12m"])
+def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path: Path, name: str) -> None:
+    from data_prep.source import SOURCES, resolve
+
+    header = SOURCES[name].settings["header"]
+    lines = ["\t".join(row[column] for column in header) for row in ROWS]
+    (tmp_path / "list.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    source = resolve(SourceConfig(name=name, table=str(tmp_path / "list.tsv"), rows=4))
+    assert rows_of(source) == ROWS
+    assert count_known(source) is None
+
+
+def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
+    text = 'id,caption,url\n1,"two\nlines, ""quoted""",http://example.org/1.jpg\n'
+    (tmp_path / "list.csv").write_text(text)
+    assert rows_of(SourceConfig(table=str(tmp_path / "list.csv"))) == [
+        {"url": "http://example.org/1.jpg", "caption": 'two\nlines, "quoted"'}
+    ]
+
+
+def test_gzipped_tsv_and_jsonl(tmp_path: Path) -> None:
+    tsv = "url\tcaption\n" + "".join(f"{row['url']}\t{row['caption']}\n" for row in ROWS)
+    (tmp_path / "list.tsv.gz").write_bytes(gzip.compress(tsv.encode()))
+    assert rows_of(SourceConfig(table=str(tmp_path / "list.tsv.gz"))) == ROWS
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps({**row, "x": 1}) + "\n" for row in ROWS))
+    assert rows_of(SourceConfig(table=str(tmp_path / "list.jsonl"))) == ROWS
+
+
+def test_missing_column_names_those_that_are_there(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column 'TEXT'\. Its columns are 'url', 'caption'"):
+        rows_of(SourceConfig(table=str(tmp_path), caption="TEXT"))
+
+
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        rows_of(SourceConfig(table=str(tmp_path)))
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        files_of(SourceConfig(table=str(tmp_path / "none")))
+    with pytest.raises(UserError, match="holds no file that ends in"):
+        files_of(SourceConfig(table=str(tmp_path), format="csv"))
+
+
+def test_columns_keep_their_order() -> None:
+    source = SourceConfig(table="x", url="u", caption="c", uid="i", hash="h", blur="b", keep=("k", "l"))
+    assert columns_of(source) == ["u", "c", "i", "h", "b", "k", "l"]

@@ -1,0 +1,129 @@
+"""Subsets are nested, repeatable, of the right size, and read in bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.folder import Folder
+from data_prep.plan import load_plan, make_plan, read_shard
+from data_prep.source import SourceConfig
+from data_prep.subset import Subset, SubsetConfig, hashes
+from pipeline.errors import UserError
+
+NAMES = [f"{k:032x}" for k in range(20_000)]
+
+
+def members(names: list[str], fraction: float, seed: int = 0) -> set[str]:
+    mask = Subset(SubsetConfig(fraction=fraction, seed=seed)).mask(names)
+    return {name for name, inside in zip(names, mask, strict=True) if inside}
+
+
+@given(
+    small=st.floats(1e-6, 1.0), large=st.floats(1e-6, 1.0), seed=st.integers(0, 2**63 - 1), start=st.integers(0, 19_000)
+)
+def test_larger_contains_smaller(small: float, large: float, seed: int, start: int) -> None:
+    small, large = sorted((small, large))
+    names = NAMES[start : start + 300]
+    assert members(names, small, seed) <= members(names, large, seed)
+
+
+@given(names=st.lists(st.text(max_size=30), unique=True, max_size=60), seed=st.integers(0, 2**63 - 1))
+def test_membership_depends_on_nothing_but_seed_and_name(names: list[str], seed: int) -> None:
+    together = members(names, 0.5, seed)
+    assert together == {name for name in names if members([name], 0.5, seed)}
+    assert together == members(names[::-1], 0.5, seed)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+def test_size_is_the_fraction(fraction: float) -> None:
+    expected, spread = fraction * len(NAMES), (fraction * (1 - fraction) * len(NAMES)) ** 0.5
+    assert abs(len(members(NAMES, fraction)) - expected) < 5 * spread
+
+
+def test_seeds_are_independent() -> None:
+    both = members(NAMES, 0.5, 1) & members(NAMES, 0.5, 2)
+    assert abs(len(both) - 5_000) < 400
+
+
+def test_hash_is_the_published_one() -> None:
+    """Values of XXH3-64 that any implementation gives: a subset is the same in ten years and in other languages."""
+    assert hashes(["", "a", "http://example.org/cat.jpg"], seed=0).tolist() == HASHES_SEED_0
+    assert hashes(["a"], seed=1).tolist() != hashes(["a"], seed=0).tolist()
+
+
+HASHES_SEED_0 = [3244421341483603138, 16629034431890738719, 15909306776136436135]
+
+
+def test_uid_index_selects_its_members(tmp_path: Path) -> None:
+    chosen = sorted(NAMES[::7])
+    halves = [(int(name[:16], 16), int(name[16:], 16)) for name in chosen]
+    np.save(tmp_path / "index.npy", np.array(halves, np.dtype("u8,u8")))
+    subset = Subset(SubsetConfig(index=str(tmp_path / "index.npy")))
+    assert not subset.keeps_all
+    assert [n for n, inside in zip(NAMES, subset.mask(NAMES), strict=True) if inside] == chosen
+    with pytest.raises(UserError, match="32 hexadecimal digits"):
+        subset.mask(["http://example.org/a.jpg"])
+    np.save(tmp_path / "wrong.npy", np.arange(4))
+    with pytest.raises(UserError, match="not pairs of 64-bit halves"):
+        Subset(SubsetConfig(index=str(tmp_path / "wrong.npy")))
+
+
+def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:
+    columns = {
+        "URL": [f"http://example.org/{k}.jpg" for k in range(rows)],
+        "TEXT": [None if k == 5 else f'a "cat" \t{k}' for k in range(rows)],
+        "uid": NAMES[:rows],
+        "score": [k / 7 for k in range(rows)],
+    }
+    pq.write_table(pa.table(columns), folder / "urls.parquet", row_group_size=64)
+    return SourceConfig(table=str(folder / "urls.parquet"), url="URL", caption="TEXT", uid="uid", keep=("score",))
+
+
+def test_plan_lays_out_exactly_the_members(tmp_path: Path) -> None:
+    source = source_in(tmp_path)
+    folder = Folder(tmp_path / "out")
+    folder.make()
+    subset = SubsetConfig(fraction=0.25, seed=3)
+    plan = make_plan(folder, source, subset, shard_size=30)
+    expected = [name for name in NAMES[:1_000] if name in members(NAMES[:1_000], 0.25, 3)]
+    rows = [row for shard in range(plan.shards) for row in read_shard(folder, shard).to_pylist()]
+    assert [row["uid"] for row in rows] == expected
+    assert [row["row"] for row in rows] == list(range(plan.rows)) == list(range(len(expected)))
+    assert (plan.seen, plan.columns) == (1_000, ("url", "caption", "uid", "score"))
+    assert [read_shard(folder, s).num_rows for s in range(plan.shards)] == [plan.rows_of(s) for s in range(plan.shards)]
+    assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
+
+
+def test_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -> None:
+    digests = set()
+    for name, size in (("one", 64), ("two", 1_000)):
+        folder = Folder(tmp_path / name)
+        folder.make()
+        source = source_in(folder.root)
+        table = pq.read_table(source.table)
+        pq.write_table(table, source.table, row_group_size=size)
+        digests.add(make_plan(folder, source, SubsetConfig(fraction=0.5), shard_size=100).digest)
+    assert len(digests) == 1
+
+
+def test_more_than_one_part(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.make()
+    plan = make_plan(folder, source_in(tmp_path), SubsetConfig(), shard_size=7)
+    assert plan.shards == 143
+    assert len(list(folder.plan.glob("part-*"))) == 2
+    assert read_shard(folder, 142)["row"].to_pylist() == [994, 995, 996, 997, 998, 999]
+
+
+def test_an_empty_subset_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.make()
+    with pytest.raises(UserError, match="No row is left of the 1,000"):
+        make_plan(folder, source_in(tmp_path), SubsetConfig(fraction=1e-9), shard_size=10)

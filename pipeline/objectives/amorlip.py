@@ -26,9 +26,9 @@ from pipeline.objectives.temperature import GlobalTemperatureObjective, Temperat
 class AmorLipConfig(TemperatureConfig):
     """Settings as published with AmorLIP's code (rho and tau_lr: its CC12M values), but for ratio_cap, which is ours.
 
-    positive_weight: weight of the own pair in the batch's mean. target_share: what the previous epoch's network gives to
-    the target in the end; it rises by a cosine over half of the epochs. ema_decay, ema_every: the network in use is a
-    moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none.
+    positive_weight: weight of the own pair in the batch's mean. target_share: what the previous epoch's network gives
+    to the target in the end; it rises by a cosine over half of the epochs. ema_decay, ema_every: the network in use is
+    a moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none.
     """
 
     name: str = "amorlip"

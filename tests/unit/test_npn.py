@@ -1,0 +1,275 @@
+"""The normalizer-prediction network: closed form, optimizers, restarts, growth, variants."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.errors import UserError
+from pipeline.objectives import build_objective, parse_objective, prototypes
+from pipeline.objectives.inner_optimizer import AdaGrad, Adam
+from pipeline.objectives.prototypes import Anchors, Workspace
+from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
+
+EPS = 1e-14
+
+
+def make_anchors(batch_size, *, tau=0.07, dim=16, seed=0, dtype=torch.float64, low=False):
+    image, text = unit_features(batch_size, dim, seed=seed, dtype=torch.float64)
+    g, _ = normalizers(image, text, (torch.tensor(tau), torch.tensor(tau)))
+    anchors = Anchors(
+        features=image.to(dtype),
+        positive=(image * text).sum(1).to(dtype),
+        log_target=torch.log(EPS + g).to(dtype),
+        tau=torch.tensor(tau, dtype=dtype),
+        log_eps=math.log(EPS),
+        low=image.bfloat16() if low else None,
+    )
+    return anchors, text
+
+
+def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
+
+
+def written_loss(anchors, text, weight, objective):
+    alpha = prototype_alpha(anchors.features, text, weight, tau=anchors.tau, eps=EPS)
+    if objective == "separate":
+        return (alpha - anchors.log_target).square().mean() / 2
+    return anchors.tau * (torch.exp(anchors.log_target - alpha) + alpha).mean()
+
+
+@pytest.mark.parametrize("objective", ["unified", "separate"])
+@pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
+def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", 11 * 5)  # blocks of five anchors
+    anchors, text = make_anchors(batch_size)
+    weight = make_weight(11).requires_grad_()
+    expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]
+    gradient, alpha = prototypes.loss_gradient(anchors, weight.detach(), objective=objective)
+    assert relative_error(gradient, expected) < 1e-10
+    assert relative_error(alpha, prototype_alpha(anchors.features, text, weight, tau=anchors.tau, eps=EPS)) < 1e-12
+
+
+def test_slopes_of_alpha_are_autograd():
+    anchors, text = make_anchors(6)
+    weight = make_weight(5)
+    own, partner = anchors.features.clone().requires_grad_(), text.clone().requires_grad_()
+    tau = anchors.tau.expand(6).clone().requires_grad_()
+    cosine = own @ F.normalize(weight, dim=1).T
+    alpha = torch.log(EPS + torch.exp((cosine - (own * partner).sum(1)[:, None]) / tau[:, None]).mean(1))
+    for ours, expected in zip(
+        prototypes.alpha_slopes(anchors, weight, text),
+        torch.autograd.grad(alpha.sum(), [own, partner, tau]),
+        strict=True,
+    ):
+        assert relative_error(ours, expected) < 1e-10
+
+
+def test_bf16_products_stay_near_fp32():
+    anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
+    weight = make_weight(96, 64, dtype=torch.float32)
+    low, low_alpha = prototypes.loss_gradient(anchors, weight)
+    full, full_alpha = prototypes.loss_gradient(anchors.full_precision(), weight)
+    assert (low_alpha - full_alpha).square().mean() < 1e-3
+    assert F.cosine_similarity(low.flatten(), full.flatten(), dim=0) > 0.999
+    assert not torch.equal(low, full)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda: AdaGrad(0.3, Workspace()), lambda p: torch.optim.Adagrad([p], lr=0.3)),
+        (lambda: Adam(0.01), lambda p: torch.optim.AdamW([p], lr=0.01, weight_decay=0.0)),
+    ],
+)
+def test_inner_optimizers_are_torch_optim(ours, theirs):
+    optimizer, parameter = ours(), make_weight(4)
+    slots = {slot: torch.zeros_like(parameter) for slot in optimizer.slots}
+    reference = torch.nn.Parameter(parameter.clone())
+    peer = theirs(reference)
+    for step in range(1, 6):
+        gradient = make_weight(4, seed=step)
+        reference.grad = gradient.clone()
+        peer.step()
+        optimizer.step(parameter, gradient, slots, updates=step)
+    assert relative_error(parameter, reference) < 1e-12
+
+
+def run_steps(objective, steps, *, batch_size, first=0, dim=16):
+    features = []
+    for step in range(first, first + steps):
+        image, text = unit_features(batch_size, dim, seed=step)
+        features.append((image, text))
+        objective.compute(image, text, sample_ids=torch.arange(batch_size), step=step)
+        objective.commit()
+    return features
+
+
+def test_restart_from_the_whole_batch_gives_open_clips_normalizer():
+    """With m = B and no inner updates alpha is log(1/(B-1) + g) + log((B-1)/B), in float64."""
+    objective = build_objective({"name": "neuclip", "prototypes": 8, "inner_steps": 0}, context=context(8))
+    image, text = unit_features(8)
+    objective.compute(image, text, sample_ids=torch.arange(8), step=0)
+    tau = objective.temperature.value()
+    for side, g in enumerate(normalizers(image, text, (tau, tau))):
+        own, partner = ((image, text), (text, image))[side]
+        alpha = prototype_alpha(own, partner, objective.npn.weight(side), tau=tau, eps=EPS)
+        assert relative_error(alpha, torch.log(1 / 7 + g) + math.log(7 / 8)) < 1e-10
+
+
+def test_prototypes_grow_with_distinct_features_until_all_live():
+    objective = build_objective({"name": "neuclip", "prototypes": 20, "inner_steps": 0}, context=context(8))
+    live = []
+    for step in range(4):
+        run_steps(objective, 1, batch_size=8, first=step)
+        live.append(int(objective.npn.live))
+    assert live == [8, 16, 20, 20]
+    features = [unit_features(8, seed=s)[1] for s in range(3)]
+    assert torch.equal(objective.npn.state.lasting["weight"][0], torch.cat(features)[:20])
+
+
+@pytest.mark.parametrize(("restart_with", "newest"), [("current", [3, 2, 1]), ("previous", [2, 1, 0])])
+def test_restart_takes_the_newest_features(restart_with, newest):
+    settings = {"name": "neuclip", "prototypes": 20, "inner_steps": 0, "restart_every": 3, "restart_with": restart_with}
+    objective = build_objective(settings, context=context(8))
+    run_steps(objective, 4, batch_size=8)
+    for side in (0, 1):
+        have = {tuple(row.tolist()) for row in objective.npn.state.lasting["weight"][side]}
+        seen = [[tuple(r.tolist()) for r in unit_features(8, seed=s)[1 - side]] for s in newest]
+        assert set(seen[0]) | set(seen[1]) <= have
+        assert len(have & set(seen[2])) == 4
+
+
+def test_small_m_takes_the_same_subset_for_both_sides_and_all_seeds_differ():
+    chosen = {}
+    for seed in (0, 1):
+        objective = build_objective(
+            {"name": "neuclip", "prototypes": 5, "inner_steps": 0}, context=context(32, seed=seed)
+        )
+        ((image, text),) = run_steps(objective, 1, batch_size=32)
+        weight = objective.npn.state.lasting["weight"]
+        rows = [int((text == w).all(1).nonzero()) for w in weight[0]]
+        assert torch.equal(weight[1], image[rows])
+        assert len(set(rows)) == 5
+        chosen[seed] = rows
+    assert chosen[0] != chosen[1]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_restart_keeps_the_accumulator_unless_told(reset):
+    settings = {"name": "neuclip", "prototypes": 8, "restart_every": 2, "reset_accumulator": reset, "inner_steps": 1}
+    objective = build_objective(settings, context=context(8))
+    run_steps(objective, 2, batch_size=8)
+    before = objective.npn.state.lasting["accumulator"].clone()
+    run_steps(objective, 1, batch_size=8, first=2)
+    grown = (objective.npn.state.lasting["accumulator"] >= before).all()
+    assert bool(grown) is not reset
+
+
+def test_never_restarting_fills_once():
+    objective = build_objective(
+        {"name": "neuclip", "prototypes": 8, "restart_every": 0, "inner_steps": 0}, context=context(8)
+    )
+    run_steps(objective, 5, batch_size=8)
+    assert torch.equal(objective.npn.state.lasting["weight"][0], unit_features(8, seed=0)[1])
+
+
+def test_queue_is_the_newest_features():
+    objective = build_objective({"name": "neuclip", "npn": "queue", "prototypes": 12}, context=context(8))
+    run_steps(objective, 5, batch_size=8)
+    have = {tuple(row.tolist()) for row in objective.npn.state.lasting["weight"][0]}
+    assert {tuple(r.tolist()) for r in unit_features(8, seed=4)[1]} <= have
+    assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
+
+
+@pytest.mark.parametrize("extra", [{}, {"npn": "mlp", "restart_every": 0}])
+def test_simultaneous_uses_the_weights_before_the_update(extra):
+    settings = {"name": "neuclip", "npn_schedule": "simultaneous", "inner_steps": 1, "npn_optimizer": "adam", **extra}
+    objective = build_objective({"prototypes": 8, **settings}, context=context(8))
+    run_steps(objective, 1, batch_size=8)
+    before = {k: v.clone() for k, v in objective.npn.state.lasting.items()}
+    image, text = unit_features(8, seed=1)
+    output = objective.compute(image, text, sample_ids=torch.arange(8), step=1)
+    assert torch.equal(output.metrics["normalizer_gap"], output.metrics["normalizer_gap_cold"])
+    assert all(torch.equal(v, objective.npn.state.working[k]) for k, v in before.items())
+    objective.commit()
+    assert not all(torch.equal(v, objective.npn.state.lasting[k]) for k, v in before.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"npn": "mlp", "restart_every": 0},
+        {"npn": "mlp", "restart_every": 0, "npn_objective": "separate"},
+        {"npn_objective": "separate"},
+        {"renormalize": True},
+        {},
+    ],
+)
+def test_inner_updates_close_the_gap_on_a_fixed_batch(settings):
+    # Many small steps on one batch: whatever the variant minimizes, its minimum is alpha = log(eps + g).
+    base = {"name": "neuclip", "prototypes": 32, "npn_lr": 0.02, "inner_steps": 40, "restart_every": 0}
+    objective = build_objective({**base, **settings}, context=context(16))
+    image, text = unit_features(16)
+    output = objective.compute(image, text, sample_ids=torch.arange(16), step=0)
+    assert output.metrics["normalizer_gap"] < 0.6 * output.metrics["normalizer_gap_cold"]
+
+
+def test_mlp_gradient_through_alpha_is_autograd():
+    settings = {"name": "neuclip", "npn": "mlp", "restart_every": 0, "ratio_cap": 0, "stop_gradient": False}
+    objective = build_objective(settings, context=context(5))
+    image, text = (f.requires_grad_() for f in unit_features(5))
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(5), step=0)
+    from pipeline.objectives import mlp
+
+    tau = objective.temperature.value().requires_grad_()
+    positive = (image * text).sum(1)
+    loss = 2 * tau * (objective.config.rho - 1)
+    for side, g in enumerate(normalizers(image, text, (tau, tau))):
+        f = mlp.forward(objective.npn._parameters(side), (image, text)[side])
+        alpha = torch.log(EPS + torch.exp(f - positive / tau))
+        loss = loss + tau * (torch.exp(-alpha) * (EPS + g) + alpha).mean()
+    expected = torch.autograd.grad(loss, [image, text, tau])
+    ours = [output.grad_image, output.grad_text, objective._pending.tau_gradient]
+    assert relative_error(output.loss, loss) < 1e-10
+    assert all(relative_error(a, b) < 1e-10 for a, b in zip(ours, expected, strict=True))
+
+
+def test_ratio_cap_bounds_the_encoders_but_not_the_prototypes():
+    results = {}
+    for cap in (1.5, 0.0):
+        settings = {"name": "neuclip", "prototypes": 4, "npn_lr": 1.0, "inner_steps": 1, "ratio_cap": cap}
+        with pytest.warns(UserWarning, match="npn_lr"):
+            objective = build_objective(settings, context=context(16))
+        image, text = unit_features(16)
+        output = objective.compute(image, text, sample_ids=torch.arange(16), step=0)
+        results[cap] = output.metrics["ratio_max"], objective.npn.weight(0).clone()
+    assert results[1.5][0] <= 1.5 + 1e-12 < results[0.0][0]
+    assert torch.equal(results[1.5][1], results[0.0][1])
+
+
+def test_literal_settings_warn_and_differ():
+    config = parse_objective({"name": "neuclip_literal"})
+    assert (config.npn_lr, config.ratio_cap, config.stop_gradient, config.reset_accumulator) == (1.0, 0.0, False, True)
+    assert (config.prototypes, config.restart_every, config.inner_steps) == (4096, 500, 10)
+    with pytest.warns(UserWarning, match="can stall"):
+        build_objective("neuclip_literal", dim=512, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"npn": "mlp"}, "restart_every"),
+        ({"npn_schedule": "simultaneous"}, "inner_steps"),
+        ({"npn": "mlp", "restart_every": 0, "renormalize": True}, "renormalize"),
+        ({"npn": "table"}, "objective.npn = 'table'"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, says):
+    with pytest.raises(UserError, match=says):
+        parse_objective({"name": "neuclip", **settings})

@@ -1,0 +1,121 @@
+"""Objectives by name, methods from outside, and use as a library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.config import section, to_tree
+from pipeline.errors import UserError
+from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register
+from pipeline.objectives.frame import Decision, SoftmaxObjective
+from tests.unit.objectives_reference import relative_error, unit_features
+
+PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
+
+
+def test_every_method_of_the_papers_is_there_and_survives_a_round_trip():
+    assert set(objective_names()) >= PAPERS
+    for name in objective_names():
+        config = parse_objective({"name": name})
+        assert config.name == name
+        assert parse_objective(to_tree(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({}, "objective.name is required"),
+        ({"name": "neuclp"}, "The nearest is neuclip"),
+        ({"name": "neuclip", "npn_lrr": 1}, r"objective\.npn_lrr.*objective\.npn_lr"),
+        ({"name": "neuclip", "prototypes": 0}, "objective.prototypes = 0"),
+        ({"name": "openclip", "rho": 1.0}, "objective.rho"),
+        ({"name": "openclip", "tau_init": 2.0}, "tau_max"),
+    ],
+)
+def test_wrong_settings_are_named(tree, says):
+    with pytest.raises(UserError, match=says):
+        parse_objective(tree)
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"dim": 4}, "batch_size"),
+        ({"dim": 4, "batch_size": 8, "dataset": 3}, "dataset_size"),
+        ({"dim": 4, "batch_size": 1}, "2 or more"),
+    ],
+)
+def test_missing_facts_are_named(facts, says):
+    with pytest.raises(UserError, match=says):
+        build_objective("openclip", **facts)
+
+
+@section
+class HardestNegativeConfig(ObjectiveConfig):
+    name: str = "toy_softmax"
+    tau: float = 0.1
+
+
+def test_a_method_from_outside_needs_one_class():
+    """A toy: plain in-batch normalizers at a constant temperature."""
+
+    @register("toy_softmax", HardestNegativeConfig)
+    class Toy(SoftmaxObjective):
+        def temperatures(self, size, fetched):
+            tau = torch.full((size,), self.config.tau, dtype=self.context.dtype)
+            return tau, tau
+
+        def decide(self, batch):
+            zero = torch.zeros((), dtype=self.context.dtype)
+            return Decision(
+                loss=(batch.log_g[0] + batch.log_g[1]).mean(), log_normalizer=batch.log_g, log_scale=(zero, zero)
+            )
+
+        def apply(self, pending, *, lr_scale):
+            pass
+
+        def logit_parameters(self):
+            return 0.0, 0.0
+
+    objective = build_objective({"name": "toy_softmax", "tau": 0.2}, dim=16, batch_size=8, dtype=torch.float64)
+    image, text = (f.requires_grad_() for f in unit_features(8))
+    objective.loss(image, text).backward()
+    s = (image @ text.T).detach().requires_grad_()
+    h = (s - s.diagonal()[:, None]) / 0.2, (s.T - s.diagonal()[:, None]) / 0.2
+    mask = torch.eye(8, dtype=torch.bool)
+    (0.2 * sum(x.masked_fill(mask, -torch.inf).logsumexp(1).mean() for x in h)).backward()
+    assert relative_error(image.grad, s.grad @ text) < 1e-10
+    with pytest.raises(UserError, match="exists"):
+        register("openclip", HardestNegativeConfig)(Toy)
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_four_lines_in_anybodys_loop(name):
+    """The README's snippet, on towers that are two linear maps: the right partner is found in the end."""
+    torch.manual_seed(0)
+    inputs, dataset_size, batch_size = torch.randn(64, 24), 64, 32
+    image_tower, text_tower = torch.nn.Linear(24, 16), torch.nn.Linear(24, 16)
+    optimizer = torch.optim.AdamW([*image_tower.parameters(), *text_tower.parameters()], lr=1e-2)
+    objective = build_objective(name, dim=16, batch_size=batch_size, dataset_size=dataset_size, total_steps=60)
+    for step in range(60):
+        sample_ids = torch.randperm(dataset_size, generator=torch.Generator().manual_seed(step))[:batch_size]
+        image_features = F.normalize(image_tower(inputs[sample_ids]), dim=-1)
+        text_features = F.normalize(text_tower(inputs[sample_ids]), dim=-1)
+
+        loss = objective.loss(image_features, text_features, sample_ids=sample_ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        objective.commit()
+    with torch.no_grad():
+        s = F.normalize(image_tower(inputs), dim=-1) @ F.normalize(text_tower(inputs), dim=-1).T
+    assert (s.argmax(1) == torch.arange(64)).float().mean() > 0.9
+    assert objective.steps == 60
+
+
+def test_sample_ids_are_asked_for_where_they_are_needed():
+    objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8)
+    with pytest.raises(UserError, match="sample_ids"):
+        objective.loss(*unit_features(8, dtype=torch.float32))

@@ -1,0 +1,89 @@
+"""The per-sample table: who owns what, lookups, writes, checkpoints, size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.objectives.table import PerSampleTable, owned_range
+from pipeline.world import World
+
+COLUMNS = {"image_log_u": -math.inf, "text_log_u": 0.5}
+
+
+def table(dataset_size=10, **kwargs):
+    return PerSampleTable(COLUMNS, dataset_size=dataset_size, world=World(), device=torch.device("cpu"), **kwargs)
+
+
+@pytest.mark.parametrize("dataset_size", [1, 2, 7, 8, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_cover_every_id_once(dataset_size, size):
+    ranges = [owned_range(dataset_size, rank=rank, size=size) for rank in range(size)]
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(dataset_size))
+
+
+def test_rows_start_as_told_and_keep_what_is_written():
+    rows = table()
+    ids = torch.tensor([7, 2, 9])
+    assert torch.equal(rows.lookup(ids), torch.tensor([[-math.inf, 0.5]] * 3))
+    rows.write(torch.arange(6.0).reshape(3, 2))
+    assert torch.equal(rows.lookup(torch.tensor([9, 7, 0])), torch.tensor([[4.0, 5.0], [0.0, 1.0], [-math.inf, 0.5]]))
+    assert torch.equal(rows.owned()[2], torch.tensor([2.0, 3.0]))
+
+
+def test_of_a_repeated_id_the_later_row_counts():
+    rows = table()
+    rows.lookup(torch.tensor([4, 4, 1, 4]))
+    rows.write(torch.arange(8.0).reshape(4, 2))
+    assert torch.equal(rows.lookup(torch.tensor([4, 1])), torch.tensor([[6.0, 7.0], [4.0, 5.0]]))
+
+
+def test_prefetch_sees_a_write_that_comes_after_it():
+    rows, first, second = table(), torch.tensor([1, 2]), torch.tensor([2, 3])
+    rows.lookup(first)
+    rows.prefetch(second)
+    rows.write(torch.full((2, 2), 8.0))
+    assert torch.equal(rows.lookup(second)[0], torch.tensor([8.0, 8.0]))
+
+
+@pytest.mark.parametrize("ids", [[0, 10], [-1, 3]])
+def test_foreign_ids_are_refused(ids):
+    with pytest.raises(UserError, match="dataset of 10 samples"):
+        table().lookup(torch.tensor(ids))
+
+
+def test_a_dataset_of_unknown_size_is_refused():
+    with pytest.raises(UserError, match="dataset_size = 0"):
+        table(0)
+
+
+def test_rows_move_to_another_number_of_ranks():
+    """Saved by one rank, read by three: each gets its own range."""
+    saved = torch.randn(10, 2)
+    parts = []
+    for rank in range(3):
+        part = PerSampleTable(COLUMNS, dataset_size=10, world=World(rank=rank, size=3), device=torch.device("cpu"))
+        part.load("per_sample", lambda name, start, stop: saved[start:stop])
+        parts.append(part.owned())
+    assert torch.equal(torch.cat(parts), saved)
+
+
+@pytest.mark.slow
+def test_fifty_million_samples():
+    """n = 50 million on one machine: 8 bytes a sample for two columns; a step touches only its batch."""
+    n = 50_000_000
+    rows = table(n)
+    assert rows.values.numel() * 4 == 8 * (n + 1)
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for step in range(5):
+        ids = torch.randint(n, (4096,), generator=generator).unique()
+        rows.lookup(ids)
+        rows.write(torch.stack([ids.float(), torch.full_like(ids, step, dtype=torch.float32)], 1))
+        expected |= dict.fromkeys(ids.tolist(), float(step))
+    ids = torch.tensor(list(expected))
+    assert torch.equal(rows.lookup(ids), torch.stack([ids.float(), torch.tensor(list(expected.values()))], 1))
+    assert int(torch.isneginf(rows.owned()[:, 0]).sum()) == n - len(expected)

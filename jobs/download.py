@@ -36,7 +36,7 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
         _, plan = prepare(config, on_note=_note)
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
         return
-    with _bar() as show:
+    with ProgressBar() as show:
         manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
     click.echo(summary(manifest, Path(config.output)))
 
@@ -62,7 +62,7 @@ def _note(text: str) -> None:
     click.echo(f"Note: {text}", err=True)
 
 
-class _bar:
+class ProgressBar:
     """A progress bar on a terminal; a line every ten seconds elsewhere."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _bar:
         self._task = self._bar.add_task("URLs", total=None, detail="starting")
         self._told = 0.0
 
-    def __enter__(self) -> _bar:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 

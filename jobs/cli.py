@@ -19,6 +19,7 @@ COMMANDS = {
     "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
+    "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
 }
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130

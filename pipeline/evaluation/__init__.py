@@ -42,18 +42,19 @@ def evaluate(
     """
     import torch
 
+    from pipeline.evaluation.checkpoints import load_checkpoint
     from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.evaluator import Evaluation, EvaluationConfig, Evaluator
     from pipeline.evaluation.output import output_folders, write_summaries
     from pipeline.evaluation.session import Session
     from pipeline.evaluation.suite import Suite, open_suite
     from pipeline.evaluation.world import Alone
-    from pipeline.model import EvaluationModel, load_for_evaluation
+    from pipeline.model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
     world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     given = [checkpoints] if isinstance(checkpoints, str | EvaluationModel) else list(checkpoints)
-    models = [load_for_evaluation(item, device=device) if isinstance(item, str) else item for item in given]
+    models = [load_checkpoint(item, device=device) if isinstance(item, str) else item for item in given]
     folders = output_folders([model.source for model in models], output)
     evaluations = [Evaluation(model, folder) for model, folder in zip(models, folders, strict=True)]
     settings = config or EvaluationConfig()

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.aggregate import aggregate
-from pipeline.evaluation.results import write_atomically
+from pipeline.evaluation.results import read_results, write_atomically
 
 if TYPE_CHECKING:
     from pipeline.evaluation.evaluator import Evaluation
@@ -52,20 +52,42 @@ def default_folder(source: str) -> Path:
 
 
 def write_summaries(evaluations: Sequence[Evaluation], suite: Suite) -> None:
-    """`summary.json` (scores, failures, aggregates) and `timings.json` beside every checkpoint's results."""
+    """`summary.json` (scores, failures, aggregates) and `timings.json` beside every checkpoint's results.
+
+    Results and failures of other suites or tasks of the same checkpoint, evaluated before, stay in the summary.
+    """
     for evaluation in evaluations:
-        scores = {
-            key: {"name": r.name, "score": r.score, "chance": r.chance, "samples": r.samples}
-            for key, r in sorted(evaluation.results.items())
-        }
+        now = {entry.task.key for entry in suite.entries}
+        digest = evaluation.model.digest
+        results = {
+            key: result
+            for key, result in read_results(evaluation.folder).items()
+            if key not in now and result.inputs.get("checkpoint") == digest
+        } | evaluation.results
+        earlier = {key: text for key, text in _earlier_failures(evaluation.folder, digest).items() if key not in now}
         tree = {
-            "suite": suite.name,
-            "checkpoint": evaluation.model.digest,
-            "scores": scores,
-            "failures": dict(sorted(evaluation.failures.items())),
-            "aggregates": {name: asdict(value) for name, value in aggregate(evaluation.results).items()},
+            "checkpoint": digest,
+            "scores": {
+                key: {"name": r.name, "score": r.score, "chance": r.chance, "samples": r.samples}
+                for key, r in sorted(results.items())
+            },
+            "failures": dict(sorted((earlier | evaluation.failures).items())),
+            "aggregates": {name: asdict(value) for name, value in aggregate(results).items()},
         }
         write_atomically(evaluation.folder / SUMMARY_NAME, json.dumps(tree, indent=1) + "\n")
         if evaluation.timings:
-            timings = {"source": evaluation.model.source, "tasks": evaluation.timings}
+            earlier = _read(evaluation.folder / TIMINGS_NAME).get("tasks", {})
+            timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
             write_atomically(evaluation.folder / TIMINGS_NAME, json.dumps(timings, indent=1) + "\n")
+
+
+def _earlier_failures(folder: Path, digest: str) -> dict[str, str]:
+    tree = _read(folder / SUMMARY_NAME)
+    return dict(tree.get("failures", {})) if tree.get("checkpoint") == digest else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}

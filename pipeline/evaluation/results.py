@@ -149,11 +149,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_results(folder: Path, keys: Iterable[str] | None = None) -> dict[str, TaskResult]:
-    """Every task's result below an evaluation folder, by key; aggregates and timings are other files."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        result = read_result(path)
-        if result is not None and (keys is None or result.task in keys):
-            found[result.task] = result
-    return found
+def read_results(folder: Path) -> dict[str, TaskResult]:
+    """Every task's result in an evaluation folder, by key; summary and timings are other files."""
+    found = (read_result(path) for path in sorted(folder.glob("*.json")))
+    return {result.task: result for result in found if result is not None}

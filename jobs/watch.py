@@ -1,0 +1,79 @@
+"""`neuclip watch`: evaluate the checkpoints of runs as they appear; templates in jobs/cluster/watch-*."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.errors import UserError
+
+
+@click.command("watch", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("arguments", nargs=-1, required=True, metavar="RUN... [KEY=VALUE...]")
+@click.option("--suite", required=True, help="A folder of tasks, or datacomp or scenes below --data.")
+@click.option("--data", type=click.Path(path_type=Path), help="Where named suites live [$NEUCLIP_EVALUATION_DATA].")
+@click.option("--task", "tasks", multiple=True, help="Only this task; may be given several times.")
+@click.option("--once", is_flag=True, help="Evaluate what waits, then end: for cron and timers.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+def command(
+    arguments: tuple[str, ...], suite: str, data: Path | None, tasks: tuple[str, ...], once: bool, device: str
+) -> int:
+    """Evaluate every new checkpoint of every RUN on a suite, each exactly once, the newest first.
+
+    Any number of watchers may share the work, on one or many machines with a shared file system; the work of one that
+    dies is taken over. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
+    `neuclip evaluate` as evaluation.KEY=VALUE. What was done is in RUN/evaluation-ledger, results in RUN/evaluation.
+    """
+    from pipeline.config import parse, parse_overrides
+    from pipeline.evaluation.session import EvaluationConfig
+    from pipeline.evaluation.suite import open_suite
+    from pipeline.evaluation.watch import WatchConfig, Watcher
+    from pipeline.evaluation.world import start_processes
+
+    settings = [argument for argument in arguments if re.match(r"^[a-z_.]+=", argument)]
+    tree = parse_overrides(settings)
+    evaluation = parse(EvaluationConfig, tree.pop("evaluation", {}), prefix="evaluation")
+    config = parse(WatchConfig, tree, extra_keys=("evaluation.workers", "evaluation.batch_size"))
+    runs = _runs([argument for argument in arguments if argument not in settings])
+    opened = open_suite(suite, data=data)
+    if tasks:
+        opened = opened.only(tasks)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's farewell: leases are released, so that others go on now
+    with start_processes(device) as processes:
+        watcher = Watcher(
+            runs, suite=opened, config=config, evaluation=evaluation, processes=processes, say=_say(processes[0].rank)
+        )
+        watcher.run(stop, once=once)
+    return 0
+
+
+def _runs(arguments: list[str]) -> list[Path]:
+    missing = [path for path in arguments if not Path(path).is_dir()]
+    if missing or not arguments:
+        raise UserError(f"There is no run folder {missing[0] if missing else ''!r}: give the folder of a training run.")
+    return [Path(path) for path in arguments]
+
+
+def _say(rank: int) -> Any:
+    def say(text: str) -> None:
+        if rank == 0:
+            click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+    return say
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="neuclip watch")

@@ -1,0 +1,31 @@
+"""Any checkpoint as a model to evaluate; weights that are not what was written are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint import META_NAME, sha256
+from pipeline.errors import UserError
+from pipeline.model import CONFIG_NAME, WEIGHTS_NAME, EvaluationModel, load_for_evaluation
+
+
+def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
+    """What `load_for_evaluation` loads, held against the digests that a checkpoint of ours carries.
+
+    Raises: UserError when nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
+    """
+    model = load_for_evaluation(spec, device=device)
+    folder = Path(model.source)
+    if (folder / META_NAME).is_file():
+        meta = json.loads((folder / META_NAME).read_text(encoding="utf-8"))
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            expected = meta.get("files", {}).get(name, {}).get("sha256")
+            if expected is not None and sha256(folder / name) != expected:
+                raise UserError(
+                    f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. "
+                    "Take another checkpoint, or copy this one again from where it is whole."
+                )
+    return model

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.report.bootstrap import Difference
 from pipeline.report.charts import WIDE, Chart
 from pipeline.report.comparison import Comparison, compare, groups_of, mean_score
-from pipeline.report.figures import SERIES, Line, line_chart, short
+from pipeline.report.figures import SERIES, Interval, Line, interval_chart, line_chart, short
 from pipeline.report.headlines import tail_mean
 from pipeline.report.page import render, write
 from pipeline.report.run import Run
@@ -27,6 +27,7 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
         "title": " · ".join(comparison.labels),
         "summary": _summary(comparison),
         "curves": _performance_curves(comparison),
+        "differences": _difference_charts(comparison),
         "training": _training_curves(comparison),
         "percent": percent,
         "change": change,
@@ -138,6 +139,18 @@ def _performance_curves(comparison: Comparison) -> list[Chart]:
                 lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
         if lines:
             made.append(Chart(name, line_chart(lines, percent=True, size=WIDE)))
+    return made
+
+
+def _difference_charts(comparison: Comparison) -> list[Chart]:
+    """Per run, how far every task lies from the first run."""
+    made = []
+    for k, label in enumerate(comparison.labels[1:], 1):
+        deltas = [(row.name, row.differences[k]) for row in comparison.tasks]
+        rows = [Interval(name, delta.value, delta.interval) for name, delta in deltas if delta is not None]
+        if rows:
+            rows.sort(key=lambda row: -row.value)
+            made.append(Chart(f"{label} against {comparison.labels[0]}, points", interval_chart(rows)))
     return made
 
 

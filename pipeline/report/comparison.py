@@ -26,7 +26,6 @@ class Row:
     scores: tuple[float | None, ...]
     differences: tuple[Difference | None, ...]
     chance: float | None = None
-    tasks: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
         found = ["/".join(path[-depth:]) for path in paths]
         if len(set(found)) == len(found):
             return found
-    return [f"{name} ({number})" for number, name in enumerate(found, 1)]
+    return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 
 def groups_of(evaluations: Sequence[Evaluation | None]) -> dict[str, tuple[str, ...]]:
@@ -122,12 +121,10 @@ def _aggregate(
     parts = [drawn.get(key) for key in keys]
     known = [part for part in parts if part is not None]
     values = np.mean(known, axis=0) if len(known) == len(parts) else None
-    return _row(name, [mean_score(e, keys) for e in latest], values, tasks=len(keys))
+    return _row(name, [mean_score(e, keys) for e in latest], values)
 
 
-def _row(
-    name: str, scores: list[float | None], values: np.ndarray | None, *, chance: float | None = None, tasks: int = 1
-) -> Row:
+def _row(name: str, scores: list[float | None], values: np.ndarray | None, *, chance: float | None = None) -> Row:
     differences: list[Difference | None] = [None]
     for k in range(1, len(scores)):
         mine, first = scores[k], scores[0]
@@ -136,7 +133,7 @@ def _row(
         else:
             pair = (values[0], values[k]) if values is not None else (None, None)
             differences.append(difference(mine - first, *pair))
-    return Row(name, tuple(scores), tuple(differences), chance=chance, tasks=tasks)
+    return Row(name, tuple(scores), tuple(differences), chance=chance)
 
 
 def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:

@@ -87,6 +87,35 @@ def line_chart(
         return finish()
 
 
+@dataclass(frozen=True)
+class Interval:
+    """A value with its confidence interval, None where there is none."""
+
+    label: str
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+def interval_chart(rows: Sequence[Interval], *, width: float = 4.9) -> str:
+    """Differences in points around zero, the first at the top; coloured where the interval leaves out zero."""
+    with _axes((width, 0.6 + 0.25 * len(rows))) as (axes, finish):
+        axes.axvline(0, color=COLOURS["muted"], linewidth=1)
+        for at, row in enumerate(rows):
+            low, high = row.interval or (row.value, row.value)
+            colour = (
+                COLOURS["good" if low > 0 else "bad" if high < 0 else "muted"] if row.interval else COLOURS["muted"]
+            )
+            axes.plot([100 * low, 100 * high], [at, at], color=colour, linewidth=2, solid_capstyle="round", alpha=0.55)
+            axes.plot([100 * row.value], [at], color=colour, marker="o", markersize=5)
+        axes.set_yticks(range(len(rows)), [row.label for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0, colors=COLOURS["ink"])
+        axes.grid(axis="x", color=COLOURS["grid"], linewidth=0.8)
+        return finish()
+
+
 def bar_chart(bars: Sequence[Bar], *, limit: float | None = None, width: float = 4.9) -> str:
     """Horizontal bars, the first at the top, each with its text at its end."""
     top = limit or max((bar.value for bar in bars), default=1.0) or 1.0

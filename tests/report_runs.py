@@ -1,0 +1,63 @@
+"""A run's folder as ingestion, training and evaluation write it, without any of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from pipeline.data.manifest import make_manifest
+
+
+def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
+    """A run's folder as training, ingestion and evaluation write it; `right` of 100 samples are right at the end."""
+    folder.mkdir(parents=True)
+    shards = folder / "shards"
+    shards.mkdir()
+    failures = {"http 404": 7, "<b>odd</b>": 3}
+    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes"}).save(shards)
+    config = {
+        "objective": {"name": name},
+        "model": {"arch": "tiny"},
+        "data": {"sources": [{"manifest": str(shards), "weight": 1.0}]},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"kind": "event", "time": 0.0, "message": "started"}]
+    for step in range(10, 101, 10):
+        scalars = {"loss": 1 / step, "tau": 0.07, "lr": 1e-3, "normalizer_gap": 0.1, "normalizer_gap_cold": 0.4}
+        speed = {"samples_per_second": 100.0, "data_wait": 0.02, "ratio_max": float("inf") if step == 20 else 2.0}
+        lines.append({"kind": "train", "step": step, "samples": 8 * step, "time": step, **scalars, **speed})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "stages.json").write_text(json.dumps({"ingest": 5.0, "train": 70.0}))
+    for step in steps:
+        _make_evaluation(folder / "evaluation" / f"step-{step:08d}", right=right * step // steps[-1])
+    return folder
+
+
+def _make_evaluation(folder: Path, *, right: int) -> None:
+    folder.mkdir(parents=True)
+    rank = np.where(np.arange(100) < right, 0, 1)
+    np.savez(folder / "scenes-colour.outcomes.npz", target=np.zeros(100, int), prediction=rank, rank=rank)
+    common = {"samples": 100, "official": False, "inputs": {"task_data": "d", "packages": {"torch": "2"}}}
+    colour = {"task": "scenes/colour", "name": "scenes/colour", "protocol": "classification", "main_metric": "acc1"}
+    colour |= {"score": right / 100, "metrics": {"acc1": right / 100}, "chance": 0.1}
+    (folder / "scenes-colour.json").write_text(json.dumps(colour | common))
+    ranks = {"caption_owner": np.arange(100), "caption_rank": rank, "image_rank": rank}
+    np.savez(folder / "scenes-retrieval.outcomes.npz", **ranks)
+    metrics = {f"{side}_retrieval_recall@{k}": right / 100 for side in ("text", "image") for k in (1, 5, 10)}
+    retrieval = {"task": "scenes/retrieval", "name": "scenes/retrieval", "protocol": "retrieval", "chance": 0.01}
+    retrieval |= {"main_metric": "mean_recall@1", "score": right / 100}
+    retrieval["metrics"] = metrics | {"mean_recall@1": right / 100}
+    (folder / "scenes-retrieval.json").write_text(json.dumps(retrieval | common))
+    summary = {"failures": {"scenes/size": "the data is cut short"}, "aggregates": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    examples = folder / "scenes-retrieval.examples"
+    examples.mkdir()
+    for index in range(3):
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(examples / f"{index}.jpg")
+    best = [{"image": k, "file": f"{k}.jpg", "score": 0.5, "right": False} for k in (0, 1)]
+    example = {"caption": "a <script>alert(1)</script> star", "right": 2, "rank": 41, "images": best}
+    (examples / "examples.json").write_text(json.dumps([example]))

@@ -1,0 +1,153 @@
+"""Several runs held against each other: aggregates, paired bootstrap, tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.report import write_report
+from pipeline.report.bootstrap import difference, resample, statistic
+from pipeline.report.comparison import compare, groups_of, labels
+from pipeline.report.evaluations import Score
+from pipeline.report.run import read_run
+from tests.report_runs import make_run
+
+
+def make_score(
+    folder: Path, metric: str, outcomes: dict, *, task: str = "t", protocol: str = "classification"
+) -> Score:
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "t.outcomes.npz", **outcomes)
+    inputs = {"task_data": "same"}
+    return Score(task, task, protocol, metric, 0.0, {}, None, 0, inputs, folder / "t.json")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return [make_run(tmp_path / "a"), make_run(tmp_path / "b", name="openclip", right=90)]
+
+
+def test_differences_and_their_intervals(pair: list[Path]) -> None:
+    comparison = compare([read_run(path) for path in pair])
+    assert comparison.labels == ("a", "b")
+    row = next(row for row in comparison.tasks if row.name == "colour")
+    assert row.scores == (0.6, 0.9)
+    delta = row.differences[1]
+    assert delta is not None
+    assert delta.value == pytest.approx(0.3)
+    assert delta.interval is not None
+    # 30 of 100 samples differ, all in one direction: the interval is that of a binomial share of 0.3.
+    assert delta.interval == pytest.approx((0.21, 0.39), abs=0.02)
+    assert delta.is_clear
+    assert row.differences[0] is None
+    assert {row.name: row.scores for row in comparison.aggregates} == {"Zero-shot": (0.6, 0.9), "Retrieval": (0.6, 0.9)}
+
+
+def test_pairing_makes_equal_runs_differ_by_exactly_nothing(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
+    for row in compare(runs).tasks:
+        delta = row.differences[1]
+        assert delta is not None
+        assert delta.interval == (0.0, 0.0)
+        assert not delta.is_clear
+
+
+def test_bootstrap_agrees_with_the_standard_error(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ranks = [(rng.random(2_000) > p).astype(int) for p in (0.5, 0.6)]
+    scores = [make_score(tmp_path / str(k), "acc1", {"rank": rank}) for k, rank in enumerate(ranks)]
+    values = resample(scores, resamples=2_000)
+    assert values is not None
+    hits = np.array([rank == 0 for rank in ranks], dtype=float)
+    np.testing.assert_allclose(values.mean(1), hits.mean(1), atol=0.002)
+    paired = (hits[1] - hits[0]).std() / np.sqrt(2_000)
+    assert (values[1] - values[0]).std() == pytest.approx(paired, rel=0.06)
+    np.testing.assert_array_equal(values, resample(scores, resamples=2_000))
+
+
+def test_no_interval_over_other_data_or_without_outcomes(tmp_path: Path) -> None:
+    one = make_score(tmp_path / "1", "acc1", {"rank": np.zeros(5)})
+    shorter = make_score(tmp_path / "2", "acc1", {"rank": np.zeros(4)})
+    other = replace(one, inputs={"task_data": "another set"})
+    gone = replace(one, path=tmp_path / "nowhere" / "t.json")
+    assert resample([one, one]) is not None
+    for second in (shorter, other, gone):
+        assert resample([one, second]) is None
+    assert difference(0.1, None, None).interval is None
+
+
+def test_statistics_are_the_evaluations_own_metrics(tmp_path: Path) -> None:
+    """On the samples as they are, every statistic must equal the metric that the evaluation computes."""
+    from pipeline.evaluation import association, classification, retrieval
+    from pipeline.evaluation.tasks import TASKS
+
+    rng = np.random.default_rng(1)
+    rows = {"target": rng.integers(0, 6, 300), "prediction": rng.integers(0, 6, 300), "rank": rng.integers(0, 9, 300)}
+    for task in ("cifar10", "vtab/pets", "wilds/iwildcam", "wilds/fmow", "fairness/dollar_street", "fairness/geode"):
+        fields = {f"field:{name}": rng.integers(0, 3, 300) for name in TASKS[task].fields}
+        outcomes = rows | fields
+        score = make_score(tmp_path / task, TASKS[task].main_metric, outcomes, task=task)
+        units, compute = statistic(score, outcomes)
+        expected = classification.metrics(TASKS[task], outcomes, classes=9)[TASKS[task].main_metric]
+        assert compute(np.arange(units)) == pytest.approx(expected, abs=1e-12), task
+    owner = np.repeat(np.arange(40), rng.integers(1, 8, 40))
+    ranks = {
+        "caption_owner": owner,
+        "caption_rank": rng.integers(0, 3, len(owner)),
+        "image_rank": rng.integers(0, 3, 40),
+    }
+    score = make_score(tmp_path / "r", "mean_recall@1", ranks, protocol="retrieval")
+    units, compute = statistic(score, ranks)
+    assert units == 40
+    assert compute(np.arange(units)) == pytest.approx(retrieval.metrics(ranks)["mean_recall@1"], abs=1e-12)
+    found = {"jaccard": rng.random(60), "candidates": rng.choice([5, 6, 10, 12], 60)}
+    score = make_score(tmp_path / "w", "jaccard_score_10-12", found, protocol="association")
+    units, compute = statistic(score, found)
+    assert compute(np.arange(units)) == pytest.approx(association.metrics(found)["jaccard_score_10-12"], abs=1e-12)
+
+
+def test_seeds_of_one_method_are_averaged(tmp_path: Path) -> None:
+    runs = []
+    for name, right in (("a", 60), ("b", 70), ("c", 80)):
+        folder = make_run(tmp_path / name, right=right)
+        config = {"seed": right, "output": str(folder), "objective": {"name": "neuclip"}}
+        (folder / "config.yaml").write_text(json.dumps(config))
+        runs.append(read_run(folder))
+    (method,) = compare(runs).methods
+    assert (method.name, method.runs) == ("neuclip", 3)
+    mean, spread = method.values[0]
+    assert (mean, spread) == (pytest.approx(0.7), pytest.approx(0.1))
+
+
+def test_an_incomplete_aggregate_is_not_called_by_its_name(pair: list[Path]) -> None:
+    evaluations = [read_run(path).latest for path in pair]
+    assert not any("DataComp" in name or "ImageNet" in name for name in groups_of(evaluations))
+
+
+def test_files(pair: list[Path], tmp_path: Path) -> None:
+    page = write_report(pair, output=tmp_path / "out")
+    html = page.read_text()
+    assert "+30.00 [+2" in html
+    assert 'class="ci up"' in html
+    assert "scenes/size could not be scored" in html
+    text = page.with_suffix(".md").read_text()
+    assert "| colour | 60.00 | 90.00 (+30.00 [" in text
+    with page.with_suffix(".csv").open() as file:
+        rows = {(row["task"], row["run"]): row for row in csv.DictReader(file)}
+    assert float(rows["colour", "b"]["score"]) == 0.9
+    assert float(rows["colour", "b"]["ci_low"]) > 0.15
+    assert rows["colour", "a"]["difference"] == ""
+    latex = page.with_suffix(".tex").read_text()
+    assert r"openclip & \textbf{90.00} & \textbf{90.00} \\" in latex
+    assert r"neuclip & 60.00 & 60.00 \\" in latex
+
+
+def test_labels_are_distinct(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name / "run")) for name in ("x", "y")]
+    assert labels(runs) == ["x/run", "y/run"]
+    assert labels([runs[0], runs[0]]) == ["run (1)", "run (2)"]

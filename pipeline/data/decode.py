@@ -66,8 +66,8 @@ class ImageDecoder:
     """Encoded image -> uint8 [3, size, size], cropped by hash and resized.
 
     mode "exact" gives the pixels of open_clip's training transform for the same box. "fast" decodes JPEG by
-    libjpeg-turbo and resizes by torch; at most 2 of 255 away from exact. Whatever the fast decoder refuses is decided
-    by the exact one, so both accept the same images.
+    libjpeg-turbo and resizes by torch, at most 2 of 255 away (9 where Pillow 13 rounds between passes in another
+    order). Whatever the fast decoder refuses is decided by the exact one, so both accept the same images.
     """
 
     size: int

@@ -28,10 +28,11 @@ from pipeline.data.config import DataConfig
 from pipeline.data.corpus import Mixture, load_mixture
 from pipeline.data.decode import ImageDecoder
 from pipeline.data.hashing import MASK
+from pipeline.data.order import Order
 from pipeline.data.presence import check_shards
 from pipeline.data.resume import restore_position, save_position
 from pipeline.data.streams import Layout, make_layout
-from pipeline.data.worker import Failure, Order, Part, StreamDataset, Tokenize
+from pipeline.data.worker import Failure, Part, StreamDataset, Tokenize
 from pipeline.errors import UserError
 from pipeline.world import World
 

@@ -8,12 +8,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from pipeline.data.accounting import Position, merge
-from pipeline.data.corpus import plan_epoch
-from pipeline.data.streams import stream_order
-from pipeline.data.worker import Order, StreamDataset, order_hash
+from pipeline.data.order import Order, order_hash, planned_ids
+from pipeline.data.worker import StreamDataset
 from pipeline.errors import UserError
 from pipeline.world import World
 
@@ -65,27 +62,12 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     return position
 
 
-def planned_ids(order: Order, *, epoch: int, batch: int) -> np.ndarray:
-    """Sample ids of a global batch in row order, [B], as they are when no sample is corrupt; reads no data."""
-    layout = order.layout
-    segments = plan_epoch(order.mixture, seed=order.seed, epoch=epoch)
-    length, b = layout.stream_length, layout.rows
-    positions = [np.empty(0, dtype=np.int64)]
-    for c in range(layout.streams):
-        stream = stream_order(seed=order.seed, epoch=epoch, stream=c, length=length, buffer=order.shuffle_buffer)
-        positions.append(c * length + stream.places(batch * b, (batch + 1) * b))
-    at = np.concatenate(positions)
-    m = np.searchsorted(segments.position, at, side="right") - 1
-    offsets = np.array(order.mixture.manifest.offsets)
-    return offsets[segments.shard[m]] + segments.start[m] + at - segments.position[m]
-
-
 def _proof(order: Order, position: Position) -> str:
     """The order hash of the last batch before a position, computed from the plan alone."""
     if not position.batch:
         return ""
     epoch, batch = position.epoch, position.batch - 1
-    ids = planned_ids(order, epoch=epoch, batch=batch)
+    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1)[0]
     return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=0):016x}"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,26 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pipeline.data.corpus import Mixture, plan_epoch
+from pipeline.data.corpus import plan_epoch
 from pipeline.data.decode import CorruptSample, ImageDecoder, caption_of
-from pipeline.data.hashing import Purpose, draw, draws, key
+from pipeline.data.hashing import Purpose, draw, key
+from pipeline.data.order import Order, order_hash
 from pipeline.data.reader import SequentialReader, StreamReader
-from pipeline.data.streams import Layout, stream_order
 from pipeline.data.tar import Record
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the order of samples is a function of."""
-
-    mixture: Mixture
-    layout: Layout
-    seed: int
-    shuffle_buffer: int
 
 
 @dataclass(frozen=True)
@@ -53,13 +46,6 @@ class Failure:
     """A message for the user that ends the run; sent as a value because exceptions cross processes as tracebacks."""
 
     message: str
-
-
-def order_hash(sample_id: NDArray[np.int64], *, epoch: int, batch: int, first_row: int) -> int:
-    """A 64-bit hash of which samples are in which rows; those of disjoint rows add up to that of the whole batch."""
-    rows = np.arange(first_row, first_row + len(sample_id), dtype=np.uint64) << np.uint64(40)
-    hashes = draws(key(Purpose.ORDER, epoch, batch), rows + sample_id.astype(np.uint64))
-    return int(hashes.sum(dtype=np.uint64))
 
 
 class StreamFiller:
@@ -139,15 +125,8 @@ class StreamFiller:
                 yield stream, other
 
     def _open(self, stream: int, *, turn: int) -> StreamReader:
-        length = self._order.layout.stream_length
-        order = stream_order(
-            seed=self._order.seed,
-            epoch=self._epoch,
-            stream=stream,
-            length=length,
-            buffer=self._order.shuffle_buffer,
-        )
-        return StreamReader(self._source, order=order, first=stream * length, turn=turn)
+        order = self._order.stream(epoch=self._epoch, stream=stream)
+        return StreamReader(self._source, order=order, first=stream * order.length, turn=turn)
 
 
 @dataclass(frozen=True)
@@ -166,6 +145,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         info = get_worker_info()
         if info is not None:
             torch.set_num_threads(1)
+            threading.Thread(target=_end_with_parent, daemon=True).start()
         index, count = (info.id, info.num_workers) if info else (0, 1)
         s = len(self.streams)
         try:
@@ -214,3 +194,15 @@ class StreamDataset(IterableDataset[Part | Failure]):
             order_hash=hashed,
             corrupt=corrupt,
         )
+
+
+def _end_with_parent() -> None:
+    """End this process when the training process is gone, however it went.
+
+    torch's own watchdog looks at the parent's id, which under a fork server is the server; and the server in turn waits
+    for its children.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -22,7 +22,9 @@ from pipeline.data.tar import Record
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96
-FAST_MAX, FAST_MEAN = 3, 0.25  # of 255
+# Largest and mean difference of the decoders, of 255. From version 13 on, Pillow resizes some tall crops vertically
+# first, so that the rounding between the two passes falls elsewhere; torch and older versions never do.
+SAME_ORDER, OTHER_ORDER = (2, 0.02), (9, 0.4)
 
 
 def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
@@ -76,15 +78,18 @@ def test_exact_mode_gives_open_clips_pixels(
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("size", [(360, 270), (260, 400), (50, 40)])
-def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "limits"), [((400, 250), SAME_ORDER), ((50, 40), SAME_ORDER), ((260, 400), OTHER_ORDER)]
+)
+def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int], limits: tuple[float, float]) -> None:
+    crop = CropConfig(scale=(0.6, 1.0), ratio=(0.9, 1.1)) if size[0] > size[1] else CropConfig()
     for number in range(5):
         data = ENCODINGS[encoding](picture(number, size=size))
-        fast, exact = (decoder(mode)(data, state=number).float() for mode in ("fast", "exact"))
+        fast, exact = (decoder(mode, crop=crop)(data, state=number).float() for mode in ("fast", "exact"))
         assert fast.shape == (3, SIZE, SIZE)
         difference = (fast - exact).abs()
-        assert difference.max() <= FAST_MAX
-        assert difference.mean() <= FAST_MEAN
+        assert difference.max() <= limits[0]
+        assert difference.mean() <= limits[1]
 
 
 def damaged() -> Iterator[bytes]:

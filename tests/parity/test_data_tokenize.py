@@ -15,8 +15,8 @@ from pipeline.data.tokenize import CachedTokenizer, fast_tokenizer
 
 PIECES = [
     "photo", "of", "a", "Dog's", "don't", "I'LL", "N°5", "naïve", "ΣΑΣ", "&amp;", "&amp;amp;lt;b&gt;", "\x07x", "12345",
-    "$$$!!", "<start_of_text>", "<END_OF_TEXT>", "<start_of_text>a", "日本語", "😀", "\u200b", "\x1c", "a\x0bb", "ß", "İ",
-    " \n", "…", "“q”", "''s", "_", "a" * 50, "Å", "ſ", "'ſ", "schÃ¶n", "\x1b[31mred", "", "\xa0", "...",
+    "$$$!!", "<start_of_text>", "<END_OF_TEXT>", "<start_of_text>a", "日本語", "😀", "\u200b", "\x1c", "a\x0bb",
+    "ß", "İ", " \n", "…", "“q”", "''s", "_", "a" * 50, "Å", "ſ", "'ſ", "schÃ¶n", "\x1b[31mred", "", "\xa0", "...",
     "http://a.b/c?d=1&e=2",
 ]  # fmt: skip
 

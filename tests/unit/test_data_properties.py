@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.config import parse
 from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
-from pipeline.data.resume import planned_ids
+from pipeline.data.order import planned_ids
 from pipeline.data.worker import Part, StreamDataset
 from pipeline.world import World
 from tests.shards import count_tokens, jpeg, write_shards
@@ -94,7 +94,7 @@ def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytes
 
 def _check_accounts(batches: list[list[int]], whole: Loader, broken: dict[int, str]) -> None:
     order = whole._dataset.order
-    planned = [i for t in range(len(batches)) for i in planned_ids(order, epoch=0, batch=t).tolist()]
+    planned = planned_ids(order, epoch=0, first=0, last=len(batches)).ravel().tolist()
     assert len(set(planned)) == len(planned) == whole.n - whole.layout.dropped
     assert whole.layout.dropped < whole.layout.global_batch
     bad = [i for i in planned if i in broken]

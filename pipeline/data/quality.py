@@ -1,0 +1,60 @@
+"""How well an order is shuffled, next to a shuffle of everything with everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShuffleQuality:
+    """Figures of an order and, as `ideal_`, what a global shuffle of the same data gives.
+
+    shards_per_batch: mean number of different shards in a batch. same_shard_pairs: share of the pairs in a batch whose
+    samples come from one shard.
+    """
+
+    shards_per_batch: float
+    ideal_shards_per_batch: float
+    same_shard_pairs: float
+    ideal_same_shard_pairs: float
+
+
+def shuffle_quality(ids: Int64, *, offsets: Sequence[int], samples: int) -> ShuffleQuality:
+    """Batch diversity of global batches, [batches, B] sample ids. offsets: first id of each shard; samples: n."""
+    shard = np.searchsorted(np.asarray(offsets), ids, side="right") - 1
+    batch = ids.shape[1]
+    counts = [np.unique(row, return_counts=True)[1] for row in shard]
+    share = np.diff([*offsets, samples]) / samples
+    pairs = batch * (batch - 1)
+    return ShuffleQuality(
+        shards_per_batch=float(np.mean([len(c) for c in counts])),
+        ideal_shards_per_batch=float((1 - (1 - share) ** batch).sum()),
+        same_shard_pairs=float(np.mean([(c * (c - 1)).sum() / pairs for c in counts])) if pairs else 0.0,
+        ideal_same_shard_pairs=float((share**2).sum()),
+    )
+
+
+def neighbour_distance(ids: Int64) -> float:
+    """Mean distance in steps of samples stored next to each other, over that of a global shuffle (a third of all
+    steps).
+
+    ids: [steps, B], a whole epoch. 1 is a global shuffle, 0 is the order of storage.
+    """
+    steps, batch = ids.shape
+    order = np.argsort(ids, axis=None, kind="stable")
+    stored, step = ids.ravel()[order], order // batch
+    adjacent = np.diff(stored) == 1
+    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
+
+
+def repeats_in_window(ids: Int64, *, window: int) -> float:
+    """Share of the samples of a sequence, [n] ids, that were already among the `window` samples before them."""
+    order = np.argsort(ids, kind="stable")
+    again = (np.diff(ids[order]) == 0) & (np.diff(order) <= window)
+    return float(again.sum() / len(ids))

@@ -1,0 +1,81 @@
+"""What each real rank of `test_data_ranks` does: load, stop, resume, and write down what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import parse
+from pipeline.data.config import DataConfig
+from pipeline.data.loader import Loader, build_loader
+from pipeline.errors import UserError
+from pipeline.world import World, start_world
+from tests.shards import count_tokens
+
+BATCH, STREAMS = 12, 6
+
+
+def make_loader(folder: Path, world: World, **options: Any) -> Loader:
+    settings = {"sources": str(folder), "streams": STREAMS, "shuffle_buffer": 7, "retries": 0, "corrupt_limit": 0.3}
+    return build_loader(
+        parse(DataConfig, settings | options),
+        world=world,
+        global_batch=BATCH,
+        seed=11,
+        image_size=8,
+        tokenize=count_tokens,
+    )
+
+
+def steps(loader: Loader, count: int) -> list[list[int]]:
+    return [next(loader).sample_id.tolist() for _ in range(count)]
+
+
+def order_and_resume(folder: Path, world: World) -> dict[str, Any]:
+    with make_loader(folder, world, workers=2) as loader:
+        first = steps(loader, 7)
+        state = loader.state_dict()
+    with make_loader(folder, world, workers=1) as loader:
+        loader.load_state_dict(state)
+        second = steps(loader, 8)
+        return {"ids": first + second, "state": loader.state_dict(), "middle": state}
+
+
+def vanish(folder: Path, world: World) -> dict[str, Any]:
+    """The shard that the manifest names first goes away after the first batch; every rank must go on in step."""
+    with make_loader(folder, world, workers=0, shuffle_buffer=1) as loader:
+        found = steps(loader, 1)
+        world.barrier()
+        if world.is_main:
+            (folder / "00000.tar").unlink()
+        world.barrier()
+        found += steps(loader, loader.steps_per_epoch * 2)
+        return {"ids": found, "report": vars(loader.report())}
+
+
+def limit(folder: Path, world: World) -> dict[str, Any]:
+    with make_loader(folder, world, workers=0, corrupt_limit=0.01) as loader:
+        steps(loader, 1)
+        (folder / "00001.tar").unlink(missing_ok=True)
+        world.barrier()
+        try:
+            for _ in range(loader.steps_per_epoch * 2):
+                steps(loader, 1)
+                loader.report()
+        except UserError as error:
+            return {"stopped": str(error), "at": [loader.position.epoch, loader.position.batch]}
+    return {"stopped": ""}
+
+
+def main() -> None:
+    folder, out, scenario = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    with start_world(device="cpu", timeout_minutes=2) as world:
+        result = {"order": order_and_resume, "vanish": vanish, "limit": limit}[scenario](folder, world)
+        (out / f"{scenario}-{world.rank}.json").write_text(json.dumps(result | {"pid": os.getpid()}, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The loader on two real ranks with real workers, and what is left when a trainer is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.world import World
+from tests.dist.data_ranks import BATCH, make_loader, steps
+from tests.shards import write_shards
+
+ROOT = Path(__file__).parents[2]
+SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
+
+
+def launch(folder: Path, out: Path, scenario: str) -> list[dict[str, Any]]:
+    """Run a scenario of `data_ranks` on two ranks and return what each wrote."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command += ["-m", "tests.dist.data_ranks", str(folder), str(out), scenario]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((out / f"{scenario}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def joined(results: list[dict[str, Any]]) -> list[list[int]]:
+    return [[i for part in step for i in part] for step in zip(*(r["ids"] for r in results), strict=True)]
+
+
+def test_two_ranks_see_the_batches_of_one_and_resume_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    write_shards(folder, SIZES)
+    results = launch(folder, tmp_path, "order")
+    alone = make_loader(folder, World(), workers=0)
+    assert joined(results) == steps(alone, 15)
+    assert alone.state_dict() == results[0]["state"] == results[1]["state"]
+
+    # A state of two ranks continues on one.
+    resumed = make_loader(folder, World(), workers=0)
+    resumed.load_state_dict(results[0]["middle"])
+    assert steps(resumed, 8) == joined(results)[7:]
+
+
+def test_ranks_stay_in_step_when_a_shard_vanishes(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    write_shards(folder, SIZES)
+    results = launch(folder, tmp_path, "vanish")
+    batches = joined(results)
+    assert len(batches) == 17
+    assert all(len(batch) == BATCH for batch in batches)
+    assert results[0]["report"] == results[1]["report"]
+    report = results[0]["report"]
+    assert report["epoch"] == 2
+    assert batches[-1]
+    assert not {i for batch in batches[9:] for i in batch} & set(range(9)), "samples of a shard that is gone"
+
+
+def test_the_corruption_limit_stops_both_ranks_at_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    write_shards(folder, SIZES)
+    results = launch(folder, tmp_path, "limit")
+    assert results[0]["stopped"] == results[1]["stopped"]
+    assert "00001.tar" in results[0]["stopped"]
+    assert "data.corrupt_limit = 0.01" in results[0]["stopped"]
+    assert results[0]["at"] == results[1]["at"]
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from pipeline.world import World
+from tests.dist.data_ranks import make_loader
+if __name__ == "__main__":
+    loader = make_loader(Path(sys.argv[1]), World(), workers=3)
+    next(loader)
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signals) -> None:
+    write_shards(tmp_path / "shards", SIZES)
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "shards")],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "started\n"
+    assert len(group(child.pid)) >= 5, "trainer, fork server and three workers"
+    child.send_signal(how)
+    child.wait()
+    deadline = time.monotonic() + 30
+    while (left := group(child.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def group(leader: int) -> list[int]:
+    """Live processes of a process group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(pgrp) == leader and state != "Z":
+                members.append(int(entry.name))
+    return members

@@ -12,7 +12,8 @@ import click
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
 )
-def command(runs: tuple[Path, ...], output: Path | None) -> None:
+@click.option("--tensorboard", is_flag=True, help="Also write the scores as scalars below RUN/tensorboard.")
+def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several.
 
     A RUN is the folder that `neuclip train` or `neuclip demo` wrote. What is not there is named in the report, never
@@ -22,6 +23,12 @@ def command(runs: tuple[Path, ...], output: Path | None) -> None:
     from pipeline.report import write_report
 
     click.echo(write_report(runs, output=output))
+    if tensorboard:
+        from pipeline.report.board import write_scores
+        from pipeline.report.run import read_run
+
+        for folder in runs:
+            click.echo(write_scores(read_run(folder)))
 
 
 if __name__ == "__main__":

@@ -149,6 +149,17 @@ def test_command(run: Path) -> None:
     assert (run / "report.md").exists()
 
 
+def test_scores_as_tensorboard_scalars(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):  # a second report replaces the first one's scalars
+        CliRunner().invoke(command, [str(run), "--tensorboard"], catch_exceptions=False)
+    events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
+    events.Reload()
+    found = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]
+    assert found == [(50, 0.3), (100, 0.6)]
+
+
 def test_pooling_and_smoothing_keep_means_and_lines() -> None:
     x = np.arange(1_000.0)
     px, py = pooled(x, 2 * x, limit=100)

@@ -11,6 +11,7 @@ from data_prep.scenes.draws import Draws
 from data_prep.scenes.vocabulary import BACKGROUNDS
 
 VARIANTS = 12
+CONTRAST = 0.55  # of a background around its mean colour: objects should stand out
 MARGIN = 1.25  # painted larger than needed, so that a crop can move
 
 
@@ -28,6 +29,8 @@ def _painted(name: str, side: int, variant: int) -> Image.Image:
     size = round(side * MARGIN)
     rng = np.random.Generator(np.random.PCG64([list(BACKGROUNDS).index(name), variant]))
     pixels = _PAINTERS[name](size, rng)
+    mean = pixels.mean((0, 1))
+    pixels = mean + CONTRAST * (pixels - mean)
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8), "RGB")
 
 

@@ -23,16 +23,20 @@ from data_prep.scenes.vocabulary import (
     words,
 )
 
+# How much a web caption says, and how often: a third are terse and name one or two things. An attribute is said with
+# probability detail ** EASE: what is easy to see is left out more often, else nothing would teach what is hard to see.
+DETAIL = (0.3, 0.75, 1.0), (0.35, 0.45, 0.2)
+EASE = {"background": 2.0, "colour": 1.0, "size": 1.0, "texture": 0.5, "position": 0.5}
 OPENINGS = ("", "a photo of ", "an image of ", "picture of ", "a drawing of ", "photo: ", "look at ")
 
 
 def web(config: ScenesConfig, index: int) -> str:
     """The training caption of a scene, with noise in `config.noise` of the cases."""
     draws = Draws(config.seed, index, "caption")
-    text = _sentence(describe(config, index), draws, detail=0.8)
+    text = _sentence(describe(config, index), draws, detail=draws.weighted(*DETAIL))
     if not draws.chance(config.noise):
         return text
-    neighbour = _sentence(describe(config, index + 1), draws, detail=0.8)
+    neighbour = _sentence(describe(config, index + 1), draws, detail=draws.weighted(*DETAIL))
     return spoil(text, neighbour, draws)
 
 
@@ -42,15 +46,13 @@ def curated(config: ScenesConfig, index: int) -> str:
 
 
 def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:
-    """One caption; each attribute is said with a probability near `detail`."""
-    place = draws.favoured(words(BACKGROUNDS, scene.background)) if draws.chance(detail) else ""
-    where = ""
-    if scene.position is not None and draws.chance(detail):
-        where = draws.favoured(words(POSITIONS, scene.position))
-    if scene.relation is not None and scene.other is not None:
-        subject = _pair(scene, draws, detail=detail)
-    else:
-        subject = _subject(scene, draws, detail=detail)
+    """One caption; `detail` 1 says everything."""
+    place = where = ""
+    if draws.chance(detail ** EASE["background"]):
+        place = draws.favoured(words(BACKGROUNDS, scene.background))
+    if scene.position is not None and draws.chance(detail ** EASE["position"]):
+        where = draws.favoured(words(POSITIONS, scene.position), 0.7)
+    subject = _pair(scene, draws, detail=detail) if scene.relation else _subject(scene, draws, detail=detail)
     opening = draws.favoured(OPENINGS)
     if detail < 1 and draws.chance(0.15):
         return ", ".join(part for part in draws.shuffled([subject, where, place]) if part)
@@ -60,10 +62,10 @@ def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:
 def _subject(scene: Scene, draws: Draws, *, detail: float) -> str:
     if scene.count > 1:
         return f"{draws.favoured(COUNTS[scene.count], 0.7)} {_noun(scene.item, draws, detail=detail, many=True)}"
-    size = ""
-    if scene.size is not None and draws.chance(detail if scene.size != "medium" else 0.6 * detail):
-        size = draws.favoured(SIZES[scene.size]) + " "
-    noun = size + _noun(scene.item, draws, detail=detail)
+    noun = _noun(scene.item, draws, detail=detail)
+    # "Medium-sized" is seldom worth a word.
+    if scene.size is not None and draws.chance(detail ** EASE["size"] * (0.6 if scene.size == "medium" else 1.0)):
+        noun = f"{draws.favoured(SIZES[scene.size])} {noun}"
     return f"{draws.favoured(COUNTS[1])} {noun}" if draws.chance(0.2) else _with_article(noun)
 
 
@@ -71,19 +73,19 @@ def _pair(scene: Scene, draws: Draws, *, detail: float) -> str:
     assert scene.other is not None
     assert scene.relation is not None
     first, second = (_with_article(_noun(item, draws, detail=detail)) for item in (scene.item, scene.other))
-    if detail < 1 and draws.chance(0.12):
+    if detail < 1 and draws.chance(0.15):
         second = f"another {draws.pick(GENERIC)}"
-    return f"{first} {draws.favoured(RELATIONS[scene.relation], 0.6)} {second}"
+    return f"{first} {draws.favoured(RELATIONS[scene.relation], 0.65)} {second}"
 
 
 def _noun(item: Item, draws: Draws, *, detail: float, many: bool = False) -> str:
-    """Texture, colour and shape, for example "striped red star" or "red stars with stripes"."""
+    """Texture, colour and shape, for example "striped red star"; sometimes a "thing" instead of its shape."""
     adjectives = []
-    if draws.chance(detail if item.texture != "plain" else 0.35 * detail):
-        adjectives.append(draws.favoured(TEXTURES[item.texture]))
-    if draws.chance((1 + detail) / 2):
+    if draws.chance(detail ** EASE["texture"] * (0.3 if item.texture == "plain" else 1.0)):
+        adjectives.append(draws.favoured(TEXTURES[item.texture], 0.7))
+    if draws.chance(detail ** EASE["colour"]):
         adjectives.append(draws.favoured(words(COLOURS, item.colour), 0.7))
-    generic = detail < 1 and draws.chance(0.1)
+    generic = draws.chance(0.25 * (1 - detail))
     noun = draws.pick(GENERIC) if generic else draws.favoured(SHAPES[item.shape], 0.7)
     return " ".join([*draws.shuffled(adjectives), _plural(noun) if many else noun])
 

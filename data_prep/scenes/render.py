@@ -16,8 +16,8 @@ from data_prep.scenes.shapes import outline
 from data_prep.scenes.vocabulary import COLOURS, POSITIONS, Colour
 
 SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced: smooth edges at small sizes
-RADIUS = {"small": (0.13, 0.16), "medium": (0.20, 0.245), "large": (0.33, 0.40)}
-GROUP_RADIUS = (0.12, 0.155)
+RADIUS = {"small": (0.15, 0.175), "medium": (0.22, 0.255), "large": (0.35, 0.42)}
+GROUP_RADIUS = (0.13, 0.165)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
 Placement = tuple[Item, float, float, float]  # item, centre x, centre y, radius; shares of the side
 

@@ -19,6 +19,9 @@ from data_prep.scenes.vocabulary import (
 )
 
 
+PLAIN = 0.3  # share of items that are plain before any texture is drawn
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One kind of object."""
@@ -54,7 +57,7 @@ def describe(config: ScenesConfig, index: int) -> Scene:
     else:
         item = _item(draws, config.tail)
         background = draws.zipf(tuple(BACKGROUNDS), config.tail)
-    kind = draws.weighted(("single", "group", "pair"), (0.6, 0.25, 0.15))
+    kind = draws.weighted(("single", "group", "pair"), (0.7, 0.18, 0.12))
     if kind == "single":
         size = draws.zipf(tuple(SIZES), config.tail)
         position = None if size == "large" else draws.zipf(tuple(POSITIONS), config.tail)
@@ -71,5 +74,5 @@ def _item(draws: Draws, tail: float) -> Item:
     return Item(
         shape=draws.zipf(tuple(SHAPES), tail),
         colour=draws.zipf(tuple(COLOURS), tail),
-        texture=draws.zipf(tuple(TEXTURES), tail),
+        texture="plain" if draws.chance(PLAIN) else draws.zipf(tuple(TEXTURES), tail),
     )

@@ -73,14 +73,14 @@ COUNTS: dict[int, tuple[str, ...]] = {
 # Centre (x, y) of the object as a share of the image's side, and the words.
 POSITIONS: dict[str, tuple[tuple[float, float], tuple[str, ...]]] = {
     "centre": ((0.50, 0.50), ("in the centre", "in the middle", "at the center")),
-    "left": ((0.24, 0.50), ("on the left side", "at the left edge", "on the left")),
-    "right": ((0.76, 0.50), ("on the right side", "at the right edge", "on the right")),
-    "top": ((0.50, 0.24), ("at the top", "at the upper edge", "up top")),
-    "bottom": ((0.50, 0.76), ("at the bottom", "at the lower edge", "down below")),
-    "top left": ((0.24, 0.24), ("in the top left corner", "in the upper left", "top left")),
-    "bottom right": ((0.76, 0.76), ("in the bottom right corner", "in the lower right", "bottom right")),
-    "top right": ((0.76, 0.24), ("in the top right corner", "in the upper right", "top right")),
-    "bottom left": ((0.24, 0.76), ("in the bottom left corner", "in the lower left", "bottom left")),
+    "left": ((0.26, 0.50), ("on the left side", "at the left edge", "on the left")),
+    "right": ((0.74, 0.50), ("on the right side", "at the right edge", "on the right")),
+    "top": ((0.50, 0.26), ("at the top", "at the upper edge", "up top")),
+    "bottom": ((0.50, 0.74), ("at the bottom", "at the lower edge", "down below")),
+    "top left": ((0.26, 0.26), ("in the top left corner", "in the upper left", "top left")),
+    "bottom right": ((0.74, 0.74), ("in the bottom right corner", "in the lower right", "bottom right")),
+    "top right": ((0.74, 0.26), ("in the top right corner", "in the upper right", "top right")),
+    "bottom left": ((0.26, 0.74), ("in the bottom left corner", "in the lower left", "bottom left")),
 }
 
 # Seen from the first object. Class names are undirected ("next to"), because an image alone cannot tell which of its

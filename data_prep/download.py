@@ -21,11 +21,11 @@ from data_prep.plan import Plan, make_plan
 from data_prep.reasons import is_transient
 from data_prep.session import Progress, fetch
 from data_prep.source import resolve
-from pipeline.config import to_tree
+from pipeline.config import dump, parse, read_yaml, to_tree
 from pipeline.data.manifest import Manifest, make_manifest
 from pipeline.errors import UserError
 
-__all__ = ["DownloadConfig", "download", "prepare", "write_manifest"]
+__all__ = ["DownloadConfig", "download", "load_config", "prepare", "write_manifest"]
 
 # What decides over the bytes of a shard; recorded in the manifest.
 _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
@@ -49,6 +49,7 @@ def download(
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output))
     with _alone(folder, config.fetch.worker), _session(folder, config):
+        folder.config.write_text(dump(config), encoding="utf-8")
         if retry_failed:
             _retry(config, folder, plan, on_progress)
         mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
@@ -83,6 +84,14 @@ def prepare(
                 on_note(note)
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size)
     return config, plan
+
+
+def load_config(root: str | Path) -> DownloadConfig:
+    """The settings that a data set was made with. Raises: UserError when it was not made by `neuclip download`."""
+    folder = Folder(Path(root).absolute())
+    if not folder.config.exists():
+        raise UserError(f"{root} has no {folder.config.name}: it was not made by `neuclip download`.")
+    return replace(parse(DownloadConfig, read_yaml(folder.config)), output=str(folder.root))
 
 
 def write_manifest(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:

@@ -19,8 +19,6 @@ _WATCH_SECONDS = 0.5
 
 def main(path: str) -> None:
     _end_with_parent()
-    # Albumentations, which img2dataset resizes with, otherwise asks the network for newer versions at import.
-    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
     from data_prep.config import DownloadConfig
     from data_prep.engine import Job, run
     from data_prep.folder import Folder

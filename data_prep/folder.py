@@ -6,6 +6,7 @@ shards/00000.tar        published by rename when whole
 meta/00000.parquet      one row per URL of that shard: what became of it
 meta/00000.json         the shard's record; written last, so that it means "finished"
 plan/                   the URL list after subsetting, one row group per shard, and plan.json
+download.yaml           the settings, resolved
 sessions.jsonl          when and where each run worked: dates live here, not in the manifest
 removed.txt             uids, URLs or hashes to keep out, for good
 staging/                unfinished work; may be deleted when nothing runs
@@ -52,6 +53,10 @@ class Folder:
     @property
     def staging(self) -> Path:
         return self.root / "staging"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "download.yaml"
 
     @property
     def sessions(self) -> Path:

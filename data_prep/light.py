@@ -6,6 +6,7 @@ instead of 0.8 s and 175 MB. We pass a writer and a monitor of our own, so empty
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 @contextmanager
 def stand_ins(*names: str) -> Iterator[None]:
     """Let `import name` succeed with an empty module inside the block; modules that are loaded already are kept."""
+    # Albumentations, which img2dataset resizes with, asks the network for newer versions when it is imported.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     added = [name for name in names if name not in sys.modules]
     for name in added:
         sys.modules[name] = types.ModuleType(name)

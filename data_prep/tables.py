@@ -111,7 +111,9 @@ def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
 
     with pq.ParquetFile(path) as file:
         _need(columns_of(source), file.schema_arrow.names, str(path))
-        yield from file.iter_batches(batch_size=_BATCH_ROWS, columns=columns_of(source))
+        # One row group at a time: over the whole file, what was read stays in memory to the end.
+        for group in range(file.num_row_groups):
+            yield from file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns_of(source))
 
 
 def _separated(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:

@@ -1,0 +1,85 @@
+"""`neuclip verify`: check shards against their manifest, rebuild what is wrong, find duplicates, remove samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+EXIT_PROBLEMS = 1
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images decoded per shard.")
+@click.option("--rebuild", is_flag=True, help="Fetch anew just the shards that have a problem.")
+@click.option("--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; write all but the first here.")
+@click.option("--distance", default=3, show_default=True, help="Bits in which near duplicates may differ (0 to 3).")
+@click.option("--remove", type=click.Path(dir_okay=False), help="Take out the uids, URLs, hashes or keys listed here.")
+def command(folder: str, decode: int, rebuild: bool, duplicates: str | None, distance: int, remove: str | None) -> int:
+    """Check the shards in FOLDER against its manifest; exits with 1 when something is wrong.
+
+    With --duplicates or --remove only that is done: the list that one writes is the list that the other takes.
+    """
+    if remove:
+        _remove(folder, Path(remove))
+        return 0
+    if duplicates:
+        _duplicates(folder, Path(duplicates), distance)
+        return 0
+    from data_prep import verify
+    from pipeline.data.manifest import load_manifest
+
+    problems = verify.verify(folder, decode=decode)
+    for problem in problems:
+        click.echo(str(problem))
+    manifest = load_manifest(folder)
+    if not problems:
+        size = sum(shard.bytes for shard in manifest.shards)
+        click.echo(f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {size / 1e6:,.1f} MB: all as promised.")
+        return 0
+    wrong = len({problem.shard for problem in problems})
+    click.echo(f"{wrong:,} of {len(manifest.shards):,} shards have a problem.")
+    if not rebuild:
+        click.echo("`neuclip verify --rebuild` fetches just these anew.")
+        return EXIT_PROBLEMS
+    again = verify.rebuild(folder, problems)
+    same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"
+    click.echo(f"Rebuilt {wrong:,} shards with {same}; {again.n:,} samples now, {manifest.n:,} before.")
+    return 0
+
+
+def _duplicates(folder: str, output: Path, distance: int) -> None:
+    from data_prep.duplicates import find_duplicates
+
+    found = find_duplicates(folder, distance=distance)
+    surplus = found.surplus()
+    output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
+    for kind, groups in (("exact", found.exact), ("near", found.near)):
+        samples = sum(map(len, groups))
+        shown = "; ".join(" = ".join(group[:4]) for group in groups[:5])
+        click.echo(
+            f"{len(groups):,} groups of {kind} duplicates with {samples:,} samples{': ' + shown if shown else ''}"
+        )
+    click.echo(f"All but the first of each group, {len(surplus):,} keys, are in {output}: check them, then --remove.")
+
+
+def _remove(folder: str, names: Path) -> None:
+    from data_prep.removal import remove
+    from pipeline.errors import UserError
+
+    try:
+        listed = {line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()}
+    except OSError as error:
+        raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
+    done, manifest = remove(folder, listed)
+    click.echo(
+        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples taken out of {done.shards:,} shards; "
+        f"{manifest.n:,} samples are left. The manifest has changed: runs on the old one cannot be resumed on it."
+    )
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="python -m jobs.verify")

@@ -1,0 +1,203 @@
+"""Damage is found and named, just the damaged shards are made anew, and what is removed stays out."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from data_prep import duplicates, tar
+from data_prep.config import DownloadConfig
+from data_prep.download import load_config, prepare, write_manifest
+from data_prep.engine import Job, ShardDownloader
+from data_prep.folder import Folder
+from data_prep.plan import Plan
+from data_prep.removal import remove
+from data_prep.verify import verify
+from jobs.verify import command
+from pipeline.config import dump, parse
+from pipeline.data.manifest import Manifest, load_manifest
+from tests.web import Site, jpeg, picture, serve
+
+ROWS, SHARD = 24, 6
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with serve() as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig:
+    """A data set of 24 images in 4 shards, made by img2dataset's downloader in this process."""
+    folder = tmp_path_factory.mktemp("made")
+    bodies = [jpeg(side=40 + k) for k in range(ROWS)]
+    bodies[9] = bodies[2]
+    buffer = io.BytesIO()
+    picture(44).resize((60, 60)).save(buffer, "JPEG", quality=70)
+    bodies[20] = buffer.getvalue()
+    columns = {
+        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
+        "caption": [f"picture {k}" for k in range(ROWS)],
+        "uid": [f"{k:032x}" for k in range(ROWS)],
+    }
+    pq.write_table(pa.table(columns), folder / "urls.parquet")
+    tree = {
+        "output": str(folder / "data"),
+        "source": {"table": str(folder / "urls.parquet"), "uid": "uid"},
+        "guard": {"allow_addresses": ["127.0.0.1"]},
+        "fetch": {"shard_size": SHARD, "threads": 4, "retries": 0},
+    }
+    config, plan = prepare(parse(DownloadConfig, tree))
+    fetch_here(config, plan, range(plan.shards))
+    Folder(Path(config.output)).config.write_text(dump(config))
+    return config
+
+
+def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int]) -> Manifest:
+    """What the engine's workers do, without processes."""
+    folder = Folder(Path(config.output))
+    downloader = ShardDownloader(Job(config, folder, plan, ()))
+    for shard in shards:
+        ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
+        assert ok
+    return write_manifest(config, folder, plan)
+
+
+@pytest.fixture
+def copied(made: DownloadConfig, tmp_path: Path) -> Path:
+    shutil.copytree(made.output, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def kinds(root: Path) -> list[tuple[str, str]]:
+    return [(problem.shard, problem.kind) for problem in verify(root)]
+
+
+def test_a_good_set_has_no_problem(copied: Path) -> None:
+    assert verify(copied, decode=SHARD) == []
+    result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
+    assert "4 shards, 24 samples" in result.output
+    assert result.return_value == 0
+
+
+def test_every_kind_of_damage_is_named(copied: Path) -> None:
+    def shard(number: int) -> Path:
+        return copied / f"shards/{number:05d}.tar"
+
+    shard(0).unlink()
+    shard(1).write_bytes(shard(1).read_bytes()[:9_000])
+    flipped = bytearray(shard(2).read_bytes())
+    flipped[700] ^= 1
+    shard(2).write_bytes(flipped)
+    shutil.copy(shard(3), copied / "shards/00009.tar")
+    assert kinds(copied) == [
+        ("shards/00000.tar", "missing"),
+        ("shards/00001.tar", "size"),
+        ("shards/00001.tar", "sha256"),
+        ("shards/00001.tar", "damaged"),
+        ("shards/00002.tar", "sha256"),
+        ("shards/00009.tar", "not listed"),
+    ]
+    result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
+    assert result.return_value == 1
+    assert "4 of 4 shards have a problem" in result.output
+
+
+def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
+    path = copied / "shards/00001.tar"
+    members = [(f"{key}.{name}", parts[name]) for key, parts in tar.samples(path) for name in sorted(parts)]
+    members[3] = (members[3][0], b"\xff\xd8\xff not an image")
+    size, digest = tar.write(path, members)
+    manifest = load_manifest(copied)
+    shards = [replace(s, bytes=size, sha256=digest) if s.name == "shards/00001.tar" else s for s in manifest.shards]
+    replace(manifest, shards=tuple(shards)).save(copied)
+    assert next(str(problem) for problem in verify(copied, decode=SHARD)).startswith(
+        "shards/00001.tar: undecodable: sample 0000000007"
+    )
+
+
+def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> None:
+    before = {path.name: path.read_bytes() for path in copied.glob("shards/*.tar")}
+    uid, url, digest = f"{7:032x}", f"{site.base}/8.jpg", hashlib.sha256(jpeg(side=45)).hexdigest()
+    done, manifest = remove(copied, {uid, url, digest, "unknown"})
+    assert (done.asked, done.found, done.samples, done.shards) == (4, 3, 3, 2)
+    assert manifest.n == ROWS - 3
+    assert manifest.failures == {"removed": 3}
+    assert verify(copied) == []
+    after = {path.name: path.read_bytes() for path in copied.glob("shards/*.tar")}
+    assert [name for name in sorted(after) if after[name] != before[name]] == ["00000.tar", "00001.tar"]
+    keys = {int(key) for shard in manifest.shards for key, _ in tar.samples(manifest.url(shard))}
+    assert keys == set(range(ROWS)) - {5, 7, 8}
+    assert remove(copied, {uid})[1].digest == manifest.digest, "removing again changes nothing"
+
+    # A rebuild of such a shard does not even ask for what was removed by uid or URL, and gives the same bytes.
+    config = load_config(copied)
+    _, plan = prepare(config)
+    Folder(copied).withdraw(1)
+    asked = len(site.agents)
+    again = fetch_here(config, plan, [1])
+    assert len(site.agents) - asked == SHARD - 2
+    assert again.digest == manifest.digest
+
+
+def test_removing_everything_of_a_shard_drops_it(copied: Path) -> None:
+    _, manifest = remove(copied, {f"{k:032x}" for k in range(SHARD)})
+    assert [shard.name for shard in manifest.shards] == [f"shards/0000{k}.tar" for k in (1, 2, 3)]
+    assert not (copied / "shards/00000.tar").exists()
+    assert load_manifest(copied).attempted == ROWS
+    assert verify(copied) == []
+
+
+def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -> None:
+    found = duplicates.find_duplicates(copied)
+    assert found.exact == [["0000000002", "0000000009"]]
+    assert found.near == [["0000000004", "0000000020"]], "the same picture, resized and compressed again"
+    listed = tmp_path / "surplus.txt"
+    result = CliRunner().invoke(command, [str(copied), "--duplicates", str(listed)], standalone_mode=False)
+    assert listed.read_text().split() == ["0000000009", "0000000020"]
+    assert "1 groups of exact duplicates with 2 samples" in result.output
+    result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
+    assert "2 samples taken out of 2 shards" in result.output
+    assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3])
+def test_near_groups_equal_those_of_all_pairs(distance: int) -> None:
+    generator = np.random.default_rng(distance)
+    base = generator.integers(0, 2**64, 60, dtype=np.uint64)
+    flipped = base[:40].copy()
+    for i in range(40):
+        for bit in generator.choice(64, size=i % 5, replace=False):
+            flipped[i] ^= np.uint64(1) << np.uint64(bit)
+    hashes = np.concatenate([base, flipped, base[:3]])
+    expected: list[set[int]] = []
+    for i in range(len(hashes)):
+        mine = {j for j in range(len(hashes)) if int(hashes[i] ^ hashes[j]).bit_count() <= distance}
+        touching = [group for group in expected if group & mine]
+        expected = [group for group in expected if not group & mine] + [set().union(mine, *touching)]
+    wanted = sorted(sorted(group) for group in expected if len(group) > 1)
+    assert duplicates.near_groups(hashes, distance=distance) == wanted
+
+
+def test_difference_hash_survives_scaling_and_compression() -> None:
+    image = picture(64).resize((512, 384), Image.Resampling.BICUBIC)
+
+    def encoded(size: tuple[int, int], quality: int) -> bytes:
+        buffer = io.BytesIO()
+        image.resize(size).save(buffer, "JPEG", quality=quality)
+        return buffer.getvalue()
+
+    one, other = (duplicates.difference_hash(encoded(*how)) for how in (((512, 384), 95), ((256, 192), 60)))
+    assert (one ^ other).bit_count() <= 3

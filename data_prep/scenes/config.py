@@ -59,7 +59,7 @@ class ScenesConfig:
     seed: int = Field(default=0, ge=0)
     image_size: int = Field(default=96, ge=16, le=1024)
     jpeg_quality: int = Field(default=88, ge=30, le=95)
-    tail: float = Field(default=0.6, ge=0, le=3)
+    tail: float = Field(default=0.5, ge=0, le=3)
     themed: float = Field(default=0.12, ge=0, le=1)
     noise: float = Field(default=0.2, ge=0, le=1)
     held_out: int = Field(default=1_000, ge=1)

@@ -18,7 +18,6 @@ from data_prep.scenes.vocabulary import (
     THEMES,
 )
 
-
 PLAIN = 0.3  # share of items that are plain before any texture is drawn
 
 

@@ -25,7 +25,7 @@ def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tenso
         bits = tensor.detach().contiguous().view(torch.uint8 if tensor.element_size() < 4 else _integer(tensor))
         words = bits.flatten().to(device=device, dtype=torch.int64)
         places = torch.arange(1, words.numel() + 1, device=device).mul_(_ODD).bitwise_or_(1)
-        total = total * _ODD + words.add_(places).mul_(places).sum()  # integer sums wrap: any order, same result
+        total = total * _ODD + (words + places).mul_(places).sum()  # integer sums wrap: any order, same result
     return total
 
 
@@ -56,9 +56,9 @@ class DriftGuard:
             tensor.copy_(self.world.broadcast(shared.clone()))
         if self.events >= MAX_EVENTS:
             raise UserError(
-                f"The objective's state differed between ranks for the {self.events}th time (step {step}, ranks "
-                f"{strangers} against rank 0). Every rank must run the same torch build on the same kind of device "
-                "with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
+                f"The objective's state differed between ranks {self.events} times in this run (last at step {step}, "
+                f"ranks {strangers} against rank 0). Every rank must run the same torch build on the same kind of "
+                "device with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
             )
         return False
 

@@ -1,0 +1,192 @@
+"""What each real rank of `test_objectives_ranks` does; in one process it is the run that they are compared with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.objectives import Objective, build_objective
+from pipeline.objectives.drift import fingerprint
+from pipeline.world import World, start_world
+from tests.unit.objectives_reference import context, unit_features
+
+BATCH, DIM, STEPS = 16, 12, 5
+NEUCLIP = {"name": "neuclip", "prototypes": 24, "restart_every": 3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{n: {"name": n} for n in ("openclip", "siglip", "sogclr", "isogclr", "amorlip")},
+    **{f"fastclip_v{i}": {"name": f"fastclip_v{i}"} for i in range(4)},
+    "neuclip": NEUCLIP,
+    "neuclip_few_prototypes": {**NEUCLIP, "prototypes": 5},
+    "neuclip_full_gradient": {**NEUCLIP, "stop_gradient": False, "ratio_cap": 0},
+    "neuclip_mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
+}
+
+
+def make(name: str, world: World, *, dtype: torch.dtype = torch.float64) -> Objective:
+    facts = {"world": world, "dtype": dtype, "dataset_size": 37, "steps_per_epoch": 2, "total_steps": 8}
+    return build_objective({**VARIANTS[name], "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
+
+
+def local(world: World, step: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    rows = world.rows(BATCH // world.size)
+    image, text = unit_features(BATCH, DIM, seed=step, dtype=torch.float64)
+    ids = torch.randperm(37, generator=torch.Generator().manual_seed(step))[:BATCH]
+    return image[rows].to(dtype), text[rows].to(dtype), ids[rows]
+
+
+def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
+    """Loss and gathered gradients of every step, and the state at the end; the third batch is discarded once."""
+    objective, found = make(name, world, dtype=dtype), {}
+    for step in range(steps):
+        image, text, ids = local(world, step, dtype=dtype)
+        output = objective.compute(image, text, sample_ids=ids, step=step)
+        if step == 2:
+            objective.discard()
+            objective.prefetch(ids)
+            output = objective.compute(image, text, sample_ids=ids, step=step)
+        objective.commit(lr_scale=1 / (1 + step))
+        found[f"loss{step}"] = output.loss
+        for side, gradient in (("image", output.grad_image), ("text", output.grad_text)):
+            found[f"{side}{step}"] = world.all_gather(gradient)
+        found |= {f"{key}{step}": value for key, value in output.metrics.items()}
+    small = objective.state_dict()
+    print_bits = fingerprint(small, device=torch.device("cpu"))
+    found["same_bits"] = (world.all_gather(print_bits[None]) == print_bits).all()
+    rows = {name: torch.cat(world.gather_objects(part)) for name, (_, part) in objective.row_state_dict().items()}
+    return found | {f"state.{k}": v for k, v in (small | rows).items()}
+
+
+def everything(world: World) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name in VARIANTS:
+        found[name] = trajectory(name, world, dtype=torch.float64, steps=STEPS)
+        found[f"{name}.fp32"] = trajectory(name, world, dtype=torch.float32, steps=1)
+    return found
+
+
+def bytes_moved(world: World) -> dict[str, dict[str, int]]:
+    """Payload that one step of each method hands to the collectives, by collective."""
+    found = {}
+    for name in VARIANTS:
+        objective = make(name, world, dtype=torch.float32)
+        image, text, ids = local(world, 0, dtype=torch.float32)
+        world.traffic.clear()
+        objective.compute(image, text, sample_ids=ids, step=0)
+        objective.commit()
+        found[name] = {key: count for key, count in world.traffic.items() if key.endswith(".bytes")}
+    return found
+
+
+def bytes_of_autograd(world: World) -> int:
+    """The same for open_clip's loss with autograd through the gather, counted where torch.distributed is called."""
+    from open_clip.loss import ClipLoss
+
+    moved = 0
+
+    def counting(call: Any, position: int) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal moved
+            sent = args[position]
+            moved += sum(
+                x.numel() * x.element_size() for x in (sent if isinstance(sent, list) else [sent]) if x is not None
+            )
+            return call(*args, **kwargs)
+
+        return counted
+
+    # name -> position of what this rank sends
+    senders = {
+        "all_gather": 1,
+        "scatter": 1,
+        "reduce_scatter": 1,
+        "all_to_all": 1,
+        "all_reduce": 0,
+        "all_to_all_single": 1,
+    }
+    originals = {name: getattr(dist, name) for name in senders}
+    try:
+        for name, position in senders.items():
+            setattr(dist, name, counting(originals[name], position))
+        image, text, _ = local(world, 0, dtype=torch.float32)
+        image, text = image.requires_grad_(), text.requires_grad_()
+        loss = ClipLoss(local_loss=True, gather_with_grad=True, rank=world.rank, world_size=world.size)
+        loss(image, text, torch.tensor(14.0)).backward()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return moved
+
+
+def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
+    """Loss and gradients of open_clip's own distributed losses, brought to the mean over ranks, beside ours."""
+    from open_clip.loss import ClipLoss, SigLipLoss
+
+    ranks = {"rank": world.rank, "world_size": world.size}
+    peers = {
+        "openclip": ClipLoss(local_loss=True, gather_with_grad=True, **ranks),
+        "openclip_whole": ClipLoss(local_loss=False, gather_with_grad=True, **ranks),
+        "siglip": SigLipLoss(**ranks),
+    }
+    found = {}
+    for name, peer in peers.items():
+        objective = make(name.removesuffix("_whole"), world)
+        image, text, ids = local(world, 0)
+        output = objective.compute(image, text, sample_ids=ids, step=0)
+        scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in objective.logit_parameters())
+        image, text = image.requires_grad_(), text.requires_grad_()
+        arguments = (scale.exp(), bias) if name == "siglip" else (scale.exp(),)
+        loss = peer(image, text, *arguments)
+        loss.backward()
+        shared = {"loss": world.all_reduce(loss), "scale": world.all_reduce(scale.grad)}
+        pending = objective._pending  # type: ignore[attr-defined]
+        tau_gradient = pending[0] if name == "siglip" else pending.tau_gradient
+        ours = {"loss": output.loss, "scale": -torch.exp(-scale.detach()) * tau_gradient}
+        ours |= {"image": output.grad_image, "text": output.grad_text}
+        theirs = {key: value / world.size for key, value in shared.items()}
+        theirs |= {"image": image.grad / world.size, "text": text.grad / world.size}
+        if name == "siglip":
+            ours["bias"], theirs["bias"] = pending[1], world.all_reduce(bias.grad) / world.size
+        found[name] = {f"ours.{k}": v for k, v in ours.items()} | {f"theirs.{k}": v for k, v in theirs.items()}
+    return found
+
+
+def drifting(world: World) -> dict[str, Any]:
+    """Rank 1 flips one bit three times: twice it is repaired and counted, the third time all ranks stop."""
+    settings = {**NEUCLIP, "drift_check_every": 2}
+    objective = build_objective(settings, context=context(BATCH, DIM, world=world, dtype=torch.float32))
+    events, error, agreed = [], "", []
+    for step in range(8):
+        image, text, ids = local(world, step, dtype=torch.float32)
+        objective.compute(image, text, sample_ids=ids, step=step)
+        if world.rank == 1 and step in (3, 5, 7):
+            objective.temperature.log_scale.moment2.view(torch.int32).bitwise_xor_(1)  # type: ignore[attr-defined]
+        try:
+            objective.commit()
+        except UserError as stop:
+            error = str(stop)
+        events.append(objective.drift.events)  # type: ignore[attr-defined]
+        bits = fingerprint(objective.state_dict(), device=torch.device("cpu"))
+        agreed.append(bool((world.all_gather(bits[None]) == bits).all()))
+    return {"events": events, "error": error, "agreed": agreed}
+
+
+def main(out: Path) -> None:
+    with start_world(device="cpu") as world:
+        result = {
+            "everything": everything(world),
+            "bytes": bytes_moved(world),
+            "autograd_bytes": bytes_of_autograd(world),
+            "open_clip": against_open_clip(world),
+            "drift": drifting(world),
+        }
+        torch.save(result, out / f"{world.size}-{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

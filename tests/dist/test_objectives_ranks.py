@@ -1,0 +1,87 @@
+"""Every objective on 1, 2 and 4 real ranks: same results, few bytes, watched replicas."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.world import World
+from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything
+from tests.unit.objectives_reference import relative_error
+
+pytestmark = pytest.mark.slow  # two starts of several processes
+
+ROOT = Path(__file__).parents[2]
+SIZES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of a run on 2 and on 4 processes wrote."""
+    out = tmp_path_factory.mktemp("objectives")
+    for size in SIZES:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        command += ["-m", "tests.dist.objectives_ranks", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+    return {size: [torch.load(out / f"{size}-{rank}.pt") for rank in range(size)] for size in SIZES}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, torch.Tensor]]:
+    return everything(World())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_number_of_ranks_gives_the_same(ranks, alone, name, size):
+    # float64 arithmetic; per-sample rows are kept in fp32, and their rounding is what is allowed.
+    for rank, result in enumerate(ranks[size]):
+        for key, expected in alone[name].items():
+            found = result["everything"][name][key].double()
+            assert torch.allclose(found, expected.double(), rtol=1e-6, atol=1e-9), (rank, key)
+        assert result["everything"][name]["same_bits"]
+        for key in ("loss0", "image0", "text0"):
+            expected = alone[f"{name}.fp32"][key]
+            assert relative_error(result["everything"][f"{name}.fp32"][key], expected) < 2e-6, (rank, key)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_moves_the_features_once_and_scalars(ranks, size):
+    local = BATCH // size
+    features = 2 * local * DIM * 4
+    for name, moved in ranks[size][0]["bytes"].items():
+        scalars = sum(moved.values()) - features
+        assert 0 <= scalars <= 4 * (5 * local + 9 * BATCH) + 8 * local, name  # O(B): ids, five scalars, table rows
+        assert not any("broadcast" in key or "scatter" in key for key in moved), name
+    assert ranks[size][0]["bytes"]["neuclip"] == {"all_gather.bytes": features + 5 * local * 4}
+    # Autograd through the gather sends every rank's part of the gradient of all B features on top.
+    assert ranks[size][0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
+    assert ranks[size][0]["autograd_bytes"] > (size / 2) * sum(ranks[size][0]["bytes"]["neuclip"].values())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["openclip", "openclip_whole", "siglip"])
+def test_open_clips_distributed_losses_agree(ranks, name, size):
+    for result in ranks[size]:
+        values = result["open_clip"][name]
+        for key in [k.removeprefix("ours.") for k in values if k.startswith("ours.")]:
+            assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_drifting_rank_is_repaired_counted_and_at_last_stops_the_run(ranks, size):
+    for result in ranks[size]:
+        drift = result["drift"]
+        assert drift["events"] == [0, 0, 0, 1, 1, 2, 2, 3]
+        assert drift["agreed"] == [True] * 8
+        assert "3 times in this run" in drift["error"]
+        assert "ranks [1] against rank 0" in drift["error"]

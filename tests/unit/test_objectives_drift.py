@@ -1,0 +1,43 @@
+"""The fingerprint by which ranks compare their replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.objectives.drift import fingerprint
+
+CPU = torch.device("cpu")
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "weight": torch.randn(3, 4, generator=generator),
+        "double": torch.randn(5, generator=generator, dtype=torch.float64),
+        "low": torch.randn(3, generator=generator).bfloat16(),
+        "count": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def test_equal_bits_give_equal_hashes_and_nothing_is_written():
+    one, other = tensors(), tensors()
+    assert fingerprint(one, device=CPU) == fingerprint(other, device=CPU) == fingerprint(one, device=CPU)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["weight", "double", "low", "count"])
+def test_one_flipped_bit_anywhere_changes_the_hash(name):
+    reference = fingerprint(tensors(), device=CPU)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for place in range(tensors()[name].numel()):
+        changed = tensors()
+        changed[name].flatten().view(bits[changed[name].element_size()])[place] ^= 1
+        assert fingerprint(changed, device=CPU) != reference
+
+
+def test_places_count():
+    swapped = tensors()
+    swapped["weight"] = swapped["weight"].flip(0)
+    assert fingerprint(swapped, device=CPU) != fingerprint(tensors(), device=CPU)

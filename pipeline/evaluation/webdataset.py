@@ -72,7 +72,7 @@ def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass =
     samples = [sample for number, shard in enumerate(shards) for sample in _read_shard(shard, number)]
     if not samples:
         raise TaskError(f"{folder} holds no samples at all.")
-    _refuse_repeated_keys(samples, shards)
+    _check_samples(samples, shards)
     images = TarImages(shards, samples)
     files = (folder / "test" / "nshards.txt", *shards)
     kind = read_lines(folder / "dataset_type.txt") if (folder / "dataset_type.txt").is_file() else ("classification",)
@@ -147,12 +147,13 @@ def _check_end(shard: Path, end: int) -> None:
         raise TaskError(f"The shard {shard} has no end-of-archive mark: it was cut short. Fetch it again.")
 
 
-def _refuse_repeated_keys(samples: list[TarSample], shards: tuple[Path, ...]) -> None:
-    seen: dict[tuple[int, str], bool] = {}
+def _check_samples(samples: list[TarSample], shards: tuple[Path, ...]) -> None:
+    seen: set[tuple[int, str]] = set()
     for sample in samples:
         if (sample.shard, sample.key) in seen:
             raise TaskError(f"{shards[sample.shard]} holds sample {sample.key} twice, or its members lie apart.")
-        seen[sample.shard, sample.key] = True
+        seen.add((sample.shard, sample.key))
+    for sample in samples:
         if sample.image is None:
             allowed = ", ".join(f".{suffix}" for suffix in IMAGE_SUFFIXES)
             raise TaskError(f"Sample {sample.key} in {shards[sample.shard]} has no image ({allowed}).")

@@ -1,0 +1,198 @@
+"""Metrics as pure functions, against scikit-learn, clip_benchmark and brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
+
+from pipeline.evaluation import association, classification, groups, retrieval
+from pipeline.evaluation.data import Instance, MemoryImages, TaskData, TaskError
+from pipeline.evaluation.tasks import AGGREGATES, TASKS, Task, folder_names
+from pipeline.evaluation.texts import TextSide
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def draw(seed: int, *, classes: int = 9, samples: int = 200) -> tuple[np.ndarray, torch.Tensor]:
+    """Targets (not all classes occur) and logits on a coarse grid, so that ties are common."""
+    rng = np.random.default_rng(seed)
+    target = rng.choice(rng.permutation(classes)[: classes - 2], samples)
+    logits = torch.from_numpy(rng.integers(0, 6, (samples, classes)).astype(np.float32))
+    return target, logits
+
+
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_classification_metrics_are_scikit_learns(seed: int) -> None:
+    target, logits = draw(seed)
+    found = {"target": target, **classification.keep(logits, labels=torch.from_numpy(target))}
+    prediction = logits.argmax(1).numpy()
+    values = classification.metrics(Task("t", "t"), found, classes=9)
+    assert values["acc1"] == pytest.approx(np.mean(prediction == target), abs=1e-12)
+    assert values["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(target, prediction), abs=1e-12)
+    lower_wins = logits.double() - 1e-3 * torch.arange(9)  # the tie rule, for a library that has none
+    top5 = top_k_accuracy_score(target, lower_wins.numpy(), k=5, labels=np.arange(9))
+    assert values["acc5"] == pytest.approx(top5, abs=1e-12)
+    labels = np.unique(target)
+    assert groups.macro_f1(target, prediction) == pytest.approx(
+        f1_score(target, prediction, labels=labels, average="macro"), abs=1e-12
+    )
+    assert groups.macro_recall(target, prediction) == pytest.approx(
+        recall_score(target, prediction, labels=labels, average="macro"), abs=1e-12
+    )
+
+
+def test_fewer_than_five_classes_have_no_acc5() -> None:
+    found = {"target": np.array([0, 1]), "prediction": np.array([0, 0]), "rank": np.array([0, 1])}
+    assert "acc5" not in classification.metrics(Task("t", "t"), found, classes=4)
+    assert "acc5" in classification.metrics(Task("t", "t"), found, classes=5)
+
+
+def test_repeated_class_names_tie_and_the_lower_index_wins() -> None:
+    side = TextSide(["crane", "dog", "crane"], templates=["a {c}."])
+    assert side.units == [["crane", "dog"]]
+    generator = torch.Generator().manual_seed(0)
+    features, texts = torch.randn(37, 33, generator=generator), torch.randn(2, 33, generator=generator)
+    logits = side.similarities(features, texts)
+    assert torch.equal(logits[:, 0], logits[:, 2])
+    kept = classification.keep(logits, labels=torch.full((37,), 2))
+    crane = (logits[:, 0] > logits[:, 1]).numpy()
+    assert (kept["prediction"][crane] == 0).all()
+    assert (kept["rank"][crane] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("wilds/fmow", 0.25), ("fairness/geode", 0.25), ("fairness/dollar_street", 0.5), ("wilds/camelyon17", 0.5)],
+)
+def test_the_worst_group_counts_and_empty_groups_do_not(key: str, expected: float) -> None:
+    task = TASKS[key]
+    group = np.array([0, 0, 0, 0, 5, 5, 7, 7])  # groups 1 to 4 and 6 have no samples
+    rank = np.array([0, 1, 4, 9, 0, 0, 0, 6])
+    found = {"target": np.zeros(8, int), "prediction": rank, "rank": rank, "field:year": group}
+    found |= {f"field:{name}": group for name in task.fields}
+    assert classification.metrics(task, found, classes=10)[task.main_metric] == expected
+
+
+def brute_force_recall(images: torch.Tensor, captions: torch.Tensor, owner: np.ndarray, k: int) -> tuple[float, float]:
+    scores = (captions @ images.T).numpy()
+    by_text = [owner[i] in np.argsort(-row, kind="stable")[:k] for i, row in enumerate(scores)]
+    by_image = [i in owner[np.argsort(-column, kind="stable")[:k]] for i, column in enumerate(scores.T)]
+    return float(np.mean(by_text)), float(np.mean(by_image))
+
+
+@given(SEEDS)
+@settings(max_examples=30, deadline=None)
+def test_retrieval_is_brute_force_also_with_ties(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 8, 21)
+    owner = np.repeat(np.arange(21), counts)
+    names = [f"caption {rng.integers(40)}" for _ in owner]  # captions repeat, also between images
+    side = TextSide(names)
+    images = torch.from_numpy(rng.integers(-2, 3, (21, 4)).astype(np.float32))
+    texts = torch.from_numpy(rng.integers(-2, 3, (len(side.units[0]), 4)).astype(np.float32))
+    values = retrieval.metrics(retrieval.outcomes(images, texts, side=side, owner=owner))
+    for k in (1, 5, 10):
+        by_text, by_image = brute_force_recall(images, texts[side.rows], owner, k)
+        assert values[f"image_retrieval_recall@{k}"] == pytest.approx(by_text, abs=1e-12)
+        assert values[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-12)
+
+
+def test_retrieval_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    images, texts = torch.randn(50, 16, generator=generator), torch.randn(100, 16, generator=generator)
+    side, owner = TextSide([str(k) for k in range(100)]), np.repeat(np.arange(50), 2)
+    whole = retrieval.metrics(retrieval.outcomes(images, texts, side=side, owner=owner))
+    monkeypatch.setattr(retrieval, "BLOCK", 7)
+    assert retrieval.metrics(retrieval.outcomes(images, texts, side=side, owner=owner)) == whole
+
+
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_jaccard_is_scikit_learns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, truth = rng.permutation(12).astype(float), np.zeros(12, bool)
+    truth[rng.permutation(12)[: rng.integers(1, 7)]] = True
+    picked = np.isin(np.arange(12), np.argsort(scores)[-int(truth.sum()) :])
+    assert association.jaccard(scores, truth) == pytest.approx(jaccard_score(truth, picked), abs=1e-12)
+
+
+def test_association_pools_the_instances_with_many_candidates() -> None:
+    found = {"jaccard": np.array([1.0, 0.0, 1.0, 0.0, 0.0]), "candidates": np.array([5, 6, 10, 12, 12])}
+    values = association.metrics(found)
+    assert values["jaccard_score_10-12"] == pytest.approx(1 / 3)  # and not 1/2, the mean of the means by size
+    assert values["jaccard_score_5-6"] == 0.5
+    assert values["avg_jaccard_score"] == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(
+    ("cue", "text"), [("Orchard", "An orchard"), ("bank", "A bank"), ("Uncle", "An uncle"), ("hour", "A hour")]
+)
+def test_cue_prompts(cue: str, text: str) -> None:
+    assert association.prompt(cue) == text
+
+
+def test_association_chance_is_what_random_picks_score() -> None:
+    instance = Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
+    data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    truth = np.array(instance.associated)
+    drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
+    assert association.chance(data) == pytest.approx(drawn, abs=0.005)
+
+
+def test_no_instance_with_many_candidates_is_an_error() -> None:
+    instance = Instance("cue", (0, 1), (True, False))
+    data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="10 or more candidates"):
+        association.check(data)
+
+
+def test_clip_benchmark_computes_the_same() -> None:
+    classify = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
+    retrieve = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
+    rng = np.random.default_rng(3)
+    logits, target = torch.from_numpy(rng.standard_normal((300, 12), dtype=np.float32)), rng.integers(0, 12, 300)
+    kept = {"target": target, **classification.keep(logits, labels=torch.from_numpy(target))}
+    values = classification.metrics(Task("t", "t"), kept, classes=12)
+    try:
+        acc1, acc5 = classify.accuracy(logits, torch.from_numpy(target), topk=(1, 5))
+    except TypeError:  # it does not run on numpy >= 2.4
+        pass
+    else:
+        assert (values["acc1"], values["acc5"]) == pytest.approx((acc1, acc5), abs=1e-6)
+    images, texts = (torch.from_numpy(rng.standard_normal((n, 8), dtype=np.float32)) for n in (40, 200))
+    owner = np.repeat(np.arange(40), 5)
+    side = TextSide([str(k) for k in range(200)])
+    found = retrieval.metrics(retrieval.outcomes(images, texts, side=side, owner=owner))
+    scores, positive = texts @ images.T, torch.from_numpy(owner[:, None] == np.arange(40)[None, :])
+    for k in (1, 5, 10):
+        by_text = (retrieve.recall_at_k(scores, positive, k) > 0).float().mean().item()
+        by_image = (retrieve.recall_at_k(scores.T, positive.T, k) > 0).float().mean().item()
+        assert found[f"image_retrieval_recall@{k}"] == pytest.approx(by_text, abs=1e-6)
+        assert found[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-6)
+
+
+def test_the_table_is_the_benchmark() -> None:
+    protocols = [task.protocol for task in TASKS.values()]
+    assert [protocols.count(name) for name in ("classification", "retrieval", "association")] == [35, 2, 1]
+    assert {name: len(keys) for name, keys in AGGREGATES.items()} == {
+        "DataComp Average": 38,
+        "ImageNet & Variants": 7,
+        "Retrieval": 2,
+        "Retrieval (DataComp)": 3,
+        "ImageNet dist. shifts": 6,
+        "VTAB": 13,
+    }
+    assert (TASKS["objectnet"].classes, TASKS["objectnet"].samples) == (113, 18_574)
+    assert {TASKS[f"imagenet-{letter}"].classes for letter in "aor"} == {200}
+    for name in AGGREGATES.values():
+        assert len(set(name)) == len(name)
+        assert set(name) <= set(TASKS)
+    assert folder_names(TASKS["fairness/geode"])[0] == "wds_geode_test"
+    assert folder_names(TASKS["wilds/fmow"])[0] == "wds_wilds-fmow_test"
+    assert len({folder_names(task)[0] for task in TASKS.values()}) == 38

@@ -1,0 +1,247 @@
+"""Every layout gives the same data; data that is missing, cut short, damaged or inconsistent is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.errors import UserError
+from pipeline.evaluation import classification
+from pipeline.evaluation.data import TaskError, decode
+from pipeline.evaluation.suite import Entry, check_digests, open_suite, open_task
+from pipeline.evaluation.tables import as_list
+from pipeline.evaluation.tasks import TASKS, Task
+from pipeline.evaluation.webdataset import open_webdataset
+from tests.evaluation_suite import (
+    association_rows,
+    image_bytes,
+    retrieval_rows,
+    write_association,
+    write_classification,
+    write_retrieval,
+    write_tars,
+)
+
+FMOW, CLEVR = TASKS["wilds/fmow"], TASKS["vtab/clevr_closest_object_distance"]
+FLICKR = TASKS["retrieval/flickr_1k_test_image_text_retrieval"]
+WINOGAVIL = TASKS["misc/winogavil"]
+
+
+@pytest.mark.parametrize("layout", ["webdataset", "save_to_disk", "parquet", "csv+zip"])
+def test_retrieval_is_the_same_in_every_layout(tmp_path: Path, layout: str) -> None:
+    write_retrieval(tmp_path, FLICKR, layout=layout)
+    suite = open_suite(tmp_path)
+    assert [entry.task.key for entry in suite.entries] == [FLICKR.key]
+    data = open_task(suite.entries[0])
+    rows = retrieval_rows(FLICKR)
+    assert data.layout == layout
+    assert data.captions == tuple(tuple(row["caption"]) for row in rows)
+    assert [data.images.read(k) for k in range(len(data.images))] == [row["image"] for row in rows]
+
+
+@pytest.mark.parametrize("layout", ["save_to_disk", "parquet", "csv+zip"])
+def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path: Path, layout: str) -> None:
+    write_association(tmp_path, layout=layout)
+    data = open_task(open_suite(tmp_path).entries[0])
+    rows = association_rows()
+    assert [instance.cue for instance in data.instances] == [row["cue"] for row in rows]
+    assert "null" in [instance.cue for instance in data.instances]  # a cue, and not a missing value
+    for instance, row in zip(data.instances, rows, strict=True):
+        assert [data.images.read(k) for k in instance.candidates] == [body for _, body in row["candidate_images"]]
+        assert list(instance.associated) == [name in row["associations"] for name in row["candidates"]]
+    assert len(data.images) == len({body for row in rows for _, body in row["candidate_images"]})
+    assert data.samples == len(rows)
+
+
+def test_exif_and_alpha_are_ignored() -> None:
+    pixels = np.zeros((8, 16, 4), np.uint8)
+    pixels[:, :8] = [200, 10, 10, 0]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG", exif=exif)
+    image = decode(buffer.getvalue(), name="x")
+    assert image.size == (16, 8)
+    assert image.getpixel((0, 0)) == (200, 10, 10)
+
+
+def test_a_blank_class_is_kept_or_dropped(tmp_path: Path) -> None:
+    folder = write_classification(tmp_path, CLEVR)
+    kept, dropped = open_webdataset(folder), open_webdataset(folder, blank_class="drop")
+    assert len(kept.classnames) == 6
+    assert kept.classnames[3] == ""
+    assert len(dropped.classnames) == 5
+    assert dropped.classnames[3] == kept.classnames[4]
+
+
+def test_a_further_metadata_column_is_allowed_and_a_missing_one_is_not(tmp_path: Path) -> None:
+    folder = write_classification(tmp_path, FMOW)
+    data = open_task(Entry(FMOW, folder))
+    assert data.metadata is not None
+    assert data.metadata.shape == (22, 4)
+    with pytest.raises(TaskError, match="needs 5 columns"):
+        open_webdataset(folder, columns=5)
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def end_of_second_sample(path: Path) -> int:
+    with tarfile.open(path) as tar:
+        return tar.getmembers()[6].offset  # three members a sample
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a shard is missing": (lambda f: (f / "test/1.tar").unlink(), r"1 of 2 shards are missing \(1.tar\)"),
+    "nshards.txt is missing": (lambda f: (f / "test/nshards.txt").unlink(), "Cannot read .*nshards.txt"),
+    "a shard is cut within a header": (lambda f: cut(f / "test/1.tar", 1_300), "1.tar .* cut short"),
+    "a shard is cut within an image": (lambda f: cut(f / "test/1.tar", 1_600), "1.tar .* cut short"),
+    "a shard is cut between members": (
+        lambda f: cut(f / "test/1.tar", end_of_second_sample(f / "test/1.tar")),
+        "1.tar has no end-of-archive mark",
+    ),
+    "a shard is empty": (lambda f: (f / "test/0.tar").write_bytes(b""), "0.tar is damaged or cut short"),
+    "class names are missing": (lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
+    "too few class names": (
+        lambda f: (f / "classnames.txt").write_text("one\ntwo\n"),
+        "labels run from 0 to 4, but .* names 2",
+    ),
+    "no place in a template": (
+        lambda f: (f / "zeroshot_classification_templates.txt").write_text("a photo\n"),
+        "needs the place of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_classification_data_is_refused(tmp_path: Path, name: str) -> None:
+    folder = write_classification(tmp_path, FMOW)
+    damage, message = DAMAGES[name]
+    damage(folder)
+    with pytest.raises(TaskError, match=message):
+        classification.check(FMOW, open_task(Entry(FMOW, folder)))
+
+
+def test_samples_that_lack_a_member_are_named(tmp_path: Path) -> None:
+    suffix, body = image_bytes(np.random.default_rng(0), 1)
+    whole = [("cls", b"0"), (suffix, body), ("npy", b"")]
+    cases = {"has no image": whole[:1], "has no .cls": whole[1:], "has no .npy": whole[:2]}
+    for number, (message, members) in enumerate(cases.items()):
+        folder = write_classification(tmp_path / str(number), FMOW)
+        write_tars(folder / "test", [members], shards=1)
+        with pytest.raises(TaskError, match=f"s0000000 in .*0.tar {message}"):
+            open_task(Entry(FMOW, folder))
+
+
+def test_a_sample_whose_members_lie_apart_is_refused(tmp_path: Path) -> None:
+    folder = write_classification(tmp_path, TASKS["cifar10"])
+    with tarfile.open(folder / "test/0.tar", "w") as tar:
+        for name in ("a.cls", "b.cls", "a.png"):
+            info = tarfile.TarInfo(name)
+            tar.addfile(info, io.BytesIO(b""))
+    with pytest.raises(TaskError, match="holds sample a twice"):
+        open_webdataset(folder)
+
+
+def test_corrupt_images_are_named() -> None:
+    _, body = image_bytes(np.random.default_rng(0), 1)
+    for blob in (body[: len(body) // 2], b"<html>", b""):
+        with pytest.raises(TaskError, match=r"Corrupt image s7 in 3\.tar"):
+            decode(blob, name="s7 in 3.tar")
+
+
+def test_damaged_tables_are_refused(tmp_path: Path) -> None:
+    folder = write_retrieval(tmp_path / "a", FLICKR, layout="parquet")
+    cut(next(folder.rglob("*.parquet")), 200)
+    with pytest.raises(TaskError, match="not a complete parquet file"):
+        open_task(Entry(FLICKR, folder))
+    folder = write_retrieval(tmp_path / "b", FLICKR, layout="save_to_disk")
+    next(folder.glob("*.arrow")).unlink()
+    with pytest.raises(TaskError, match="cannot be loaded from disk"):
+        open_task(Entry(FLICKR, folder))
+    folder = write_association(tmp_path / "c", layout="csv+zip")
+    cut(folder / "images.zip", 3_000)
+    with pytest.raises(TaskError, match=r"images.zip is damaged or cut short"):
+        open_task(Entry(WINOGAVIL, folder))
+    folder = write_association(tmp_path / "d", layout="csv+zip")
+    (folder / "test.csv").write_text('cue,candidates,associations\nx,"[""missing""]","[""missing""]"\n')
+    with pytest.raises(TaskError, match=r"'missing' .* in none of its archives"):
+        open_task(Entry(WINOGAVIL, folder))
+    folder = write_retrieval(tmp_path / "e", FLICKR, layout="csv+zip")
+    (folder / "test.csv").write_text("image_name,text\nx,y\n")
+    with pytest.raises(TaskError, match="exactly one CSV with the columns filename"):
+        open_task(Entry(FLICKR, folder))
+
+
+def test_counts_and_digests_of_the_suite_are_held_against_the_data(tmp_path: Path) -> None:
+    folder = write_classification(tmp_path, TASKS["cifar10"])
+    digest = hashlib.sha256((folder / "test/0.tar").read_bytes()).hexdigest()
+    facts = {"samples": 22, "classes": 6, "sha256": {"test/0.tar": digest}}
+    suite_json = tmp_path / "suite.json"
+    suite_json.write_text(json.dumps({"tasks": {"cifar10": facts}}))
+    entry = open_suite(tmp_path).entries[0]
+    assert open_task(entry).samples == 22
+    check_digests(entry, {"test/0.tar": digest})
+    with pytest.raises(TaskError, match="another SHA-256"):
+        check_digests(entry, {"test/0.tar": "0" * 64})
+    for wrong, message in (({"samples": 23}, "has 22 samples, but 23"), ({"classes": 7}, "has 6 classes, but 7")):
+        suite_json.write_text(json.dumps({"tasks": {"cifar10": {**facts, **wrong}}}))
+        with pytest.raises(TaskError, match=message):
+            open_task(open_suite(tmp_path).entries[0])
+    suite_json.write_text(json.dumps({"tasks": {"cifar10": facts, "mnist": {"samples": 3}}}))
+    missing = next(entry for entry in open_suite(tmp_path).entries if entry.task.key == "mnist")
+    with pytest.raises(TaskError, match="no data for mnist"):
+        open_task(missing)
+    suite_json.write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        open_suite(tmp_path)
+
+
+def test_the_official_suite_has_38_tasks_and_its_counts(tmp_path: Path) -> None:
+    write_classification(tmp_path / "datacomp", TASKS["cifar10"])
+    suite = open_suite("datacomp", data=tmp_path)
+    assert len(suite.entries) == 38
+    cifar, mnist = (next(e for e in suite.entries if e.task.key == key) for key in ("cifar10", "mnist"))
+    with pytest.raises(TaskError, match="has 22 samples, but 10,000 are expected"):
+        open_task(cifar)
+    with pytest.raises(TaskError, match="no data for mnist: none of the folders wds_mnist_test"):
+        open_task(mnist)
+
+
+def test_suites_are_found_and_mistakes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    own = write_classification(tmp_path, TASKS["cifar10"])
+    shutil.move(own, tmp_path / "wds_my-own_test")
+    write_association(tmp_path / "misc", layout="csv+zip")
+    suite = open_suite(tmp_path)
+    assert {entry.task.key for entry in suite.entries} == {"my-own", "misc/winogavil"}
+    assert suite.only(["misc-winogavil"]).entries[0].task == WINOGAVIL
+    with pytest.raises(UserError, match="The nearest is my-own"):
+        suite.only(["my-onw"])
+    with pytest.raises(UserError, match="no suite 'nowhere'"):
+        open_suite("nowhere")
+    with pytest.raises(UserError, match="holds no evaluation task"):
+        open_suite(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
+def test_lists_are_read_however_they_are_stored(text: object) -> None:
+    assert as_list(text) == ["a", "b c"]
+
+
+def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    suffix, body = image_bytes(np.random.default_rng(0), 1)
+    folder = write_classification(tmp_path, TASKS["cifar10"])
+    write_tars(folder / "test", [[("cls", b"cat"), (suffix, body)]], shards=1)
+    with pytest.raises(TaskError, match="holds b'cat', not a number"):
+        open_task(Entry(Task("cifar10", "x"), folder))

@@ -85,11 +85,6 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     return Layout(samples=samples, global_batch=global_batch, streams=streams)
 
 
-def steps_for_samples(samples: int, *, global_batch: int) -> int:
-    """Steps that show at least `samples` samples: a budget in samples seen, as papers state it, in steps."""
-    return -(-samples // global_batch)
-
-
 def _divisors(n: int, *, near: int) -> str:
     below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
     above = next((d for d in range(near, n + 1) if n % d == 0), below)
@@ -114,7 +109,9 @@ class StreamOrder:
         """The places at turns [first, last), in order of turns."""
         first, last = max(first, 0), min(last, self.length)
         pieces = [np.empty(0, dtype=np.int64)]
-        block = first // self._block  # fewer than x places have a key below x: the first turn is in this block or later
+        block = first // self._block  # at most x places have a key below x: the first turn is in this block or later
+        if self._cached[1] <= first:
+            block = max(block, self._cached[0])
         turn = first
         while turn < last:
             start, members = self._sorted_block(block)

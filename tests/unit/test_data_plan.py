@@ -1,0 +1,125 @@
+"""How well orders are shuffled, and what `neuclip plan` tells of a run before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from jobs.cli import cli
+from pipeline.config import parse
+from pipeline.data.config import DataConfig
+from pipeline.data.corpus import make_mixture
+from pipeline.data.manifest import make_manifest
+from pipeline.data.order import Order, planned_ids
+from pipeline.data.plan import plan_data
+from pipeline.data.quality import neighbour_distance, repeats_in_window, shuffle_quality
+from pipeline.data.streams import make_layout
+from pipeline.errors import UserError
+from tests.shards import write_shards
+
+SHARDS, SAMPLES, BATCH = 120, 100, 256
+
+
+def order(*, streams: int = 64, buffer: int = 100, replacement: bool = False) -> Order:
+    rows = [(f"{i}.tar", SAMPLES, SAMPLES, str(i)) for i in range(SHARDS)]
+    mixture = make_mixture([make_manifest(rows)], replacement=replacement)
+    layout = make_layout(samples=mixture.epoch_samples, global_batch=BATCH, streams=streams)
+    return Order(mixture=mixture, layout=layout, seed=1, shuffle_buffer=buffer)
+
+
+def epoch(planned: Order, number: int = 0) -> np.ndarray:
+    return planned_ids(planned, epoch=number, first=0, last=planned.layout.steps)
+
+
+def global_shuffle() -> np.ndarray:
+    ids = np.random.default_rng(0).permutation(SHARDS * SAMPLES)
+    return ids[: len(ids) // BATCH * BATCH].reshape(-1, BATCH)
+
+
+OFFSETS = list(range(0, SHARDS * SAMPLES, SAMPLES))
+
+
+def test_a_global_shuffle_reaches_the_ideal() -> None:
+    ids = global_shuffle()
+    quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
+    assert quality.shards_per_batch == pytest.approx(quality.ideal_shards_per_batch, rel=0.02)
+    assert quality.same_shard_pairs == pytest.approx(quality.ideal_same_shard_pairs, rel=0.05)
+    assert neighbour_distance(ids) == pytest.approx(1.0, abs=0.05)
+
+
+def test_order_of_storage_is_told_from_a_shuffle() -> None:
+    ids = np.arange(SHARDS * SAMPLES)[: 46 * BATCH].reshape(-1, BATCH)
+    quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
+    assert quality.shards_per_batch < 4
+    assert quality.same_shard_pairs > 0.3
+    assert neighbour_distance(ids) < 0.01
+
+
+def test_canonical_streams_are_shuffled_well() -> None:
+    """Floors well above what a broken shuffle reaches: one stream, a buffer of one, or shards in order of storage."""
+    ids = epoch(order())
+    quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
+    assert quality.shards_per_batch > 0.75 * quality.ideal_shards_per_batch
+    assert quality.same_shard_pairs < 2 * quality.ideal_same_shard_pairs
+    assert neighbour_distance(ids) > 0.25
+    for broken, limit in ((order(streams=1), 0.1), (order(buffer=1), 0.05)):
+        assert neighbour_distance(epoch(broken)) < limit
+
+
+def test_more_streams_mix_more_shards() -> None:
+    found = [
+        shuffle_quality(epoch(order(streams=c)), offsets=OFFSETS, samples=SHARDS * SAMPLES).shards_per_batch
+        for c in (1, 4, 16, 64)
+    ]
+    assert found == sorted(found)
+    assert found[-1] > 10 * found[0]
+
+
+def test_shards_change_streams_and_company_from_epoch_to_epoch() -> None:
+    first, second = epoch(order(), 0), epoch(order(), 1)
+    partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
+                for ids in (first[:3], second[:3])]  # fmt: skip
+    assert len(partners[0] & partners[1]) < 0.9 * len(partners[0])
+    overlap = [len(set(a) & set(b)) for a, b in zip(first, second, strict=True)]
+    expected = BATCH**2 / (SHARDS * SAMPLES)
+    assert np.mean(overlap) < 2 * expected
+
+
+def test_repeats() -> None:
+    assert repeats_in_window(np.array([1, 2, 3, 1, 2, 3]), window=2) == 0
+    assert repeats_in_window(np.array([1, 2, 3, 1, 2, 3]), window=3) == 0.5
+    two = np.concatenate([epoch(order(), e).ravel() for e in (0, 1)])
+    n = SHARDS * SAMPLES
+    assert repeats_in_window(two[: n // 2], window=n) == 0
+    assert repeats_in_window(two, window=n // 10) < 0.01
+    drawn = epoch(order(replacement=True)).ravel()
+    assert repeats_in_window(drawn, window=n) > 0.2
+
+
+def test_plan_counts_what_the_manifest_says(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [20, 12, 16, 24])
+    config = parse(DataConfig, {"sources": str(tmp_path), "streams": 4, "shuffle_buffer": 6, "workers": 2})
+    plan = plan_data(config, ranks=2, global_batch=8, image_size=10)
+    mean = sum(s.bytes for s in manifest.shards) / 72
+    assert (plan.samples, plan.shards, plan.layout.steps, plan.layout.dropped) == (72, 4, 9, 0)
+    assert plan.epoch_bytes == pytest.approx(72 * mean)
+    assert plan.buffer_bytes == pytest.approx(3 * 2 * mean, abs=1)
+    assert plan.batch_bytes == 3 * 4 * 300
+    assert 0 < plan.passed_samples < 72
+    with pytest.raises(UserError, match="cannot be shared among 3 ranks"):
+        plan_data(config, ranks=3, global_batch=8, image_size=10)
+
+
+def test_plan_command(tmp_path: Path) -> None:
+    write_shards(tmp_path, [20, 12, 16, 24])
+    arguments = ["plan", "--ranks", "2", f"data.sources={tmp_path}", "data.streams=4", "batch_size=8", "samples=720"]
+    done = CliRunner().invoke(
+        cli, [*arguments, f"output={tmp_path}", "objective.name=openclip", "schedule.warmup_steps=9"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "9 steps of 8; 0 samples fill no batch" in done.output
+    assert "90 steps, 10.00 epochs, 720 samples seen" in done.output
+    assert "different shards in a batch (a global shuffle: 4)" in done.output

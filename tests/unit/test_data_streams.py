@@ -1,0 +1,154 @@
+"""The order as pure functions: hashes, epochs of one or several sources, the shuffle inside a stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import parse
+from pipeline.data.config import DataConfig
+from pipeline.data.corpus import Mixture, Segments, make_mixture, plan_epoch
+from pipeline.data.hashing import draw, draws, key, mix, permutation
+from pipeline.data.manifest import Manifest, make_manifest
+from pipeline.data.order import Order, planned_ids
+from pipeline.data.streams import StreamOrder, make_layout, stream_order
+from pipeline.errors import UserError
+
+GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]
+
+
+def manifest(sizes: list[int], name: str = "a") -> Manifest:
+    return make_manifest([(f"{name}{i}.tar", size, 100 * size, f"{name}{i}") for i, size in enumerate(sizes)])
+
+
+def ids_of(mixture: Mixture, segments: Segments) -> list[int]:
+    offsets = mixture.manifest.offsets
+    return [offsets[s] + k for s, k, _ in map(segments.locate, range(segments.length))]
+
+
+def test_draws_are_splitmix64() -> None:
+    """The first outputs of the reference generator with seed 1234567."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert draws(1234567, np.arange(4)).tolist() == expected
+    assert [draw(1234567, i) for i in range(4)] == expected
+    assert mix(0) == 0
+
+
+def test_keys_depend_on_every_part_and_their_order() -> None:
+    assert len({key(1, 2), key(2, 1), key(1), key(1, 2, 0), key(0, 1, 2), key(-1), key(1, 3)}) == 7
+    assert sorted(permutation(key(3), 1000).tolist()) == list(range(1000))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    length=st.integers(1, 400), buffer=st.integers(1, 500), state=st.integers(0, 2**64 - 1), block=st.integers(1, 200)
+)
+def test_a_stream_emits_every_place_once_and_moves_it_by_less_than_its_buffer(
+    length: int, buffer: int, state: int, block: int
+) -> None:
+    order = StreamOrder(state=state, length=length, buffer=buffer)
+    whole = order.places(0, length)
+    assert sorted(whole.tolist()) == list(range(length))
+    assert np.abs(whole - np.arange(length)).max() < max(1, min(buffer, length))
+    small = StreamOrder(state=state, length=length, buffer=buffer)
+    small._block = max(block, small.buffer)  # more blocks than one, and turns asked for out of order
+    for first in (length // 2, 0, length // 3, length - 1):
+        last = min(length, first + 37)
+        assert small.places(first, last).tolist() == whole[first:last].tolist()
+        start, gone = small.resume(first)
+        assert start == whole[first:].min()
+        assert gone == {i for i in whole[:first].tolist() if i > start}
+    assert small.resume(length) == (length, set())
+
+
+def test_a_reader_keeps_about_half_a_buffer() -> None:
+    order = stream_order(seed=0, epoch=0, stream=0, length=20000, buffer=1000)
+    whole = order.places(0, 20000)
+    read = np.maximum.accumulate(whole) + 1
+    kept = (read - np.arange(20000))[2000:18000]
+    assert 400 < kept.mean() < 600
+    assert kept.max() <= 1000
+
+
+def test_layout_counts() -> None:
+    layout = make_layout(samples=103, global_batch=12, streams=4, ranks=2, workers=2)
+    assert (layout.rows, layout.stream_length, layout.steps, layout.dropped) == (3, 25, 8, 7)
+    with pytest.raises(UserError, match="An epoch has 11 samples, fewer than the global batch of 12"):
+        make_layout(samples=11, global_batch=12, streams=4)
+    with pytest.raises(UserError, match="more than 2\\^31 in each"):
+        make_layout(samples=1 << 33, global_batch=12, streams=2)
+
+
+def test_an_epoch_of_one_source_is_a_permutation_of_its_shards() -> None:
+    mixture = make_mixture([manifest([3, 1, 4, 2])])
+    first, second = (ids_of(mixture, plan_epoch(mixture, seed=0, epoch=e)) for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert ids_of(mixture, plan_epoch(mixture, seed=1, epoch=0)) not in (first, second)
+
+
+def test_this_order_never_changes() -> None:
+    """Recorded values: a run that began with an earlier version must be continued in the same order."""
+    mixture = make_mixture([manifest([5, 9, 4, 6])])
+    layout = make_layout(samples=24, global_batch=8, streams=2)
+    order = Order(mixture=mixture, layout=layout, seed=7, shuffle_buffer=4)
+    assert planned_ids(order, epoch=2, first=0, last=3).tolist() == GOLDEN
+
+
+@pytest.mark.parametrize(("weight", "epochs", "times"), [(0.5, 2, 1), (0.25, 4, 1), (2.0, 1, 2), (1.5, 2, 3)])
+def test_a_weight_counts_passes_over_a_source(weight: float, epochs: int, times: int) -> None:
+    """Over enough epochs every sample of a source is seen the same number of times, the other source once an epoch."""
+    mixture = make_mixture([manifest([8, 4, 8], "a"), manifest([7, 5], "b")], weights=[weight, 1.0])
+    assert mixture.quotas == (int(20 * weight), 12)
+    seen: Counter[int] = Counter()
+    for epoch in range(epochs):
+        ids = ids_of(mixture, plan_epoch(mixture, seed=3, epoch=epoch))
+        assert len(ids) == mixture.epoch_samples
+        low, high = int(weight), -(-int(20 * weight) // 20)
+        counted = Counter(i for i in ids if i < 20)
+        assert {counted[i] for i in range(20)} <= set(range(low, high + 2))
+        seen.update(ids)
+    assert {seen[i] for i in range(20)} == {times}
+    assert {seen[i] for i in range(20, 32)} == {epochs}
+
+
+def test_sources_are_mixed_in_every_part_of_the_epoch() -> None:
+    mixture = make_mixture([manifest([10] * 30, "a"), manifest([10] * 30, "b")], weights=[1.0, 0.5])
+    ids = np.array(ids_of(mixture, plan_epoch(mixture, seed=0, epoch=0)))
+    shares = [(part < 300).mean() for part in np.array_split(ids, 3)]
+    assert all(0.45 < share < 0.85 for share in shares)
+
+
+def test_replacement_draws_shards_uniformly() -> None:
+    mixture = make_mixture([manifest([10] * 20)], replacement=True)
+    seen: Counter[int] = Counter()
+    for epoch in range(200):
+        ids = ids_of(mixture, plan_epoch(mixture, seed=0, epoch=epoch))
+        assert len(ids) == 200
+        seen.update({i // 10 for i in ids if i % 10 == 0})
+    assert len(set(seen.values())) > 1, "a permutation would show every shard in every epoch"
+    # P(a shard is drawn at least once in 20 draws) = 1 - .95^20 = .64
+    assert 0.55 * 200 < min(seen.values()) <= max(seen.values()) < 0.75 * 200
+
+
+def test_config_accepts_paths_and_refuses_nonsense() -> None:
+    one = parse(DataConfig, {"sources": "x"})
+    assert [(s.manifest, s.weight) for s in one.sources] == [("x", 1.0)]
+    two = parse(DataConfig, {"sources": ["x", {"manifest": "y", "weight": 0.5}]})
+    assert [(s.manifest, s.weight) for s in two.sources] == [("x", 1.0), ("y", 0.5)]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"sources": []}, "sources"),
+        ({"sources": ["x", "x"]}, "listed twice"),
+        ({"sources": "x", "streams": 0}, "streams"),
+        ({"sources": "x", "crop": {"scale": [0.9, 0.1]}}, "0 < low <= high <= 1"),
+        ({"sources": "x", "decoding": "cv2"}, "decoding"),
+        ({}, "data.sources is required"),
+    ]
+    for tree, message in bad:
+        with pytest.raises(UserError, match=message):
+            parse(DataConfig, tree, prefix="data")

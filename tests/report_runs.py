@@ -27,8 +27,13 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"kind": "event", "time": 0.0, "message": "started"}]
     for step in range(10, 101, 10):
-        scalars = {"loss": 1 / step, "tau": 0.07, "lr": 1e-3, "normalizer_gap": 0.1, "normalizer_gap_cold": 0.4}
-        speed = {"samples_per_second": 100.0, "data_wait": 0.02, "ratio_max": float("inf") if step == 20 else 2.0}
+        scalars = {"loss": 1 / step, "tau": 0.7 / step, "lr": 1e-3, "normalizer_gap": 0.1, "normalizer_gap_cold": 0.4}
+        speed = {
+            "samples_per_second": 100.0,
+            "data_wait": 0.02,
+            "ratio_max": float("inf") if step == 20 else 2.0 + step,
+            "corrupt_samples": 0.0,
+        }
         lines.append({"kind": "train", "step": step, "samples": 8 * step, "time": step, **scalars, **speed})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "stages.json").write_text(json.dumps({"ingest": 5.0, "train": 70.0}))

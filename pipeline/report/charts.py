@@ -11,6 +11,7 @@ from pipeline.report.evaluations import Score
 from pipeline.report.figures import SERIES, Bar, Line, bar_chart, line_chart, short
 from pipeline.report.run import Run
 
+MAIN = ("loss", "normalizer_gap", "normalizer_gap_cold", "tau", "lr", "samples_per_second", "data_wait")
 WIDE = (5.2, 2.8)  # inches, for a chart in the wide grid
 
 
@@ -38,9 +39,23 @@ def training_charts(run: Run) -> list[Chart]:
         _curves(run, "Throughput, samples/s", {"samples_per_second": ""}, zero=True),
         _curves(run, "Waiting for data", {"data_wait": ""}, percent=True, zero=True, note="Share of the step's time."),
     ]
-    drawn = {"loss", "normalizer_gap", "normalizer_gap_cold", "tau", "lr", "samples_per_second", "data_wait"}
-    others = [_curves(run, name.replace("_", " "), {name: ""}) for name in run.scalars() if name not in drawn]
+    others = [_curves(run, readable(key), {key: ""}) for key in _varying(run) if key not in MAIN]
     return [chart for chart in (*made, *others) if chart is not None]
+
+
+def constants(run: Run) -> list[tuple[str, float]]:
+    """Scalars that never changed: one line says what a chart would."""
+    varying = _varying(run)
+    others = [key for key in run.scalars() if key not in varying and key not in MAIN]
+    return [(readable(key), float(run.curve(key)[1][0])) for key in others]
+
+
+def readable(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _varying(run: Run) -> list[str]:
+    return [key for key in run.scalars() if np.ptp(run.curve(key)[1]) > 0]
 
 
 def _curves(

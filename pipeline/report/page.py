@@ -62,6 +62,7 @@ def _context(run: Run) -> dict[str, Any]:
         "score_rows": score_rows(run),
         "examples": [_embedded(example) for example in latest.examples] if latest else [],
         "training_charts": charts.training_charts(run),
+        "constants": charts.constants(run),
         "failure_chart": charts.failure_chart(run),
         "stage_chart": charts.stage_chart(run),
         "data_facts": _data_facts(run),

@@ -161,12 +161,21 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
     found = []
     for source in [sources] if isinstance(sources, str) else sources:
         given = str(source["manifest"]) if isinstance(source, Mapping) else str(source)
-        places = [Path(given), folder / given]
+        places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
             found.append(load_manifest(next((place for place in places if place.exists()), places[0])))
         except UserError as error:
             notes.append(f"No ingestion figures of {given}: {error}")
     return tuple(found)
+
+
+def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The folder that relative paths of the configuration start from: the run's own place without its `output`."""
+    output = Path(str(config.get("output", folder.name)))
+    parts = folder.resolve().parts
+    if not output.is_absolute() and parts[-len(output.parts) :] == output.parts:
+        return Path(*parts[: -len(output.parts)])
+    return folder.parent
 
 
 def _is_finite(value: Any) -> bool:

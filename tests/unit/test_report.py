@@ -67,6 +67,7 @@ def test_page_says_what_happened(run: Path) -> None:
     assert "90.0 % of 100 URLs" in html
     assert "the data is cut short" in html
     assert "1 min 15 s" in html
+    assert "The same throughout: corrupt samples 0." in html
     for title in (
         "Loss",
         "Normalizer gap",
@@ -103,6 +104,14 @@ def test_missing_inputs_are_named_and_not_invented(tmp_path: Path) -> None:
     assert "No checkpoint has been evaluated" in html
     assert "Zero-shot accuracy" not in html
     assert "Throughput" not in html
+
+
+def test_relative_paths_start_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "runs" / "one")
+    config = {"output": "runs/one", "data": {"sources": [{"manifest": "runs/one/shards"}]}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir("/")
+    assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
 
 
 def test_damaged_results_are_left_out_and_named(run: Path) -> None:

@@ -17,7 +17,15 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
 
     Raises: UserError when nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
     """
-    model = load_for_evaluation(spec, device=device)
+    try:
+        model = load_for_evaluation(spec, device=device)
+    except UserError:
+        raise
+    except Exception as error:  # open_clip asserts, unpickles and indexes its way through a file of another model
+        raise UserError(
+            f"{spec} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
+            "the weights are damaged, or those of another architecture."
+        ) from error
     folder = Path(model.source)
     if (folder / META_NAME).is_file():
         meta = json.loads((folder / META_NAME).read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,7 @@ class ParquetTable:
         if self._group[0] != (path, group, column):
             import pyarrow.parquet as pq
 
-            read = pq.ParquetFile(path).read_row_group(group, columns=[column]).column(0)
+            read = pq.ParquetFile(path).read_row_group(group, columns=[column], use_threads=False).column(0)
             self._group = ((path, group, column), read)
         return self._group[1][row - start].as_py()
 
@@ -160,7 +161,7 @@ class CsvZipTable:
         archives = sorted(folder.glob("*.zip"))
         self._members = _zip_members(archives)
         self.files = (fitting[0], *archives)
-        self._open: dict[Path, zipfile.ZipFile] = {}
+        self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": {}}
@@ -181,10 +182,11 @@ class CsvZipTable:
         if member is None:
             raise TaskError(f"The image {name!r} of {self.files[0]} is in none of its archives: data is missing.")
         archive, path = member
-        if archive not in self._open:
-            self._open[archive] = zipfile.ZipFile(archive)
+        opened = (os.getpid(), archive)  # a forked loader worker must not share its parent's file position
+        if opened not in self._open:
+            self._open[opened] = zipfile.ZipFile(archive)
         try:
-            return self._open[archive].read(path)
+            return self._open[opened].read(path)
         except (zipfile.BadZipFile, OSError) as error:
             raise TaskError(f"{path} in {archive} is damaged ({error}): fetch the archive again.") from error
 

@@ -1,0 +1,322 @@
+"""The same bytes whatever the batch size, workers, threads and company; failures that hide nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.aggregate import aggregate, describe
+from pipeline.evaluation.compute import Compute, microbatches
+from pipeline.evaluation.evaluator import EvaluationConfig
+from pipeline.evaluation.tasks import TASKS
+from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation, save_open_clip
+from tests.evaluation_suite import write_association, write_classification, write_retrieval
+
+QUICK = EvaluationConfig(workers=0, micro_batch=16)
+
+
+def make_model(seed: int, *, image_size: int | None = None) -> EvaluationModel:
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny", image_size=image_size), seed=seed)
+    return for_evaluation(towers, architecture, source=f"model-{seed}")
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    return make_model(0)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("suite")
+    for key in ("imagenet1k", "fairness/dollar_street"):
+        write_classification(root, TASKS[key], samples=37)
+    write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout="parquet")
+    write_association(root, layout="csv+zip")
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file that must not change from run to run."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "timings.json")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("expected")
+    evaluate(model, suite=suite, output=folder, config=QUICK)
+    return contents(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 5, "workers": 2, "threads": 2}, {"batch_size": 1000, "threads": 3}, {"batch_size": 1}]
+)
+def test_settings_that_must_not_matter(
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, settings: dict[str, int]
+) -> None:
+    threads = torch.get_num_threads()
+    evaluate(model, suite=suite, output=tmp_path, config=dataclasses.replace(QUICK, **settings))
+    assert contents(tmp_path) == expected
+    assert torch.get_num_threads() == threads
+
+
+def test_several_checkpoints_in_one_pass_are_the_same_as_alone(
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    others = [make_model(1), make_model(2, image_size=48)]  # one of them with preprocessing of its own
+    found = evaluate([others[0], model, others[1]], suite=suite, output=tmp_path, config=QUICK)
+    assert contents(tmp_path / "model-0") == expected
+    assert all(not evaluation.failures for evaluation in found)
+    alone = tmp_path / "alone"
+    evaluate(others[1], suite=suite, output=alone, config=QUICK)
+    assert contents(tmp_path / "model-2") == contents(alone)
+    assert contents(alone) != expected
+
+
+def test_the_micro_batch_is_recorded(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    found = evaluate(model, suite=suite, output=tmp_path, config=dataclasses.replace(QUICK, micro_batch=8))
+    assert {result.inputs["micro_batch"] for result in found[0].results.values()} == {8}
+
+
+def test_unchanged_results_are_not_computed_again(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    first = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    written = {path: path.stat().st_ino for path in tmp_path.glob("*.json") if path.name not in ("summary.json",)}
+    second = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    assert not first.reused
+    assert second.reused == set(first.results) == set(second.results)
+    assert written == {path: path.stat().st_ino for path in written}
+    again = dataclasses.replace(QUICK, recompute=True)
+    assert not evaluate(model, suite=suite, output=tmp_path, config=again)[0].reused
+    other = evaluate(make_model(5), suite=suite, output=tmp_path, config=QUICK)[0]
+    assert not other.reused
+
+
+def test_changed_data_prompts_and_settings_are_computed_again(model: EvaluationModel, tmp_path: Path) -> None:
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    folder = write_classification(suite, TASKS["vtab/clevr_closest_object_distance"])
+
+    def reused(config: EvaluationConfig = QUICK) -> bool:
+        return bool(evaluate(model, suite=suite, output=output, config=config)[0].reused)
+
+    assert [reused(), reused()] == [False, True]
+    (folder / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+    assert [reused(), reused()] == [False, True]
+    write_classification(suite, TASKS["vtab/clevr_closest_object_distance"], seed=9)
+    assert [reused(), reused()] == [False, True]
+    assert not reused(dataclasses.replace(QUICK, blank_class="drop"))
+
+
+def test_what_was_computed_before_a_crash_is_kept(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    def crash(key: str, evaluations: Sequence[object]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, suite=suite, output=tmp_path, config=QUICK, progress=crash)
+    assert len(evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0].reused) == 1
+
+
+def corrupt_one_image(folder: Path) -> str:
+    """Overwrite the pixels of one image in the second shard; returns the sample's key."""
+    path = folder / "test/1.tar"
+    with tarfile.open(path) as tar:
+        member = next(m for m in tar.getmembers() if m.name.endswith("jpeg"))
+    blob = bytearray(path.read_bytes())
+    blob[member.offset_data : member.offset_data + member.size] = b"\0" * member.size
+    path.write_bytes(bytes(blob))
+    return member.name.split(".")[0]
+
+
+def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationModel, tmp_path: Path) -> None:
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    folders = [write_classification(suite, TASKS[key]) for key in ("imagenet1k", "imagenetv2", "imagenet-a")]
+    whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
+    assert len(whole.results) == 3
+    key = corrupt_one_image(folders[1])
+    found = evaluate(model, suite=suite, output=output, config=QUICK)[0]
+    assert set(found.results) == {"imagenet1k", "imagenet-a"}
+    assert f"Corrupt image {key} in" in found.failures["imagenetv2"]
+    assert not (output / "imagenetv2.json").exists()  # it was of other data: set aside, not presented
+    assert (output / "imagenetv2.json.stale").exists()
+    summary = json.loads((output / "summary.json").read_text())
+    assert list(summary["failures"]) == ["imagenetv2"]
+    family = summary["aggregates"]["ImageNet & Variants"]
+    assert family["score"] is None
+    assert (family["tasks"], family["expected"], family["complete"]) == (2, 7, False)
+    assert "imagenetv2" in family["missing"]
+    assert describe(aggregate(found.results)["ImageNet & Variants"]).startswith("INCOMPLETE")
+
+
+def test_features_that_are_not_finite_fail_only_their_checkpoint(
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    class Broken(EvaluationModel):
+        def encode_image(self, image: Tensor) -> Tensor:
+            features = super().encode_image(image)
+            features[3, 0] = torch.nan
+            return features
+
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=7)
+    good = for_evaluation(towers, architecture, source="broken")
+    broken = Broken(good.towers, good.architecture, good.preprocess, good.digest, good.source)
+    found = evaluate([broken, model], suite=suite, output=tmp_path, config=QUICK)
+    assert not found[0].results
+    assert all("not finite" in text and "diverged" in text for text in found[0].failures.values())
+    assert "s0000003 in" in found[0].failures["imagenet1k"]
+    assert contents(tmp_path / "model-0") == expected
+
+
+def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    from pipeline.evaluation.suite import open_suite
+
+    opened = open_suite(suite)
+    for key in ("imagenet1k", "misc/winogavil"):
+        evaluate(model, suite=opened.only([key]), output=tmp_path, config=QUICK)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["scores"]) == {"imagenet1k", "misc/winogavil"}
+    assert set(json.loads((tmp_path / "timings.json").read_text())["tasks"]) == {"imagenet1k", "misc/winogavil"}
+
+
+def test_outcomes_reproduce_the_metrics(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    from pipeline.evaluation import association, classification, retrieval
+
+    found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    for key, result in found.results.items():
+        outcomes = dict(np.load(tmp_path / f"{TASKS[key].stem}.outcomes.npz", allow_pickle=False))
+        if result.protocol == "classification":
+            classes = 6 if key == "imagenet1k" else 7
+            assert classification.metrics(TASKS[key], outcomes, classes=classes) == result.metrics
+        else:
+            module = retrieval if result.protocol == "retrieval" else association
+            assert module.metrics(outcomes) == result.metrics
+
+
+def test_examples_show_the_best_images(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    evaluate(model, suite=suite, output=tmp_path, config=QUICK)
+    folder = next(tmp_path.glob("*.examples"))
+    examples = json.loads((folder / "examples.json").read_text())
+    assert len(examples) == QUICK.examples
+    for example in examples:
+        scores = [image["score"] for image in example["images"]]
+        assert scores == sorted(scores, reverse=True)
+        assert [image["right"] for image in example["images"]] == [example["rank"] == k for k in range(5)]
+        for image in example["images"]:
+            assert max(Image.open(folder / image["file"]).size) <= 160
+        assert (folder / f"{example['right']}.jpg").is_file()
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_microbatches_do_not_depend_on_the_batches(sizes: list[int], size: int) -> None:
+    rows = torch.arange(1.0, sum(sizes) + 1)[:, None].expand(-1, 2)
+    cut = list(microbatches(((part,) for part in torch.split(rows, sizes)), size))
+    assert all(tensor.shape == (size, 2) for _, (tensor,) in cut)
+    assert [valid for valid, _ in cut] == [size] * (len(rows) // size) + [len(rows) % size] * (len(rows) % size > 0)
+    joined = torch.cat([tensor[:valid] for valid, (tensor,) in cut]) if cut else rows[:0]
+    assert torch.equal(joined, rows)
+    assert all((tensor[valid:] == 0).all() for valid, (tensor,) in cut)
+
+
+def test_compute_keeps_the_order_and_passes_errors_on() -> None:
+    with Compute(torch.device("cpu"), threads=3) as compute:
+        assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
+        with pytest.raises(ZeroDivisionError):
+            list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
+
+
+def save_checkpoint(folder: Path, seed: int) -> Path:
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=seed)
+    folder.mkdir(parents=True)
+    save_open_clip(folder, state=towers.clip.state_dict(), architecture=architecture, logit_scale=2.6, logit_bias=None)
+    return folder
+
+
+def test_any_checkpoint(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+    """A checkpoint of ours, a run, a hub folder and ARCH:FILE are the same model when their weights are."""
+    from pipeline.evaluation.suite import open_suite
+
+    folder = save_checkpoint(tmp_path / "run/checkpoints/step-00000500", 0)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for path in folder.iterdir():
+        (hub / path.name).write_bytes(path.read_bytes())
+    weights = f"scenes-vit-tiny:{folder / 'open_clip_model.safetensors'}"
+    opened = open_suite(suite).only(["imagenet1k"])
+    for number, spec in enumerate((str(folder), str(tmp_path / "run"), str(hub), weights)):
+        output = tmp_path / f"out-{number}"
+        found = evaluate(spec, suite=opened, output=output, config=QUICK)[0]
+        assert not found.failures
+        assert (output / "imagenet1k.json").read_bytes() == expected["imagenet1k.json"]
+    evaluate(str(folder), suite=opened, config=QUICK)
+    assert (tmp_path / "run/evaluation/step-00000500/imagenet1k.json").read_bytes() == expected["imagenet1k.json"]
+
+
+def test_damaged_and_mismatched_checkpoints_are_refused(suite: Path, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "step-00000001", 0)
+    with pytest.raises(UserError, match="another architecture"):
+        evaluate(f"ViT-B-32:{folder / 'open_clip_model.safetensors'}", suite=suite)
+    (folder / "checkpoint.json").write_text(
+        json.dumps({"files": {"open_clip_model.safetensors": {"sha256": "0" * 64}}})
+    )
+    with pytest.raises(UserError, match="is damaged"):
+        evaluate(str(folder), suite=suite)
+    (tmp_path / "noise.pt").write_bytes(b"noise" * 100)
+    with pytest.raises(UserError, match=r"noise\.pt"):
+        evaluate(f"scenes-vit-tiny:{tmp_path / 'noise.pt'}", suite=suite)
+    with pytest.raises(UserError, match="neither a folder"):
+        evaluate(str(tmp_path / "nothing"), suite=suite)
+
+
+def test_command_line(suite: Path, tmp_path: Path) -> None:
+    from jobs.evaluate import command
+
+    folder = save_checkpoint(tmp_path / "step-00000001", 0)
+    arguments = [str(folder), "--suite", str(suite), "--output", str(tmp_path / "out"), "--device", "cpu", "workers=0"]
+    done = CliRunner().invoke(command, [*arguments, "--task", "imagenet1k"], standalone_mode=False)
+    assert done.exception is None
+    assert done.return_value == 0
+    assert "INCOMPLETE DataComp Average: 1 of 38 tasks" in done.output
+    broken = tmp_path / "broken"
+    corrupt_one_image(write_classification(broken, TASKS["mnist"]))
+    failed = CliRunner().invoke(command, [*arguments[:2], str(broken), *arguments[3:]], standalone_mode=False)
+    assert failed.return_value == 1
+    assert "FAILED   Corrupt image" in failed.output
+    refused = CliRunner().invoke(command, [*arguments, "batch_sise=3"], standalone_mode=False)
+    assert isinstance(refused.exception, UserError)
+    assert "batch_size" in str(refused.exception)
+
+
+def test_two_checkpoints_that_would_share_a_folder_are_refused(suite: Path) -> None:
+    with pytest.raises(UserError, match="Several checkpoints would write to"):
+        evaluate([make_model(1), make_model(1)], suite=suite, config=QUICK)
+
+
+def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
+    """Images come straight from their place in the tar, in any order and in another process."""
+    import pickle
+
+    from pipeline.evaluation.webdataset import open_webdataset
+
+    folder = write_classification(tmp_path, TASKS["cifar10"])
+    images = pickle.loads(pickle.dumps(open_webdataset(folder).images))
+    with tarfile.open(folder / "test/1.tar") as tar:
+        last = tar.getmembers()[-1]
+        file = tar.extractfile(last)
+        assert isinstance(file, io.BufferedReader)
+        assert images.read(21) == file.read()
+        assert images.name(21).startswith(last.name.split(".")[0])

@@ -84,7 +84,9 @@ def score_chart(scores: Sequence[Score]) -> Chart:
 
 
 def _times(value: float | None) -> str:
-    return f"{short(value)}× chance" if value is not None else ""
+    if value is None:
+        return ""
+    return f"{value:.1f}× chance" if value < 9.95 else f"{value:,.0f}× chance"
 
 
 def progress_chart(run: Run) -> Chart | None:

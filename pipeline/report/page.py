@@ -66,6 +66,7 @@ def _context(run: Run) -> dict[str, Any]:
         "failure_chart": charts.failure_chart(run),
         "stage_chart": charts.stage_chart(run),
         "data_facts": _data_facts(run),
+        "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
         "provenance": _provenance(run),
         "settings": flat(run.config),
         "duration": charts.duration,
@@ -95,7 +96,6 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
             ("shards", f"{len(manifest.shards):,}, {size / 1e6:,.1f} MB"),
             ("digest", manifest.digest[:16]),
         ]
-        rows += [(key, value) for key, value in flat(manifest.facts) if key.partition(".")[0] in ("source", "tools")]
     return rows
 
 

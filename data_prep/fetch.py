@@ -19,6 +19,8 @@ _WATCH_SECONDS = 0.5
 
 def main(path: str) -> None:
     _end_with_parent()
+    # Spark's workers otherwise take whichever python3 comes first on the PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from data_prep.config import DownloadConfig
     from data_prep.engine import Job, run
     from data_prep.folder import Folder

@@ -1,0 +1,45 @@
+"""The same list through every distributor of img2dataset gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.config import DownloadConfig
+from data_prep.download import download
+from pipeline.config import parse
+from tests.web import jpeg, send, serve
+
+ROWS, SHARD = 60, 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributor", ["pyspark", "ray"])
+def test_distributor_gives_the_same_manifest(distributor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(distributor, reason="needs the extra `scale`")
+    if distributor == "pyspark" and not any((Path(p) / "java").exists() for p in os.environ["PATH"].split(":")):
+        pytest.skip("Spark needs a Java")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with serve() as site:
+        for k in range(ROWS):
+            site.image(f"/{k}", jpeg(side=16 + k))
+        for k in range(0, ROWS, 6):
+            site.answers[f"/{k}"] = lambda handler: send(handler, 404, b"")
+        columns = {"url": [f"{site.base}/{k}" for k in range(ROWS)], "caption": [f"picture {k}" for k in range(ROWS)]}
+        pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
+        made = {}
+        for name in ("multiprocessing", distributor):
+            tree = {
+                "output": str(tmp_path / name),
+                "source": {"table": str(tmp_path / "urls.parquet")},
+                "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
+                "fetch": {"distributor": name, "shard_size": SHARD, "threads": 4},
+            }
+            made[name] = download(parse(DownloadConfig, tree))
+    assert made[distributor].digest == made["multiprocessing"].digest
+    assert made[distributor].failures == {"http 404": 10}
+    assert made[distributor].n == ROWS - 10

@@ -1,0 +1,101 @@
+"""Several processes, started by accelerate or torchrun, give the same bytes as one; an error on one hangs none."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.evaluator import EvaluationConfig
+from pipeline.evaluation.tasks import TASKS
+from pipeline.model import ModelConfig, build_towers, save_open_clip
+from tests.evaluation_suite import write_association, write_classification, write_retrieval
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=0)
+    state = towers.clip.state_dict()
+    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("suite")
+    for key in ("imagenet1k", "wilds/fmow"):
+        write_classification(root, TASKS[key], samples=37)
+    write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout="save_to_disk")
+    write_association(root, layout="parquet")
+    return root
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+    ],
+}
+
+
+def launch(launcher: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    port = ["--master_port" if launcher == "torchrun" else "--main_process_port", str(free_port())]
+    module = ["-m" if launcher == "torchrun" else "--module", "jobs.evaluate"]
+    command = [sys.executable, *LAUNCHERS[launcher], *port, *module, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "timings.json")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_number_of_processes_does_not_matter(launcher: str, checkpoint: Path, suite: Path, tmp_path: Path) -> None:
+    settings = ["micro_batch=8", "batch_size=6", "workers=0"]
+    done = launch(
+        launcher,
+        [str(checkpoint), "--suite", str(suite), "--output", str(tmp_path / "many"), "--device", "cpu", *settings],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("imagenet1k") == 1  # one process speaks
+    evaluate(str(checkpoint), suite=suite, output=tmp_path / "one", config=EvaluationConfig(micro_batch=8, workers=0))
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_an_error_on_one_process_fails_the_task_on_all_and_hangs_none(checkpoint: Path, tmp_path: Path) -> None:
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    folder = write_classification(suite, TASKS["imagenet1k"])
+    write_classification(suite, TASKS["imagenetv2"])
+    path = folder / "test/1.tar"
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[-1]  # in the last micro-batch, which one process alone has
+    blob = bytearray(path.read_bytes())
+    blob[member.offset_data : member.offset_data + member.size] = b"\0" * member.size
+    path.write_bytes(bytes(blob))
+    arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu"]
+    done = launch("torchrun", [*arguments, "micro_batch=8", "workers=0"])
+    assert done.returncode != 0
+    summary = json.loads((output / "summary.json").read_text())
+    assert "Corrupt image s0000021" in summary["failures"]["imagenet1k"]
+    assert list(summary["scores"]) == ["imagenetv2"]

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.objectives.prototypes import Workspace
+from pipeline.objectives.workspace import Workspace
 
 
 class InnerOptimizer(Protocol):

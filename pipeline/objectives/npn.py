@@ -17,7 +17,8 @@ from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Pair
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam, Buffered, InnerOptimizer
-from pipeline.objectives.prototypes import Anchors, Workspace
+from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.workspace import Workspace
 
 BothSides = tuple[Anchors, Anchors]
 
@@ -148,7 +149,7 @@ class PrototypeNpn(Npn):
         m, live, weight = self.config.prototypes, int(self.live), self.state.working["weight"]
         from_queue = self.config.restart_with == "previous" and int(self.queued) > 0
         if not self.restarts_at(batch.step):
-            return self._grow(batch, from_queue=from_queue)
+            return self._grow(batch, live=live, from_queue=from_queue)
         if self.config.reset_accumulator and live:
             for slot in self.optimizer.slots:
                 self.state.working[slot].zero_()
@@ -160,13 +161,15 @@ class PrototypeNpn(Npn):
             for side in (0, 1):
                 weight[side] = batch.features[1 - side][chosen]
             return m
+        if not self.queue.shape[1]:  # a batch smaller than the run's: grow from it
+            return self._grow(batch, live=0, from_queue=False)
         weight.copy_(self.queue)
         self._push(weight, batch)
         return min(m, int(self.queued) + batch.size)
 
-    def _grow(self, batch: Batch, *, from_queue: bool) -> int:
+    def _grow(self, batch: Batch, *, live: int, from_queue: bool) -> int:
         """Add features as further prototypes while fewer than m are live."""
-        m, live, weight = self.config.prototypes, int(self.live), self.state.working["weight"]
+        m, weight = self.config.prototypes, self.state.working["weight"]
         if from_queue:
             ready = max(live, min(m, int(self.queued)))
             weight[:, live:ready] = self.queue[:, live:ready]

@@ -17,13 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Elements of one [block, B] temporary: 64 MiB in fp32, large enough that GEMMs stay efficient.
-BLOCK_ELEMENTS = 2**24
+from pipeline.objectives.workspace import Workspace
+
+# Elements of one [block, B] temporary: on a CPU what its cache holds, on a GPU few launches ...
+CPU_BLOCK, GPU_BLOCK = 2**21, 2**24
+# ... but never so few rows that the GEMMs starve.
+LEAST_ROWS = 256
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices that cover `rows` such that each block has about `BLOCK_ELEMENTS` elements, and at least one row."""
-    size = max(1, BLOCK_ELEMENTS // max(1, columns))
+def row_blocks(rows: int, columns: int, *, device: torch.device) -> Iterator[slice]:
+    """Slices of equal length, but for the last, that cover `rows`."""
+    size = max(LEAST_ROWS, (GPU_BLOCK if device.type == "cuda" else CPU_BLOCK) // max(1, columns))
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
 
@@ -53,29 +57,33 @@ def anchor_statistics(
     With h_ij = (s_ij - s_ii) / tau_i, returns `log_g = log mean_{j != i} exp(h_ij)` and
     `mean_h = sum_{j != i} softmax(h_i)_j h_ij`, both [b], so that `d log_g_i / d tau_i = -mean_h_i / tau_i`.
     """
-    columns = others_Bd.shape[0]
+    columns, space = others_Bd.shape[0], Workspace()
     log_g, mean_h = torch.empty_like(positive_b), torch.empty_like(positive_b)
-    for rows in row_blocks(anchors_bd.shape[0], columns):
-        h = anchors_bd[rows] @ others_Bd.T
-        h.sub_(positive_b[rows, None]).div_(tau_b[rows, None])
-        own_pair = h.diagonal(first + rows.start)
+    for rows in row_blocks(anchors_bd.shape[0], columns, device=anchors_bd.device):
+        scaled = anchors_bd[rows] / tau_b[rows, None]
+        z = torch.mm(scaled, others_Bd.T, out=space.take("z", (scaled.shape[0], columns), like=scaled))
+        own_pair = z.diagonal(first + rows.start)
         own_pair.fill_(-math.inf)
-        log_sum = h.logsumexp(1)
-        weight = (h - log_sum[:, None]).exp_()
+        top = z.amax(1)
+        weight = torch.exp(z.sub_(top[:, None]), out=space.take("weight", tuple(z.shape), like=z))
         own_pair.fill_(0.0)
-        mean_h[rows] = weight.mul_(h).sum(1)
-        log_g[rows] = log_sum - math.log(columns - 1)
+        total = weight.sum(1)
+        top -= positive_b[rows] / tau_b[rows]  # from here on the largest h
+        log_g[rows] = top + total.log() - math.log(columns - 1)
+        mean_h[rows] = top + weight.mul_(z).sum(1) / total
     return log_g, mean_h
 
 
 def feature_gradient(own_bd: Tensor, others_Bd: Tensor, coefficients: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """`sum_j dL/ds_ij others_j` for each own row i: the loss's gradient with respect to this rank's features, [b, d].
 
-    Args: coefficients: maps a block of similarities [rows, B] and its row slice to dL/ds of the same shape.
+    Args: coefficients: maps a block of similarities [rows, B], which it may overwrite, and its row slice to dL/ds.
     """
-    gradient = torch.empty_like(own_bd)
-    for rows in row_blocks(own_bd.shape[0], others_Bd.shape[0]):
-        gradient[rows] = coefficients(own_bd[rows] @ others_Bd.T, rows) @ others_Bd
+    gradient, columns, space = torch.empty_like(own_bd), others_Bd.shape[0], Workspace()
+    for rows in row_blocks(own_bd.shape[0], columns, device=own_bd.device):
+        own = own_bd[rows]
+        s = torch.mm(own, others_Bd.T, out=space.take("s", (own.shape[0], columns), like=own))
+        torch.mm(coefficients(s, rows), others_Bd, out=gradient[rows])
     return gradient
 
 
@@ -87,12 +95,14 @@ def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, othe
     anchors and no gradient collective (FastCLIP, section 4).
     """
     local = slice(first, first + own_bd.shape[0])
-    pull = own.pull + others.pull[local]
+    pull, space = own.pull + others.pull[local], Workspace()
+    own_slope, own_shift = 1.0 / own.tau, own.log_weight - own.positive / own.tau
+    slope, shift = 1.0 / others.tau, others.log_weight - others.positive / others.tau
 
     def coefficients(s: Tensor, rows: slice) -> Tensor:
-        anchor = own.take(rows)
-        a = (s - anchor.positive[:, None]).div_(anchor.tau[:, None]).add_(anchor.log_weight[:, None]).exp_()
-        a += s.sub_(others.positive).div_(others.tau).add_(others.log_weight).exp_()
+        a = space.take("a", tuple(s.shape), like=s)
+        torch.addcmul(own_shift[rows, None], s, own_slope[rows, None], out=a).exp_()
+        a += torch.addcmul(shift, s, slope, out=s).exp_()
         a.diagonal(first + rows.start).copy_(-pull[rows])
         return a
 

@@ -19,27 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pipeline.objectives.workspace import Workspace
+
 # exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
 MAX_LOG_RATIO = 30.0
 # Elements of one [R, m] block: on a CPU what its cache holds, on a GPU few launches.
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 
 NpnObjective = Literal["unified", "separate"]
-
-
-class Workspace:
-    """Buffers that are used again: page faults of fresh megabytes can cost a CPU more than the pass that fills them."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor; whoever took this name before has lost it."""
-        key, size = (name, dtype or like.dtype, like.device), math.prod(shape)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
-        return buffer[:size].view(shape)
 
 
 @dataclass(frozen=True)

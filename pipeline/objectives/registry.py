@@ -72,6 +72,8 @@ def build_objective(
       (required by the methods with per-sample state), and whatever else `ObjectiveContext` holds.
     Raises: UserError for wrong settings or missing facts.
     """
+    if context is not None and facts:
+        raise UserError(f"build_objective was given a context and also {', '.join(sorted(facts))}: give one of them.")
     if isinstance(objective, str):
         objective = {"name": objective}
     config = parse_objective(objective) if isinstance(objective, Mapping) else objective

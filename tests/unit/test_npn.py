@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective, prototypes
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam
-from pipeline.objectives.prototypes import Anchors, Workspace
+from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14

@@ -1,0 +1,155 @@
+"""Time of the normalizer network's inner updates, interleaved in one run, against autograd and against bare GEMMs.
+
+    python -m jobs.bench.npn                      # B = 512 and 5,120, d = 512, m = 4,096, T_u = 10, both networks
+    python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
+
+Per batch size and round, in turn: autograd with torch.optim.Adagrad in fp32, our closed form in fp32 and with bf16
+GEMMs, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the process's own CPU time is counted, and of
+the rounds the least: other users of the machine only ever add to it. The last line is about precision: what bf16 GEMMs
+cost, as mean squared difference of alpha, beside what the prototypes are off by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.objectives import prototypes
+from pipeline.objectives.inner_optimizer import AdaGrad
+from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.workspace import Workspace
+
+LR, EPS, TAU = 0.01, 1e-14, 0.03
+
+
+def make_problem(batch: int, dim: int, m: int, *, device: torch.device) -> tuple[list[Anchors], Tensor]:
+    """Both sides of a batch of clustered pairs, and [2, m, d] prototypes from other pairs of the same clusters."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(64, dim, generator=generator)
+
+    def pairs(count: int) -> tuple[Tensor, Tensor]:
+        base = centres[torch.randint(64, (count,), generator=generator)]
+        own = base + torch.randn(count, dim, generator=generator)
+        sides = [F.normalize(own + 0.7 * torch.randn(count, dim, generator=generator), dim=1) for _ in range(2)]
+        return sides[0].to(device), sides[1].to(device)
+
+    image, text = pairs(batch)
+    positive, tau = (image * text).sum(1), torch.tensor(TAU, device=device)
+    anchors = []
+    for own, other in ((image, text), (text, image)):
+        h = ((own @ other.T) - positive[:, None]) / tau
+        h.fill_diagonal_(-math.inf)
+        log_g = h.logsumexp(1) - math.log(batch - 1)
+        anchors.append(Anchors(own, positive, log_g, tau, math.log(EPS)))
+    others = pairs(m)
+    return anchors, torch.stack([others[1], others[0]])
+
+
+def closed_form(anchors: list[Anchors], weight: Tensor, *, steps: int, workspace: Workspace) -> Tensor:
+    weight = workspace.take("bench_weight", tuple(weight.shape), like=weight).copy_(weight)
+    memory = workspace.take("bench_memory", tuple(weight.shape), like=weight).zero_()
+    optimizer = AdaGrad(LR, workspace)
+    for side in (0, 1):
+        for step in range(steps):
+            gradient, _ = prototypes.loss_gradient(anchors[side], weight[side], workspace=workspace)
+            optimizer.step(weight[side], gradient, {"accumulator": memory[side]}, updates=step + 1)
+    return weight
+
+
+def autograd(anchors: list[Anchors], weight: Tensor, *, steps: int) -> Tensor:
+    updated = []
+    for side, start in zip(anchors, weight, strict=True):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.Adagrad([parameter], lr=LR)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            z = (side.features @ F.normalize(parameter, dim=1).T - side.positive[:, None]) / side.tau
+            log_mean = z.logsumexp(1) - math.log(len(parameter))
+            alpha = torch.logaddexp(log_mean, log_mean.new_tensor(side.log_eps))
+            (side.tau * (torch.exp(side.log_target - alpha) + alpha).mean()).backward()
+            optimizer.step()
+        updated.append(parameter.detach())
+    return torch.stack(updated)
+
+
+def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dtype) -> None:
+    for side, start in zip(anchors, weight, strict=True):
+        features, prototype = side.features.to(dtype), start.to(dtype)
+        z = torch.empty(len(features), len(prototype), dtype=dtype, device=features.device)
+        gradient = torch.empty_like(prototype)
+        for _ in range(steps):
+            torch.mm(features, prototype.T, out=z)
+            torch.mm(z.T, features, out=gradient)
+
+
+def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, float]:
+    """Least milliseconds of each call over interleaved rounds, after one unmeasured round."""
+    best = dict.fromkeys(calls, math.inf)
+    for round_number in range(rounds + 1):
+        for name, call in calls.items():
+            clock = time.perf_counter if device.type == "cuda" else time.process_time
+            start = clock()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if round_number:
+                best[name] = min(best[name], 1e3 * (clock() - start))
+    return best
+
+
+def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> None:
+    dim, m, steps = arguments.dim, arguments.prototypes, arguments.steps
+    anchors, weight = make_problem(batch, dim, m, device=device)
+    low = [Anchors(*(a.features, a.positive, a.log_target, a.tau, a.log_eps, a.features.bfloat16())) for a in anchors]
+    spaces = Workspace(), Workspace()
+    best = measure(
+        {
+            "autograd fp32": lambda: autograd(anchors, weight, steps=steps),
+            "closed fp32": lambda: closed_form(anchors, weight, steps=steps, workspace=spaces[0]),
+            "closed bf16": lambda: closed_form(low, weight, steps=steps, workspace=spaces[1]),
+            "GEMMs fp32": lambda: gemms(anchors, weight, steps=steps, dtype=torch.float32),
+            "GEMMs bf16": lambda: gemms(anchors, weight, steps=steps, dtype=torch.bfloat16),
+        },
+        rounds=arguments.rounds,
+        device=device,
+    )
+    print(f"\nB = {batch}, d = {dim}, m = {m}, {steps} updates of both networks, milliseconds:")
+    print("   ".join(f"{name} {value:.1f}" for name, value in best.items()))
+    for name in ("fp32", "bf16"):
+        mine = best[f"closed {name}"]
+        print(
+            f"closed {name}: {best['autograd fp32'] / mine:.2f} times as fast as autograd fp32; "
+            f"{mine / best[f'GEMMs {name}']:.2f} times its GEMMs alone"
+        )
+    full = closed_form(anchors, weight, steps=steps, workspace=Workspace())
+    rounded = closed_form(low, weight, steps=steps, workspace=Workspace())
+    alpha = prototypes.log_normalizer(anchors[0], full[0])
+    cost = (prototypes.log_normalizer(anchors[0], rounded[0]) - alpha).square().mean()
+    own = (alpha - anchors[0].log_target).square().mean()
+    print(f"alpha: bf16 GEMMs cost {cost:.1e} of MSE; its own error is {own:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 5120])
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--prototypes", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"torch {torch.__version__} on {device}, {arguments.threads} threads, least of {arguments.rounds} rounds")
+    for batch in arguments.batch:
+        report(batch, arguments, device)
+
+
+if __name__ == "__main__":
+    main()

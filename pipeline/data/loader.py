@@ -132,15 +132,12 @@ class Loader:
             self._parts = self._start()
         parts = [self._next_part(self._parts) for _ in range(max(1, self._config.workers))]
         self._position = _advance(self._position, parts, steps=self.layout.steps)
-        replaced = sum(part.corrupt.total() for part in parts)
-        if replaced and sum(self._position.corrupt.values()) > self._config.corrupt_limit * self.layout.samples:
-            self.report()  # beyond the limit of all ranks on this rank alone
         return Batch(
             image=self._join(parts),
             text=torch.from_numpy(np.concatenate([part.text for part in parts])),
             sample_id=torch.from_numpy(np.concatenate([part.sample_id for part in parts])),
             position=self._position,
-            replaced=replaced,
+            replaced=sum(part.corrupt.total() for part in parts),
         )
 
     def close(self) -> None:
@@ -251,6 +248,6 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
 def _start_forkserver() -> Any:
     """Start the clean process that forks the workers, if there is none; returns while it still imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.data.worker", "pipeline.data.tokenize"])
+    context.set_forkserver_preload(["pipeline.data.preload"])
     forkserver.ensure_running()
     return context

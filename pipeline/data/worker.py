@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from pipeline.data.tar import Record
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
+PARENT_CHECK_SECONDS = 1.0
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 
 
@@ -144,8 +146,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     def __iter__(self) -> Iterator[Part | Failure]:
         info = get_worker_info()
         if info is not None:
-            torch.set_num_threads(1)
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            _live_with_parent()
         index, count = (info.id, info.num_workers) if info else (0, 1)
         s = len(self.streams)
         try:
@@ -196,13 +197,22 @@ class StreamDataset(IterableDataset[Part | Failure]):
         )
 
 
-def _end_with_parent() -> None:
-    """End this process when the training process is gone, however it went.
+def _live_with_parent() -> None:
+    """End this worker when the training process is gone or says so, and at no other signal.
 
-    torch's own watchdog looks at the parent's id, which under a fork server is the server; and the server in turn waits
-    for its children.
+    A signal to the whole process group (Ctrl-C, a launcher's request to stop) must leave the workers alive until the
+    trainer has written its last checkpoint. torch's own watchdog looks at the parent's id, which is the fork server's.
     """
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for this thread and those it will start
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None
+
+    def watch() -> None:
+        while parent.is_alive():
+            received = signal.sigtimedwait(signals, PARENT_CHECK_SECONDS)
+            if received is not None and received.si_signo == signal.SIGTERM and received.si_pid == parent.pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -59,6 +59,7 @@ def vanish(folder: Path, world: World) -> dict[str, Any]:
 def limit(folder: Path, world: World) -> dict[str, Any]:
     with make_loader(folder, world, workers=0, corrupt_limit=0.01) as loader:
         steps(loader, 1)
+        world.barrier()
         (folder / "00001.tar").unlink(missing_ok=True)
         world.barrier()
         try:

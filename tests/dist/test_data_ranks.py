@@ -74,39 +74,70 @@ def test_the_corruption_limit_stops_both_ranks_at_the_same_step(tmp_path: Path) 
 
 
 CHILD = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from pipeline.world import World
 from tests.dist.data_ranks import make_loader
 if __name__ == "__main__":
-    loader = make_loader(Path(sys.argv[1]), World(), workers=3)
+    if sys.argv[2] == "graceful":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+    loader = make_loader(Path(sys.argv[1]), World(), workers=3, prefetch=1)
     next(loader)
     print("started", flush=True)
-    time.sleep(60)
+    if sys.argv[2] == "graceful":
+        sys.stdin.readline()
+        for _ in range(30):
+            next(loader)
+        loader.close()
+        print("done", flush=True)
+    else:
+        time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signals) -> None:
+def start(tmp_path: Path, manner: str) -> subprocess.Popen[str]:
+    """A trainer with three workers in a process group of its own, after its first batch."""
     write_shards(tmp_path / "shards", SIZES)
     script = tmp_path / "child.py"
     script.write_text(CHILD)
+    command = [sys.executable, str(script), str(tmp_path / "shards"), manner]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "shards")],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child: subprocess.Popen[str] = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
     assert child.stdout is not None
     assert child.stdout.readline() == "started\n"
     assert len(group(child.pid)) >= 5, "trainer, fork server and three workers"
-    child.send_signal(how)
-    child.wait()
+    return child
+
+
+def nobody_left(child: subprocess.Popen[str]) -> bool:
+    """Whether the process group is empty within half a minute; ends it in any case."""
     deadline = time.monotonic() + 30
     while (left := group(child.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left
+    return not left
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signals) -> None:
+    child = start(tmp_path, "abrupt")
+    child.send_signal(how)
+    child.wait()
+    assert nobody_left(child)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_whole_group_leaves_the_trainer_its_batches(tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C or a launcher's request to stop: the trainer that handles it still gets batches, then all end."""
+    child = start(tmp_path, "graceful")
+    os.killpg(child.pid, how)
+    time.sleep(2.5)
+    out, _ = child.communicate("go on\n", timeout=60)
+    assert (out, child.returncode) == ("done\n", 0)
+    assert nobody_left(child)
 
 
 def group(leader: int) -> list[int]:

@@ -1,0 +1,95 @@
+"""Several watchers as real processes, one of them killed with -9 at work: every checkpoint is evaluated once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.session import EvaluationConfig
+from pipeline.evaluation.tasks import TASKS
+from pipeline.model import ModelConfig, build_towers, save_open_clip
+from tests.evaluation_suite import write_classification
+
+STEPS = tuple(range(100, 900, 100))
+SECONDS = 240.0
+
+
+def save(run: Path, step: int) -> None:
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=step)
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    state = towers.clip.state_dict()
+    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
+    (folder / "checkpoint.json").write_text(json.dumps({"step": step, "files": {}}))
+
+
+def start(run: Path, suite: Path, log: Path) -> subprocess.Popen[bytes]:
+    arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2", "ttl=12", "together=2"]
+    command = [sys.executable, "-m", "jobs.watch", *arguments, "evaluation.workers=0", "evaluation.micro_batch=8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
+
+
+def wait_for(what: object, *, logs: list[Path]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "\n".join(log.read_text() for log in logs)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_kill_9_loses_nothing_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    run, suite = tmp_path / "run", tmp_path / "mini"
+    for key in ("cifar10", "wilds/fmow"):
+        write_classification(suite, TASKS[key], samples=300)
+    for step in STEPS[:-1]:
+        save(run, step)
+    ledger = run / "evaluation-ledger" / "mini"
+    logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
+    watchers = [start(run, suite, logs[0])]
+    try:
+        # The victim dies while it holds a lease and nothing of that checkpoint is done.
+        wait_for(lambda: any(ledger.glob("*/lease-*.beat")), logs=logs[:1])
+        watchers[0].send_signal(signal.SIGKILL)
+        watchers[0].wait()
+        held = [
+            path.parent.name for path in ledger.glob("*/lease-0001.json") if not (path.parent / "done.json").exists()
+        ]
+        assert held
+        watchers += [start(run, suite, log) for log in logs[1:]]
+        save(run, STEPS[-1])  # training goes on
+        wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), logs=logs)
+        for watcher in watchers[1:]:
+            watcher.send_signal(signal.SIGTERM)
+        assert [watcher.wait(timeout=60) for watcher in watchers[1:]] == [130, 130]
+    finally:
+        for watcher in watchers:
+            if watcher.poll() is None:
+                watcher.kill()
+                watcher.wait()
+    outcomes = {path.parent.name: json.loads(path.read_text()) for path in ledger.glob("*/done.json")}
+    assert {name: outcome["outcome"] for name, outcome in outcomes.items()} == {
+        f"step-{step:08d}": "done" for step in STEPS
+    }
+    for name in held:
+        assert outcomes[name]["attempt"] == 2  # taken over, once
+        assert outcomes[name]["pid"] in {watcher.pid for watcher in watchers[1:]}
+    others = set(outcomes) - set(held)
+    assert {outcomes[name]["attempt"] for name in others} == {1}
+    said = "\n".join(log.read_text() for log in logs[1:])
+    for name, outcome in outcomes.items():
+        assert said.count(f"{name}: 2 tasks done.") == (outcome["pid"] != watchers[0].pid)
+    for name in (held[0], "step-00000800"):
+        alone = tmp_path / "alone" / name
+        config = EvaluationConfig(workers=0, micro_batch=8)
+        evaluate(str(run / "checkpoints" / name), suite=suite, output=alone, config=config)
+        for path in alone.glob("[cw]*.json"):
+            assert path.read_bytes() == (run / "evaluation" / name / path.name).read_bytes()

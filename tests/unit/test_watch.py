@@ -1,0 +1,179 @@
+"""What a watcher does first, what it does with failures, and templates that really call it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import jobs
+from pipeline.errors import UserError
+from pipeline.evaluation.session import EvaluationConfig
+from pipeline.evaluation.suite import Suite, open_suite
+from pipeline.evaluation.tasks import TASKS
+from pipeline.evaluation.watch import LEDGER_FOLDER, WatchConfig, Watcher
+from pipeline.evaluation.world import Alone
+from pipeline.model import ModelConfig, build_towers, save_open_clip
+from tests.evaluation_suite import write_classification
+
+CLUSTER = Path(jobs.__file__).parent / "cluster"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    root = tmp_path_factory.mktemp("mini")
+    write_classification(root, TASKS["cifar10"], samples=8)
+    return open_suite(root)
+
+
+def save(run: Path, step: int) -> Path:
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=step)
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    state = towers.clip.state_dict()
+    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
+    (folder / "checkpoint.json").write_text(json.dumps({"step": step, "files": {}}))
+    return folder
+
+
+def make_watcher(run: Path, suite: Suite, said: list[str], **settings: object) -> Watcher:
+    config = WatchConfig(**{"ttl": 30.0, "interval": 0.01, **settings})  # type: ignore[arg-type]
+    processes = (Alone(), torch.device("cpu"))
+    quick = EvaluationConfig(workers=0, micro_batch=8)
+    return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=said.append)
+
+
+def evaluated(said: list[str]) -> list[list[int]]:
+    """The steps of every pass, in order."""
+    return [[int(step) for step in re.findall(r"step-(\d+)", line)] for line in said if line.startswith("Evaluating")]
+
+
+def test_the_newest_first_and_alone_then_the_past_in_groups(tmp_path: Path, suite: Suite) -> None:
+    for step in (100, 200, 300, 400):
+        save(tmp_path, step)
+    said: list[str] = []
+    watcher = make_watcher(tmp_path, suite, said, together=2)
+    assert watcher.step()
+    save(tmp_path, 500)
+    watcher.run(threading.Event(), once=True)
+    assert evaluated(said) == [[400], [500], [300, 200], [100]]
+    outcomes = watcher.ledgers[tmp_path].outcomes()
+    assert [outcome["outcome"] for outcome in outcomes.values()] == ["done"] * 5
+    assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in outcomes)
+    watcher.run(threading.Event(), once=True)
+    assert len(evaluated(said)) == 4
+
+
+def test_oldest_first_and_only_some_steps(tmp_path: Path, suite: Suite) -> None:
+    for step in (100, 150, 200, 250):
+        save(tmp_path, step)
+    said: list[str] = []
+    make_watcher(tmp_path, suite, said, order="oldest", together=1, every=100).run(threading.Event(), once=True)
+    assert evaluated(said) == [[100], [200], [250]]  # the last one is always wanted
+
+
+def test_half_written_checkpoints_are_not_seen(tmp_path: Path, suite: Suite) -> None:
+    folder = save(tmp_path, 100)
+    (folder / "checkpoint.json").unlink()
+    said: list[str] = []
+    assert not make_watcher(tmp_path, suite, said).step()
+
+
+def test_a_damaged_checkpoint_is_given_up_and_keeps_none_back(tmp_path: Path, suite: Suite) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    said: list[str] = []
+    watcher = make_watcher(tmp_path, suite, said, attempts=2, retry_after=0.0)
+    watcher.run(threading.Event(), once=True)
+    outcomes = {name: outcome["outcome"] for name, outcome in watcher.ledgers[tmp_path].outcomes().items()}
+    assert outcomes == {"step-00000100": "done", "step-00000200": "abandoned", "step-00000300": "done"}
+    reasons = watcher.ledgers[tmp_path].outcomes()["step-00000200"]["reasons"]
+    assert len(reasons) == 2
+    assert "step-00000200" in reasons[0]
+
+
+def test_a_failed_task_is_tried_again_later_and_what_was_done_stays(tmp_path: Path, suite: Suite) -> None:
+    save(tmp_path / "run", 100)
+    root = tmp_path / "suite"
+    write_classification(root, TASKS["cifar10"], samples=8)
+    second = write_classification(root, TASKS["mnist"], samples=8)
+    (second / "test/1.tar").rename(second / "test/away")
+    said: list[str] = []
+    watcher = make_watcher(tmp_path / "run", open_suite(root), said, retry_after=0.0)
+    assert watcher.step()
+    assert "mnist: " in said[-1]
+    assert "shards are missing" in said[-1]
+    first = tmp_path / "run/evaluation/step-00000100/cifar10.json"
+    inode = first.stat().st_ino
+    (second / "test/away").rename(second / "test/1.tar")
+    watcher.run(threading.Event(), once=True)
+    assert watcher.ledgers[tmp_path / "run"].outcomes()["step-00000100"]["outcome"] == "done"
+    assert first.stat().st_ino == inode
+
+
+def test_an_interrupted_watcher_releases_its_lease(
+    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100)
+    watcher = make_watcher(tmp_path, suite, [])
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.evaluation.evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            watcher.step()
+    end = json.loads((tmp_path / LEDGER_FOLDER / suite.name / "step-00000100/end-0001.json").read_text())
+    assert end["how"] == "released"
+    assert make_watcher(tmp_path, suite, []).step()  # at once, without waiting for the lease to run out
+
+
+def test_a_stopped_watcher_ends(tmp_path: Path, suite: Suite) -> None:
+    stop = threading.Event()
+    stop.set()
+    make_watcher(tmp_path, suite, []).run(stop)
+
+
+def test_mistakes_on_the_command_line_are_named(tmp_path: Path, suite: Suite) -> None:
+    from jobs.watch import command
+
+    arguments = [str(tmp_path), "--suite", str(suite.folder), "--once"]
+    with pytest.raises(UserError, match="The nearest valid key is interval"):
+        command.main([*arguments, "intervall=3"], standalone_mode=False)
+    with pytest.raises(UserError, match=r"evaluation\.batch_size = 0"):
+        command.main([*arguments, "evaluation.batch_size=0"], standalone_mode=False)
+    with pytest.raises(UserError, match="no run folder"):
+        command.main([str(tmp_path / "none"), *arguments[1:]], standalone_mode=False)
+    assert command.main(arguments, standalone_mode=False) == 0
+
+
+def calls(text: str) -> list[list[str]]:
+    """The arguments of every `neuclip watch` or `jobs.watch` in a template, comments and line breaks aside."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
+    found = re.findall(r'(?:(?:neuclip|NEUCLIP)"? watch|jobs\.watch) (.*--suite[^>\n]*)', lines)
+    return [[part for part in shlex.split(call) if part != "$@"] for call in found]
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTER.glob("watch-*")), ids=lambda path: path.name)
+def test_templates_call_the_program_as_it_is(path: Path) -> None:
+    from jobs.watch import command
+
+    text = path.read_text()
+    if path.suffix == ".timer":
+        assert "Unit=neuclip-watch.service" in text
+        return
+    found = calls(text)
+    assert len(found) == 1
+    context = command.make_context("watch", found[0])
+    assert context.params["suite"]
+    if path.suffix == ".sbatch":
+        subprocess.run(["bash", "-n", path], check=True)

@@ -1,0 +1,195 @@
+"""Leases: one owner at a time, taken over from the dead only, and one outcome for ever."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.evaluation import ledger as module
+from pipeline.evaluation.ledger import RELEASED, Lease, Ledger, create_once
+
+NAME = "step-00000100"
+
+
+class Clock:
+    """A monotonic clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watcher(folder: Path, *, clock: Clock | None = None, attempts: int = 3) -> Ledger:
+    return Ledger(folder, ttl=60, attempts=attempts, clock=clock or Clock())
+
+
+def kill(lease: Lease) -> None:
+    """What kill -9 leaves: a lease whose heart has stopped."""
+    lease._end_heartbeat()
+
+
+def test_one_owner_then_one_outcome(tmp_path: Path) -> None:
+    first, second = watcher(tmp_path), watcher(tmp_path)
+    lease = first.claim(NAME)
+    assert lease is not None
+    assert second.claim(NAME) is None
+    assert not second.done(NAME)
+    assert lease.finish({"scores": {"a": 0.5}})
+    assert second.done(NAME)
+    assert second.claim(NAME) is None
+    assert second.outcomes()[NAME]["scores"] == {"a": 0.5}
+
+
+def test_a_released_lease_is_free_at_once_and_costs_no_attempt(tmp_path: Path) -> None:
+    ledger = watcher(tmp_path, attempts=2)
+    for _ in range(5):
+        lease = ledger.claim(NAME)
+        assert lease is not None
+        lease.give_up("stopped", how=RELEASED)
+    assert not ledger.done(NAME)
+
+
+def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path: Path) -> None:
+    ledger = watcher(tmp_path, attempts=2)
+    for number in range(2):
+        lease = ledger.claim(NAME)
+        assert lease is not None
+        lease.give_up(f"reason {number}")
+    assert ledger.claim(NAME) is None
+    outcome = ledger.outcomes()[NAME]
+    assert outcome["outcome"] == "abandoned"
+    assert outcome["reasons"] == ["reason 0", "reason 1"]
+
+
+def test_the_dead_are_recognised_by_the_observers_own_clock(tmp_path: Path) -> None:
+    clock = Clock()
+    lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
+    assert lease is not None
+    kill(lease)
+    assert observer.claim(NAME) is None
+    assert observer.in_doubt(NAME)
+    clock.now += 59
+    assert observer.claim(NAME) is None
+    clock.now += 1
+    successor = observer.claim(NAME)
+    assert successor is not None
+    assert successor.number == 2
+    kill(successor)
+
+
+def test_a_beating_heart_keeps_a_lease(tmp_path: Path) -> None:
+    clock = Clock()
+    lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
+    assert lease is not None
+    kill(lease)  # its thread only; the beats are by hand here
+    for count in range(1, 6):
+        assert observer.claim(NAME) is None
+        clock.now += 50
+        lease._beat(count)
+    assert not observer.in_doubt(NAME)
+    assert observer.claim(NAME) is None
+
+
+def test_only_one_of_many_takes_over_and_a_sleeper_cannot_overwrite(tmp_path: Path) -> None:
+    clock = Clock()
+    sleeper = watcher(tmp_path).claim(NAME)
+    assert sleeper is not None
+    kill(sleeper)
+    observers = [watcher(tmp_path, clock=clock) for _ in range(5)]
+    assert [observer.claim(NAME) for observer in observers] == [None] * 5
+    clock.now += 61
+    taken = [lease for observer in observers if (lease := observer.claim(NAME)) is not None]
+    assert len(taken) == 1
+    assert taken[0].finish({"by": "successor"})
+    assert not sleeper.finish({"by": "sleeper"})
+    assert observers[0].outcomes()[NAME]["by"] == "successor"
+
+
+def test_watchers_that_die_of_a_checkpoint_do_so_a_few_times_only(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = watcher(tmp_path, clock=clock, attempts=3)
+    for _ in range(3):
+        lease = ledger.claim(NAME)
+        assert lease is not None
+        kill(lease)
+        assert ledger.claim(NAME) is None
+        clock.now += 61
+    assert ledger.claim(NAME) is None
+    assert ledger.outcomes()[NAME]["outcome"] == "abandoned"
+
+
+def _claim(folder: str, barrier: object, queue: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    lease = Ledger(Path(folder), ttl=600).claim(NAME)
+    queue.put(lease is not None)  # type: ignore[attr-defined]
+
+
+def test_processes_that_claim_together_get_one_lease(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for number in range(5):
+        barrier, queue = context.Barrier(6), context.Queue()
+        arguments = (str(tmp_path / str(number)), barrier, queue)
+        processes = [context.Process(target=_claim, args=arguments) for _ in range(6)]
+        for process in processes:
+            process.start()
+        won = [queue.get(timeout=60) for _ in processes]
+        for process in processes:
+            process.join()
+        assert sum(won) == 1
+
+
+def test_creating_once_is_atomic_also_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert create_once(tmp_path / "a", "first")
+    assert not create_once(tmp_path / "a", "second")
+    assert (tmp_path / "a").read_text() == "first"
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(module.os, "link", refuse)
+    assert create_once(tmp_path / "b", "first")
+    assert not create_once(tmp_path / "b", "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_lost_answer_of_the_server_is_seen_by_the_link_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = module.os.link
+
+    def lose(source: Path, target: Path) -> None:
+        link(source, target)
+        raise OSError("stale answer")
+
+    monkeypatch.setattr(module.os, "link", lose)
+    assert create_once(tmp_path / "a", "mine")
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_the_heart_beats_by_itself_and_outlives_a_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = Ledger(tmp_path, ttl=0.06).claim(NAME)
+    assert lease is not None
+    beat = tmp_path / NAME / "lease-0001.beat"
+    waits = threading.Event()
+    write, broken = module.write_atomically, {"left": 3}
+
+    def flaky(path: Path, text: str) -> None:
+        if path.suffix == ".beat" and broken["left"]:
+            broken["left"] -= 1
+            raise OSError("away")
+        write(path, text)
+
+    monkeypatch.setattr(module, "write_atomically", flaky)
+    seen = set()
+    for _ in range(2000):
+        seen.add(beat.read_text())
+        if len(seen) >= 3 and not broken["left"]:
+            break
+        waits.wait(0.005)
+    lease.finish({})
+    assert len(seen) >= 3
+    assert json.loads((tmp_path / NAME / "done.json").read_text())["attempt"] == 1

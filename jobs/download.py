@@ -28,6 +28,7 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     """
     from data_prep.config import DownloadConfig
     from data_prep.download import download, prepare
+    from data_prep.report import write_report
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))
@@ -39,6 +40,7 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     with ProgressBar() as show:
         manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
     click.echo(summary(manifest, Path(config.output)))
+    click.echo(f"Report: {write_report(config.output)}")
 
 
 def summary(manifest: Manifest, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep import reasons, tar
+from data_prep import reasons, tar, verify
+from data_prep.census import take_census
 from data_prep.config import DownloadConfig
 from data_prep.download import download
+from data_prep.folder import Folder
+from data_prep.report import write_report
 from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.faults import Fault, count_faults, fault_of
 from data_prep.scenes.server import serve_scenes
@@ -108,6 +112,32 @@ def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
             assert image.size == (48, 48)
         assert parts["txt"].decode() == captions[index].as_py()
         assert json.loads(parts["json"])["url"].endswith(f"/{index}.jpg")
+
+
+def test_report_and_datasheet_account_for_every_url(ingested: Manifest) -> None:
+    page = write_report(ingested.root).read_text()
+    sheet = (Path(ingested.root) / "datasheet.md").read_text()
+    for reason, count in ingested.failures.items():
+        assert f"<td>{reason}<" in page
+        assert f"| {reason} | {count} |" in sheet
+    assert page.count("<figure>") == 18
+    assert "src=" not in page.replace('src="data:', ""), "the page needs nothing from elsewhere"
+    assert ingested.digest in page
+    assert ingested.digest in sheet
+    census = take_census(Folder(Path(ingested.root)))
+    assert (census.urls, census.samples, census.reasons) == (PAIRS, ingested.n, Counter(ingested.failures))
+    assert census.served_sides.sum() == census.caption_words.sum() == ingested.n
+    assert census.hosts == {"127.0.0.1": PAIRS}
+
+
+def test_damaged_shards_are_rebuilt_to_the_same_bytes(world: World, ingested: Manifest, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(ingested.root, root)
+    (root / "shards/00001.tar").write_bytes(b"damaged")
+    problems = verify.verify(root)
+    assert {problem.shard for problem in problems} == {"shards/00001.tar"}
+    assert verify.rebuild(root, problems).digest == ingested.digest
+    assert verify.verify(root) == []
 
 
 def test_meta_says_what_became_of_every_url(ingested: Manifest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from pipeline.config import parse
 from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
+from pipeline.data.manifest import load_manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.world import World
 from tests.shards import count_tokens, write_shards
@@ -109,3 +111,103 @@ def test_numbers_that_do_not_fit_are_refused_before_any_step(folder: Path) -> No
     ]:
         with pytest.raises(UserError, match=message):
             loaders(folder, ranks=ranks, **settings)
+
+
+@pytest.fixture(scope="module")
+def second(folder: Path) -> Path:
+    """Another source, whose captions carry the ids that its samples have behind those of the first."""
+    other = folder.parent / f"{folder.name}-second"
+    write_shards(other, [6, 10, 4], first=48)
+    return other
+
+
+@pytest.mark.parametrize("settings", [{}, {"replacement": True}, {"weights": (0.5, 1.5)}])
+def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, settings: dict[str, Any]) -> None:
+    options = dict(settings)
+    weights = options.pop("weights", (1.0, 1.0))
+    options["sources"] = [
+        {"manifest": str(path), "weight": w} for path, w in zip((folder, second), weights, strict=True)
+    ]
+    (whole,) = loaders(folder, **options)
+    assert whole.n == 68
+    assert whole.layout.samples == int(48 * weights[0]) + int(20 * weights[1])
+    expected, _ = run([whole], 20)
+    assert set(expected.flatten().tolist()) <= set(range(68))
+    assert (expected >= 48).any(), "the second source is shown"
+    (writer,) = loaders(folder, **options)
+    run([writer], 11)
+    group = loaders(folder, ranks=4, **options)
+    for loader in group:
+        loader.load_state_dict(writer.state_dict())
+    assert torch.equal(run(group, 9)[0], expected[11:])
+
+
+def test_another_weight_is_another_order(folder: Path, second: Path) -> None:
+    sources = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
+    (writer,) = loaders(folder, sources=sources)
+    run([writer], 1)
+    sources[1]["weight"] = 1.0
+    with pytest.raises(UserError, match=r"weights was \[1.0, 0.5\], now \[1.0, 1.0\]"):
+        loaders(folder, sources=sources)[0].load_state_dict(writer.state_dict())
+
+
+def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path) -> None:
+    local = load_manifest(folder)
+    rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in local.shards]
+    make_manifest(rows).save(tmp_path)
+    expected = run(loaders(folder), 8)
+    (piped,) = loaders(tmp_path, workers=2)
+    with piped:
+        found = run([piped], 8)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_a_loader_can_be_closed_and_continued(folder: Path) -> None:
+    expected, _ = run(loaders(folder), 8)
+    (loader,) = loaders(folder, workers=2)
+    with loader:
+        first, _ = run([loader], 3)
+        loader.close()
+        second, _ = run([loader], 5)
+    assert torch.equal(torch.cat([first, second]), expected)
+
+
+def test_a_shard_of_another_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_shards(tmp_path, [8, 8])
+    with open(tmp_path / "00001.tar", "ab") as file:
+        file.write(b"\0" * 512)
+    with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
+        loaders(tmp_path)
+
+
+def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    """Also out of a worker, without a traceback of its process."""
+    write_shards(tmp_path, [20, 20], replace={i: {"txt": b"no image"} for i in range(40)})
+    (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
+    with loader, pytest.raises(UserError, match=r"no readable sample was found.*neuclip verify") as raised:
+        next(loader)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_tokenizers_that_cannot_travel_are_refused(folder: Path) -> None:
+    config = parse(DataConfig, {"sources": str(folder), "streams": 4, "workers": 2})
+    with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
+        build_loader(
+            config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=lambda texts: count_tokens(texts)
+        )
+
+
+def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.data.loader.os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    with pytest.raises(UserError, match=r"0 MiB are free: lower data.prefetch \(now 2\)"):
+        loaders(folder, workers=1)
+    loaders(folder, workers=0)
+
+
+def test_another_decoder_is_told_and_allowed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (writer,) = loaders(folder)
+    run([writer], 1)
+    (reader,) = loaders(folder, decoding="exact")
+    reader.load_state_dict(writer.state_dict())
+    assert "data.decoding was fast, now exact" in caplog.text

@@ -19,6 +19,7 @@ COMMANDS = {
     "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
     "plan": ("jobs.plan", "Tell what a recipe's data will cost and how well it is shuffled, before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
+    "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets, every digest and count verified."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),

@@ -19,6 +19,7 @@ class Site:
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
+        self.fallback: Answer = lambda handler: send(handler, 404, b"")
         self.agents: list[str] = []
         self.busy = self.most_busy = 0
         self.lock = threading.Lock()
@@ -31,12 +32,14 @@ class Site:
                     site.busy += 1
                     site.most_busy = max(site.most_busy, site.busy)
                 try:
-                    site.answers[self.path](self)
+                    site.answers.get(self.path, site.fallback)(self)
                 except (BrokenPipeError, ConnectionResetError):
                     pass
                 finally:
                     with site.lock:
                         site.busy -= 1
+
+            do_HEAD = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -59,7 +62,8 @@ def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: s
     for name, value in {"Content-Length": str(len(body)), **headers}.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
-    handler.wfile.write(body)
+    if handler.command != "HEAD":
+        handler.wfile.write(body)
 
 
 @contextmanager

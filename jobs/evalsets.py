@@ -1,0 +1,40 @@
+"""`neuclip evalsets`: fetch the 38 evaluation sets and verify every digest and count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+EXIT_PROBLEMS = 1
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--only", multiple=True, metavar="KEY", help="Only this set, for example vtab/pets; may be repeated.")
+@click.option("--mirror", type=click.Path(file_okay=False), help="A local folder that holds the sets.")
+@click.option("--endpoint", help="Another hub with the same interface.")
+@click.option("--check", is_flag=True, help="Only verify what was fetched before; needs no network.")
+def command(folder: str, only: tuple[str, ...], mirror: str | None, endpoint: str | None, check: bool) -> int:
+    """Fetch the evaluation sets into FOLDER, from the hub or a local mirror, and verify them.
+
+    Run it again to continue; what is there and whole is not fetched again. Exits with 1 when a set is missing or wrong.
+    """
+    from data_prep.evalsets import Source, check_evalsets, fetch_evalsets
+
+    if check:
+        outcome = check_evalsets(folder, only)
+    else:
+        source = Source(Path(mirror) if mirror else None, endpoint)
+        outcome = fetch_evalsets(folder, only, source=source, on_note=click.echo)
+    total = sum(outcome.good.values())
+    click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
+    for key, problem in outcome.problems.items():
+        click.echo(f"  {key}: {problem}")
+    return EXIT_PROBLEMS if outcome.problems else 0
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="python -m jobs.evalsets")

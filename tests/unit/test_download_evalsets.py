@@ -1,0 +1,194 @@
+"""Evaluation sets arrive whole or are named as missing; a fake hub on 127.0.0.1 speaks the hub's own interface."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from data_prep import evalsets, evaltable
+from data_prep.evalsets import Source, check_evalsets, fetch_evalsets
+from data_prep.evaltable import EVALSETS, EvalSet
+from jobs.evalsets import command
+from pipeline.errors import UserError
+from pipeline.evaluation.tasks import TASKS, folder_names
+from tests.web import Site, send, serve
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TINY = {
+    "cifar10": EvalSet("cifar10", "djghosh/wds_cifar10_test", 5, 2),
+    "retrieval/flickr": EvalSet(
+        "retrieval/flickr",
+        "nlphuji/flickr",
+        3,
+        layout="parquet",
+        patterns=("*.parquet",),
+        revision="refs/convert/parquet",
+    ),
+    "misc/winogavil": EvalSet("misc/winogavil", "nlphuji/winogavil", 2, layout="csv", patterns=("*.csv", "*.zip")),
+}
+
+
+def test_table_agrees_with_the_evaluation() -> None:
+    assert set(EVALSETS) == set(TASKS)
+    for key, chosen in EVALSETS.items():
+        assert chosen.folder in folder_names(TASKS[key])
+        assert (chosen.samples, chosen.classes) == (TASKS[key].samples, TASKS[key].classes)
+    assert len(EVALSETS) == 38
+
+
+def tar_of(samples: range) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for k in samples:
+            for suffix, body in (("cls", b"1"), ("webp", b"RIFF" + bytes(400))):
+                info = tarfile.TarInfo(f"s{k:07d}.{suffix}")
+                info.size = len(body)
+                archive.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+def parquet_of(rows: int) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"caption": [["a", "b"]] * rows}), buffer)
+    return buffer.getvalue()
+
+
+FILES = {
+    "djghosh/wds_cifar10_test": {
+        "README.md": b"not wanted",
+        "classnames.txt": b"cat\n\n",
+        "zeroshot_classification_templates.txt": b"a {c}\n",
+        "test/nshards.txt": b"2\n",
+        "test/0.tar": tar_of(range(3)),
+        "test/1.tar": tar_of(range(3, 5)),
+    },
+    "nlphuji/flickr": {"TEST/test/0000.parquet": parquet_of(3)},
+    "nlphuji/winogavil": {"winogavil_dataset.csv": b"cue,candidates\na,b\nc,d\n", "images.zip": b"PK..."},
+}
+
+
+class Hub:
+    """The parts of the hub's interface that fetching a data set needs."""
+
+    def __init__(self, site: Site) -> None:
+        self.files = {repo: dict(files) for repo, files in FILES.items()}
+        self.stated = {repo: dict(files) for repo, files in FILES.items()}
+        self.asked: list[str] = []
+        self.base = site.base
+        site.fallback = self.answer
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = unquote(handler.path.partition("?")[0])
+        self.asked.append(path)
+        for repo in self.files:
+            if path.startswith(f"/api/datasets/{repo}/revision/"):
+                return _json(handler, {"_id": "1", "id": repo, "sha": COMMIT})
+            if path.startswith(f"/api/datasets/{repo}/tree/"):
+                return _json(handler, [_entry(name, body) for name, body in self.stated[repo].items()])
+            prefix = f"/datasets/{repo}/resolve/{COMMIT}/"
+            if path.startswith(prefix):
+                body = self.files[repo][path.removeprefix(prefix)]
+                etag = hashlib.sha256(self.stated[repo][path.removeprefix(prefix)]).hexdigest()
+                return send(handler, 200, body, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+        return send(handler, 404, b"", X_Error_Code="RepoNotFound")
+
+    def downloads(self) -> list[str]:
+        return sorted({path.split(COMMIT + "/")[1] for path in self.asked if "/resolve/" in path})
+
+
+def _json(handler: BaseHTTPRequestHandler, tree: object) -> None:
+    send(handler, 200, json.dumps(tree).encode(), Content_Type="application/json")
+
+
+def _entry(name: str, body: bytes) -> dict[str, object]:
+    blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+    entry: dict[str, object] = {"type": "file", "path": name, "size": len(body), "oid": blob}
+    if name.endswith((".tar", ".parquet", ".zip")):
+        entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+    return entry
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(evaltable, "EVALSETS", TINY)
+    monkeypatch.setattr(evalsets, "EVALSETS", TINY)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    with serve() as site:
+        yield Hub(site)
+
+
+def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:
+    source = Source(endpoint=hub.base)
+    outcome = fetch_evalsets(tmp_path, source=source)
+    assert outcome.problems == {}
+    assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
+    lock = json.loads((tmp_path / "evalsets.json").read_text())
+    assert lock["cifar10"]["commit"] == COMMIT
+    assert lock["cifar10"]["files"]["test/0.tar"]["sha256"] == hashlib.sha256(tar_of(range(3))).hexdigest()
+    assert "README.md" not in lock["cifar10"]["files"]
+    assert check_evalsets(tmp_path).good == outcome.good
+
+    damaged = tmp_path / "wds_cifar10_test/test/1.tar"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert "test/1.tar differ" in check_evalsets(tmp_path).problems["cifar10"]
+    hub.asked.clear()
+    assert fetch_evalsets(tmp_path, source=source).problems == {}
+    assert hub.downloads() == ["test/1.tar"], "only what was damaged comes again"
+    assert not any("/revision/" in path for path in hub.asked), "the commit of the first time is kept"
+    assert check_evalsets(tmp_path).problems == {}
+
+
+def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_path: Path) -> None:
+    hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
+    hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
+    del hub.files["nlphuji/winogavil"]
+    outcome = fetch_evalsets(tmp_path, source=Source(endpoint=hub.base))
+    assert outcome.good == {}
+    assert "test/0.tar of djghosh/wds_cifar10_test came with a wrong digest" in outcome.problems["cifar10"]
+    assert "holds 2 samples, but the benchmark has 3" in outcome.problems["retrieval/flickr"]
+    assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
+
+
+def test_wrong_number_of_classes_is_named(hub: Hub, tmp_path: Path) -> None:
+    repo = "djghosh/wds_cifar10_test"
+    hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
+    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=Source(endpoint=hub.base))
+    assert "names 1 classes, but the benchmark has 2" in outcome.problems["cifar10"]
+
+
+def test_a_fetched_folder_is_a_mirror(hub: Hub, tmp_path: Path) -> None:
+    fetch_evalsets(tmp_path / "one", source=Source(endpoint=hub.base))
+    hub.asked.clear()
+    words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
+    result = CliRunner().invoke(command, words, standalone_mode=False)
+    assert result.return_value == 0
+    assert "3 sets verified, 10 samples; 0 not usable" in result.output
+    assert hub.asked == []
+    one, two = (json.loads((tmp_path / name / "evalsets.json").read_text()) for name in ("one", "two"))
+    assert one == two
+
+    (tmp_path / "one/wds_cifar10_test/test/1.tar").write_bytes(tar_of(range(2)))
+    words[0] = str(tmp_path / "three")
+    result = CliRunner().invoke(command, [*words, "--only", "cifar10"], standalone_mode=False)
+    assert result.return_value == 1
+    assert "differ from its own evalsets.json" in result.output
+    result = CliRunner().invoke(command, [str(tmp_path / "two"), "--check"], standalone_mode=False)
+    assert result.return_value == 0
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="The nearest is vtab/pets"):
+        fetch_evalsets(tmp_path, ["vtab/pet"])
+    with pytest.raises(UserError, match="is not a folder"):
+        fetch_evalsets(tmp_path, source=Source(mirror=tmp_path / "none"))

@@ -1,0 +1,106 @@
+"""What the engine tests run on every rank: some steps of `openclip` with fixed data under given DeepSpeed files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engine import Engine, EngineConfig
+from pipeline.model import ModelConfig, Towers, build_towers
+from pipeline.objectives import ObjectiveContext, build_objective
+from pipeline.optim import OptimizerConfig
+from pipeline.probe import GradientProbe
+from pipeline.step import TrainStep
+from pipeline.world import World, start_world
+
+BATCH, STEPS = 16, 20
+OPTIMIZER = OptimizerConfig(lr=1e-3)
+
+
+def towers(arch: str) -> Towers:
+    return build_towers(ModelConfig(arch=arch), seed=0)[0]
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """Global batch `step`: images [B, 3, 16, 16] and tokens [B, 8]."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
+    text[:, -1] = 49407
+    return torch.randn(BATCH, 3, 16, 16, generator=generator), text
+
+
+def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
+    config = EngineConfig(deepspeed=name, micro_batch=micro_batch)
+    engine = Engine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
+    engine.train()
+    context = ObjectiveContext(
+        dim=16,
+        batch_size=BATCH,
+        dataset_size=100,
+        steps_per_epoch=6,
+        total_steps=STEPS,
+        world=world,
+        device=world.device,
+    )
+    objective = build_objective({"name": "openclip", "tau_lr": 0.0}, context=context)
+    return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH // world.size, micro_batch=micro_batch)
+
+
+def losses(step: TrainStep, first: int, last: int) -> list[float]:
+    found = []
+    rows = step.world.rows(BATCH // step.world.size)
+    for t in range(first, last):
+        image, text = data(t)
+        ids = torch.arange(BATCH)[rows]
+        result = step((image[rows], text[rows]), sample_ids=ids, step=t, lr_scale=1.0)
+        assert result.applied
+        found.append(float(result.output.loss))
+    return found
+
+
+def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
+    """Train, take the state half-way, put it into a fresh engine, and train on; then again in micro-batches."""
+    half = STEPS // 2
+    step = make_step(arch, name, world)
+    probe = GradientProbe(towers(arch), step, world=world)
+    first = losses(step, 0, 1)
+    distance = probe.check(clipping=0.0)
+    first += losses(step, 1, half)
+    state = step.engine.state
+    saved = {
+        "weights": dict(state.weights()),
+        "moments": {(n, key): value for n, key, value in state.moments()},
+        "counter": state.counter(),
+    }
+    second = losses(step, half, STEPS)
+    fresh = make_step(arch, name, world)
+    fresh.engine.state.load(**saved)
+    same = all(torch.equal(value, saved["weights"][n]) for n, value in fresh.engine.state.weights())
+    resumed = losses(fresh, half, STEPS)
+    cached = losses(make_step(arch, name, world, micro_batch=2), 0, half)
+    return {
+        "losses": first + second,
+        "probe": distance,
+        "weights restored": same,
+        "resumed": resumed,
+        "cached": cached,
+        "counter": saved["counter"],
+    }
+
+
+def main() -> None:
+    arch, out, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    with start_world(device="cpu") as world:
+        results = {name: scenario(arch, name, world) for name in names}
+        if world.is_main:
+            Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

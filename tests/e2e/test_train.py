@@ -1,0 +1,170 @@
+"""The training job as a user starts it: any number of ranks, stopped and resumed, on another layout, with bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch import ROOT, command, environment, run
+from tests.shards import write_shards
+from tests.towers import write_tiny
+
+STEPS, BATCH = 12, 8
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    write_shards(folder / "shards", [20, 30, 15])
+    write_tiny(folder)
+    return folder
+
+
+def settings(base: Path, output: str, *more: str) -> list[str]:
+    return [
+        f"output={base / output}",
+        f"model.arch={base / 'tiny-towers.json'}",
+        f"data.sources={base / 'shards'}",
+        "data.streams=4",
+        "data.shuffle_buffer=10",
+        "data.workers=0",
+        f"samples={STEPS * BATCH}",
+        f"batch_size={BATCH}",
+        "schedule.warmup_steps=3",
+        # Attention's key biases have no gradient but rounding noise, which Adam would blow up to full steps.
+        "optimizer.eps=1e-5",
+        "objective.prototypes=16",
+        "objective.restart_every=5",
+        "objective.inner_steps=3",
+        "engine.deepspeed=zero1_fp32",
+        "engine.device=cpu",
+        "checkpoint.every=6",
+        "telemetry.every=1",
+        "telemetry.tensorboard=false",
+        *more,
+    ]
+
+
+def records(run_folder: Path) -> dict[int, dict[str, Any]]:
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == "train"}
+
+
+def weights(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run_folder / "checkpoints" / f"step-{step:08d}" / "open_clip_model.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base: Path) -> Path:
+    """An undisturbed run on two ranks."""
+    run("jobs.train", *settings(base, "two"), ranks=2)
+    return base / "two"
+
+
+@pytest.fixture(scope="module")
+def one_rank(base: Path) -> Path:
+    """The same run as one plain process."""
+    run("jobs.train", *settings(base, "one"))
+    return base / "one"
+
+
+@pytest.mark.slow
+def test_one_rank_equals_two(one_rank: Path, two_ranks: Path) -> None:
+    alone, together = records(one_rank), records(two_ranks)
+    assert list(alone) == list(together) == list(range(1, STEPS + 1))
+    for step, record in alone.items():
+        for key in ("loss", "tau", "normalizer_gap", "lr", "samples", "epoch"):
+            assert record[key] == pytest.approx(together[step][key], rel=1e-5, abs=1e-6), (step, key)
+    for name, value in weights(one_rank).items():
+        torch.testing.assert_close(value, weights(two_ranks)[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_resuming_on_the_same_layout_changes_no_bit(base: Path, two_ranks: Path) -> None:
+    resumed = base / "two-resumed"
+    shutil.copytree(two_ranks, resumed)
+    shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
+    run("jobs.train", *settings(base, resumed.name), "--resume", "latest", ranks=2)
+    assert equal(weights(resumed), weights(two_ranks))
+    for name in ("objective", "moments"):
+        files = [
+            folder / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors" for folder in (resumed, two_ranks)
+        ]
+        assert equal(*map(load_file, files)), name
+    # Records of the steps taken again replace the old ones.
+    assert list(records(resumed)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2_fp32", "zero3_fp32"])
+def test_resuming_on_another_stage_and_number_of_ranks(base: Path, two_ranks: Path, one_rank: Path, stage: str) -> None:
+    resumed = base / f"other-{stage}"
+    shutil.copytree(two_ranks, resumed)
+    shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
+    run("jobs.train", *settings(base, resumed.name, f"engine.deepspeed={stage}"), "--resume", "latest")
+    for name, value in weights(resumed).items():
+        torch.testing.assert_close(value, weights(one_rank)[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_interrupted_run_checkpoints_and_continues(base: Path, one_rank: Path) -> None:
+    arguments = settings(base, "stopped")
+    process = subprocess.Popen(
+        command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=120) == 75, rest
+    assert "continue with --resume latest" in rest
+    stopped_at = max(records(base / "stopped"))
+    assert 1 <= stopped_at < STEPS
+    run("jobs.train", *arguments, "--resume", "latest")
+    assert equal(weights(base / "stopped"), weights(one_rank))
+
+
+@pytest.mark.slow
+def test_killed_run_continues_to_the_same_bits(base: Path, one_rank: Path) -> None:
+    arguments = settings(base, "killed", "checkpoint.every=1")
+    process = subprocess.Popen(
+        command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step-00000003 written" in line:
+            break
+    time.sleep(0.05)
+    process.kill()
+    process.wait()
+    run("jobs.train", *arguments, "--resume", "latest")
+    assert equal(weights(base / "killed"), weights(one_rank))
+
+
+@pytest.mark.slow
+def test_refused_before_any_work(base: Path, two_ranks: Path) -> None:
+    again = run("jobs.train", *settings(base, two_ranks.name), check=False)
+    assert again.returncode == 2
+    assert "--resume latest" in again.stderr
+    odd = run("jobs.train", *settings(base, "odd", "batch_size=9", "samples=90"), ranks=2, check=False)
+    assert odd.returncode != 0
+    assert "batch_size = 9 is not divisible by the 2 ranks" in " ".join(odd.stderr.split())
+    few = run("jobs.train", *settings(base, "few", "batch_size=128", "samples=1280"), check=False)
+    assert few.returncode == 2
+    assert "65" in few.stderr
+    assert not (base / "few" / "checkpoints").exists()

@@ -1,0 +1,19 @@
+"""Towers small enough that a test of the engine costs its start-up and little more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "patch_size": 8, "layers": 1, "width": 32, "head_width": 16, "mlp_ratio": 2.0},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+def write_tiny(folder: Path) -> str:
+    """A JSON file for `model.arch`."""
+    path = folder / "tiny-towers.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)

@@ -1,0 +1,137 @@
+"""Checkpoints on disk: complete, verified, survived."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import checkpoint as ck
+from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot, damage, find_checkpoint
+from pipeline.errors import UserError
+from pipeline.model import Architecture, ModelConfig, build_towers, load_for_evaluation, weights_digest
+from pipeline.world import World
+from tests.towers import write_tiny
+
+Towers = tuple[dict[str, torch.Tensor], Architecture]
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
+    model, architecture = build_towers(ModelConfig(arch=write_tiny(tmp_path_factory.mktemp("towers"))), seed=3)
+    return {name: value.detach() for name, value in model.clip.state_dict().items()}, architecture
+
+
+def write(
+    run: Path, towers: Towers, steps: list[int], *, events: list[str] | None = None, **settings: int
+) -> list[str]:
+    events = [] if events is None else events
+    config = CheckpointConfig(every=1, **settings)
+    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    for step in steps:
+        writer.save(snapshot(towers, step))
+    writer.wait()
+    return events
+
+
+def snapshot(towers: Towers, step: int) -> Snapshot:
+    return Snapshot(
+        step=step,
+        weights=towers[0],
+        moments={("visual.proj", "exp_avg"): torch.full((2, 3), float(step))},
+        counter=step,
+        objective={"log_scale.value": torch.tensor(2.5)},
+        rows={"u": (0, torch.arange(10.0))},
+        logit=(2.5, 0.0),
+        facts={"samples": 8 * step},
+    )
+
+
+def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [7])
+    found = find_checkpoint(tmp_path, "latest", on_event=print)
+    assert found is not None
+    assert (found.step, found.meta["samples"]) == (7, 56)
+    assert all(torch.equal(value, towers[0][name]) for name, value in found.weights().items())
+    assert torch.equal(found.moments()["visual.proj", "exp_avg"], torch.full((2, 3), 7.0))
+    assert torch.equal(found.read_rows("u", 3, 6), torch.tensor([3.0, 4.0, 5.0]))
+    with pytest.raises(UserError, match=r"rows \[5, 12\)"):
+        found.read_rows("u", 5, 12)
+    import open_clip
+
+    model = open_clip.create_model(f"local-dir:{found.path}")
+    assert model.logit_scale.item() == 2.5
+    assert load_for_evaluation(str(tmp_path)).digest == weights_digest(towers[0])
+
+
+def test_rows_of_several_ranks_join(tmp_path: Path, towers: Towers) -> None:
+    from safetensors.torch import save_file
+
+    write(tmp_path, towers, [1])
+    path = tmp_path / "checkpoints" / "step-00000001"
+    save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001.safetensors")
+    assert ck.Checkpoint(path, {}).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
+
+
+def test_what_is_kept(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
+    assert [ck.step_of(path) for path in ck.finished_checkpoints(tmp_path)] == [3, 5, 6]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000006\n"
+
+
+@pytest.mark.parametrize("how", ["truncate", "flip", "delete", "meta"])
+def test_damage_is_named_and_survived(tmp_path: Path, towers: Towers, how: str) -> None:
+    write(tmp_path, towers, [1, 2])
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    victim = newest / ("checkpoint.json" if how == "meta" else "open_clip_model.safetensors")
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed = {"truncate": data[:-5], "flip": data, "meta": data[:40]}
+    if how == "delete":
+        victim.unlink()
+    else:
+        victim.write_bytes(changed[how])
+    assert victim.name in (damage(newest) or "")
+    events: list[str] = []
+    found = find_checkpoint(tmp_path, "latest", on_event=events.append)
+    assert found is not None
+    assert found.step == 1
+    assert "step-00000002 is damaged" in events[0]
+    with pytest.raises(UserError, match=victim.name):
+        find_checkpoint(tmp_path, str(newest), on_event=print)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
+    with pytest.raises(UserError, match="All 1 checkpoints"):
+        find_checkpoint(tmp_path, "latest", on_event=print)
+
+
+def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, towers, [1])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ck, "save_file", full)
+        events = write(tmp_path, towers, [2])
+    assert "could NOT be written" in events[0]
+    assert "No space left" in events[0]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "latest"}
+    assert write(tmp_path, towers, [3])[0].startswith("Checkpoint step-00000003 written")
+
+
+def test_leftovers_of_a_killed_write_are_swept(tmp_path: Path, towers: Towers) -> None:
+    leftover = tmp_path / "checkpoints" / ".step-00000009"
+    leftover.mkdir(parents=True)
+    (leftover / "half").write_bytes(b"x")
+    write(tmp_path, towers, [1])
+    assert not leftover.exists()
+    meta = json.loads((tmp_path / "checkpoints" / "step-00000001" / "checkpoint.json").read_text())
+    assert set(meta["files"]) == {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()} - {
+        "checkpoint.json"
+    }

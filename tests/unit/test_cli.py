@@ -1,0 +1,67 @@
+"""The program at the terminal: help without waiting, errors as a paragraph, exit codes that a shell can use."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from jobs import cli
+from pipeline.errors import UserError
+from tests.launch import run
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    script = "import sys; sys.argv=['x', '--help']\nimport jobs.cli\ntry: jobs.cli.main()\nexcept SystemExit: pass\n"
+    script += "heavy = {'torch', 'deepspeed', 'open_clip', 'img2dataset'} & set(sys.modules); assert not heavy, heavy"
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    for name in cli.COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(name, "--help") == 0
+    assert "Usage: neuclip" in capsys.readouterr().out
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("trian") == 2
+    assert "The nearest is train" in capsys.readouterr().err
+
+
+def test_a_mistake_is_one_paragraph_without_traceback() -> None:
+    done = run("jobs.cli", "train", "optimizer.lrr=3", check=False)
+    assert done.returncode == 2
+    assert "optimizer.lrr" in done.stderr
+    assert "The nearest valid key is optimizer.lr" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in run("jobs.cli", "--debug", "train", "optimizer.lrr=3", check=False).stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("do this"), 2, "Error: do this"),
+        (RuntimeError("oops"), 70, "likely a fault of the program"),
+        (KeyboardInterrupt(), 130, "Interrupted"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("jobs.train").command, "callback", fail)
+    assert exit_code("train") == code
+    assert text in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""What the configuration refuses, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import config as cfg
+from pipeline.engine import EngineConfig, deepspeed_settings
+from pipeline.errors import UserError
+from pipeline.recipe import RunConfig, check_run, load_recipe, parse_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml"))
+BASE = ["output=x", "samples=1000", "batch_size=100", "data.sources=shards", "schedule.warmup_steps=2"]
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(None, [*BASE, *overrides])
+    return str(caught.value)
+
+
+def test_layers_win_in_order(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("output: y\nsamples: 10\nbatch_size: 2\ndata: {sources: a}\noptimizer: {lr: 1e-3, eps: 1e-6}\n")
+    run = load_recipe(recipe, ["optimizer.lr=3e-4", "schedule.warmup_steps=0"])
+    assert (run.optimizer.lr, run.optimizer.eps, run.optimizer.weight_decay) == (3e-4, 1e-6, 0.1)
+    assert run.total_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("objective.prototypes=0", ["objective.prototypes = 0", "greater than or equal to 1"]),
+        ("objective.tau_min=0", ["objective.tau_min", "greater than 0"]),
+        ("objective.name=neuclp", ["'neuclp'", "neuclip"]),
+        ("objective.prototype=8", ["objective.prototype", "The nearest valid key is objective.prototypes"]),
+        ("optimiser.lr=1", ["optimiser", "The nearest valid key is optimizer"]),
+        ("optimizer.rl=1", ["optimizer.rl", "The nearest valid key is optimizer.lr", "weight_decay"]),
+        ("optimizer.lr=fast", ["optimizer.lr = 'fast'", "valid number"]),
+        ("optimizer.lr=-1", ["optimizer.lr = -1", "greater than 0"]),
+        ("engine.device=tpu", ["engine.device = 'tpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("engine.deepspeed=zero7", ["zero7", "zero3_bf16"]),
+        ("engine.micro_batch=33", ["engine.micro_batch = 33", "does not divide the local batch 100"]),
+        ("samples=99", ["samples = 99", "less than one batch"]),
+        ("schedule.warmup_steps=11", ["schedule.warmup_steps = 11", "10 steps"]),
+        ("data.streams=0", ["data.streams = 0"]),
+        ("lr", ["section.key=value"]),
+        ("optimizer=[1", ["not valid YAML"]),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(override: str, parts: list[str]) -> None:
+    message = refused(override)
+    for part in parts:
+        assert part in message
+
+
+def test_batch_not_divisible_by_ranks() -> None:
+    run = load_recipe(None, BASE)
+    check_run(run, world_size=4)
+    with pytest.raises(UserError, match=r"batch_size = 100 is not divisible by the 8 ranks.*96"):
+        check_run(run, world_size=8)
+
+
+def test_required_keys_are_named() -> None:
+    with pytest.raises(UserError, match=r"batch_size is required.*output is required|output is required.*batch_size"):
+        parse_recipe({"samples": 3})
+
+
+def test_dump_is_read_back_to_the_same_run() -> None:
+    run = load_recipe(None, BASE)
+    assert parse_recipe(yaml.safe_load(cfg.dump(run))) == run
+
+
+def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
+    settings = deepspeed_settings(EngineConfig(gradient_clipping=1.0), global_batch=64, world_size=4)
+    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (64, 16)
+    assert settings["gradient_clipping"] == 1.0
+    contradiction = tmp_path / "mine.json"
+    contradiction.write_text('{"train_batch_size": 32, "managed_gradient_accumulation": false}')
+    with pytest.raises(UserError, match=r"train_batch_size = 32.*makes it 64"):
+        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
+    contradiction.write_text('{"optimizer": {"type": "Adam"}, "managed_gradient_accumulation": false}')
+    with pytest.raises(UserError, match="optimizer"):
+        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_parses(path: Path) -> None:
+    assert isinstance(load_recipe(path), RunConfig)

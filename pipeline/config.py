@@ -114,6 +114,17 @@ def dump(config: Any) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def _section_in(hint: Any) -> Any:
     candidates = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return next((c for c in candidates if dataclasses.is_dataclass(c)), None)

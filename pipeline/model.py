@@ -38,8 +38,8 @@ class ModelConfig:
     arch: str = "ViT-B-32"
     pretrained: str | None = None
     """Start from these weights: an open_clip tag, a weights file or a folder such as a checkpoint of ours."""
-    image_size: int | None = Field(None, ge=8)
-    patch_dropout: float | None = Field(None, ge=0.0, lt=1.0)
+    image_size: int | None = Field(default=None, ge=8)
+    patch_dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
     grad_checkpointing: bool = False
     sync_batchnorm: bool = False
     compile: bool = False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.engine import Engine
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveOutput
+from pipeline.timing import Phases
 from pipeline.world import World
 
 
@@ -52,6 +53,7 @@ class TrainStep:
         size = micro_batch or local_batch
         self.chunks = [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
         self.cached = len(self.chunks) > 1
+        self.phases = Phases(world.device)
         self.on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
@@ -60,20 +62,25 @@ class TrainStep:
     ) -> StepResult:
         """Take one step on this rank's [b, 3, H, W] normalised images and [b, L] tokens, and their [b] sample ids."""
         image, text = inputs
-        features = self._features(image, text, step)
-        detached = tuple(f.detach() for f in features)
-        output = self.objective.compute(detached[0], detached[1], sample_ids=sample_ids, step=step)
-        self._backward(features, output, inputs, step)
+        self.objective.prefetch(sample_ids)
+        with self.phases("forward"):
+            features = self._features(image, text, step)
+        with self.phases("objective"):
+            f_image, f_text = (f.detach() for f in features)
+            output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, step=step)
+        with self.phases("backward"):
+            self._backward(features, output, inputs, step)
         if self.on_gradients is not None:
             self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
-        finite, stop = self._agree(output, stop)
-        applied = finite and self.engine.step(lr_scale=lr_scale)
-        if not finite:
-            self.engine.discard()
-        if applied:
-            self.objective.commit(lr_scale=lr_scale)
-        else:
-            self.objective.discard()
+        with self.phases("optimizer"):
+            finite, stop = self._agree(output, stop)
+            applied = finite and self.engine.step(lr_scale=lr_scale)
+            if not finite:
+                self.engine.discard()
+            if applied:
+                self.objective.commit(lr_scale=lr_scale)
+            else:
+                self.objective.discard()
         return StepResult(output, finite, applied, stop)
 
     def _features(self, image: Tensor, text: Tensor, step: int) -> tuple[Tensor, Tensor]:

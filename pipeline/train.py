@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, find_checkpoint
-from pipeline.config import dump, to_tree
+from pipeline.config import dump, flatten, to_tree
 from pipeline.data.decode import normalize
 from pipeline.data.loader import Batch, Loader, build_loader
 from pipeline.data.tokenize import fast_tokenizer
@@ -28,6 +27,7 @@ from pipeline.probe import GradientProbe
 from pipeline.recipe import CONFIG_NAME, RunConfig, check_run
 from pipeline.step import StepResult, TrainStep
 from pipeline.telemetry import Telemetry
+from pipeline.timing import Meter
 from pipeline.versions import versions
 from pipeline.world import World, start_world
 
@@ -48,12 +48,13 @@ class Trainer:
     take_step: TrainStep
     telemetry: Telemetry
     writer: CheckpointWriter
+    probe: GradientProbe | None = None
     step: int = 0
     skipped: int = 0
 
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
-        meter = Meter(self.run.batch_size)
+        meter = Meter(self.run.batch_size, self.take_step.phases)
         asked_to_stop = False
         with stop_signals() as signals:
             while self.step < self.run.total_steps and not asked_to_stop:
@@ -62,7 +63,6 @@ class Trainer:
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
                 self.step += 1
-                meter.steps += 1
                 asked_to_stop = result.stop
                 ends = asked_to_stop or self.step == self.run.total_steps
                 if ends or self.step % self.run.telemetry.every == 0:
@@ -117,9 +117,16 @@ class Trainer:
         result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop)
         if result.applied:
             self.skipped = 0
+            self._check_probe()
         else:
             self._skip(batch, result)
         return result
+
+    def _check_probe(self) -> None:
+        if self.probe is not None:
+            distance = self.probe.check(clipping=self.run.engine.gradient_clipping)
+            self.probe = None
+            self.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
 
     def _skip(self, batch: Batch, result: StepResult) -> None:
         self.skipped += 1
@@ -160,26 +167,6 @@ class Trainer:
             f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
             data=asdict(report),
         )
-
-
-class Meter:
-    """Samples per second and the share of time spent waiting for data, since the last reading."""
-
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size, self.steps, self._waited = batch_size, 0, 0.0
-        self._since = time.perf_counter()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - start
-
-    def read(self) -> dict[str, float]:
-        elapsed = time.perf_counter() - self._since
-        rates = {"samples_per_second": self.steps * self._batch_size / elapsed, "data_wait": self._waited / elapsed}
-        self.steps, self._waited, self._since = 0, 0.0, time.perf_counter()
-        return rates
 
 
 @contextmanager
@@ -254,8 +241,9 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         if checkpoint is not None:
             trainer.restore(checkpoint)
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
+            _tell_changes(trainer, checkpoint)
         if run.engine.probe and trainer.step < run.total_steps:
-            _arm_probe(trainer)
+            trainer.probe = _arm_probe(trainer)
         yield trainer
 
 
@@ -298,18 +286,16 @@ def _choose_checkpoint(folder: Path, resume: str | None, world: World, notes: li
     return found or Checkpoint(Path(path), json.loads((Path(path) / "checkpoint.json").read_text()))
 
 
-def _arm_probe(trainer: Trainer) -> None:
-    """Check the next step's gradient, right after it was applied."""
+def _arm_probe(trainer: Trainer) -> GradientProbe:
+    """A probe that listens to the next step."""
     plain, _ = build_towers(trainer.run.model, seed=trainer.run.seed)
-    probe = GradientProbe(plain, trainer.take_step, world=trainer.world)
-    take = trainer.take_step
+    return GradientProbe(plain, trainer.take_step, world=trainer.world)
 
-    def probing(*args: Any, **kwargs: Any) -> StepResult:
-        result = take(*args, **kwargs)
-        if result.applied:
-            trainer.take_step = take
-            distance = probe.check(clipping=trainer.run.engine.gradient_clipping)
-            trainer.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
-        return result
 
-    trainer.take_step = probing  # type: ignore[assignment]
+def _tell_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Name every setting that differs from the checkpoint's: a longer budget, say, also changes the schedule."""
+    before, now = flatten(checkpoint.meta["config"]), flatten(to_tree(trainer.run))
+    changed = [f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(before.keys() | now.keys())
+               if before.get(key) != now.get(key) and key != "output"]  # fmt: skip
+    if changed:
+        trainer.telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changed)}.")

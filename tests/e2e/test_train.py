@@ -168,3 +168,17 @@ def test_refused_before_any_work(base: Path, two_ranks: Path) -> None:
     assert few.returncode == 2
     assert "65" in few.stderr
     assert not (base / "few" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None:
+    from pipeline.objectives import objective_names
+
+    kept = [
+        s
+        for s in settings(base, "unused", "samples=48", "checkpoint.every=3")
+        if not s.startswith(("objective.", "output="))
+    ]
+    out = base / "objectives"
+    run("tests.e2e.every_objective", str(out), *kept, timeout=600)
+    assert json.loads((out / "agree.json").read_text()) == dict.fromkeys(objective_names(), True)

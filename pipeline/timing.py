@@ -1,0 +1,76 @@
+"""Where the time of a run goes: data wait and the phases of a step, read at logging steps only."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Phases:
+    """Seconds spent in named phases since the last reading.
+
+    On CUDA the phases are bracketed by events and summed when read, so that timing never waits for the device. Every
+    phase also bears its name in torch's profiler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            if self._cuda:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+                self._events.append((name, start, end))
+            else:
+                began = time.perf_counter()
+                yield
+                self._seconds[name] += time.perf_counter() - began
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase since the last call."""
+        if self._events:
+            torch.cuda.synchronize()
+            for name, start, end in self._events:
+                self._seconds[name] += start.elapsed_time(end) / 1e3
+            self._events.clear()
+        found, self._seconds = dict(self._seconds), defaultdict(float)
+        return found
+
+
+class Meter:
+    """Samples per second, and the shares of time in data wait and in each phase, since the last reading."""
+
+    def __init__(self, batch_size: int, phases: Phases) -> None:
+        self._batch_size, self._phases = batch_size, phases
+        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for the next batch."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        phases = self._phases.read()
+        elapsed = time.perf_counter() - self._since
+        rates = {
+            "samples_per_second": self._steps * self._batch_size / elapsed,
+            "data_wait": self._waited / elapsed,
+            **{f"time_{name}": seconds / elapsed for name, seconds in phases.items()},
+        }
+        if torch.cuda.is_available():
+            rates["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+        return rates

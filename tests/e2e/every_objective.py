@@ -1,0 +1,45 @@
+"""Train every registered objective for a few steps, resume it from the middle, and tell whether the bits agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from pipeline.objectives import objective_names
+from pipeline.recipe import load_recipe
+from pipeline.train import prepare_folder, setup
+from pipeline.world import start_world
+
+
+def main() -> None:
+    out, *overrides = sys.argv[1:]
+    torch.set_num_threads(1)
+    agree: dict[str, bool] = {}
+    with start_world(device="cpu") as world:
+        for name in objective_names():
+            # Prototypes, restarts and inner updates are settings of some methods only: the defaults must do.
+            run = load_recipe(None, [*overrides, f"output={out}/{name}", f"objective.name={name}"])
+            prepare_folder(run, world=world)
+            folders = [Path(run.output) / "checkpoints" / f"step-{step:08d}" for step in (3, 6)]
+            with setup(run, world=world, resume=None) as trainer:
+                assert trainer.fit() == 0
+            once = {file: load_file(folders[1] / f"{file}.safetensors") for file in ("objective", "open_clip_model")}
+            shutil.rmtree(folders[1])
+            with setup(run, world=world, resume="latest") as trainer:
+                assert trainer.step == 3
+                assert trainer.fit() == 0
+            agree[name] = all(
+                torch.equal(value, load_file(folders[1] / f"{file}.safetensors")[key])
+                for file, state in once.items()
+                for key, value in state.items()
+            )
+    (Path(out) / "agree.json").write_text(json.dumps(agree))
+
+
+if __name__ == "__main__":
+    main()

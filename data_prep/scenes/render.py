@@ -16,8 +16,8 @@ from data_prep.scenes.shapes import outline
 from data_prep.scenes.vocabulary import COLOURS, POSITIONS, Colour
 
 SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced: smooth edges at small sizes
-RADIUS = {"small": (0.15, 0.175), "medium": (0.22, 0.255), "large": (0.35, 0.42)}
-GROUP_RADIUS = (0.13, 0.165)
+RADIUS = {"small": (0.15, 0.17), "medium": (0.23, 0.25), "large": (0.38, 0.42)}
+GROUP_RADIUS = (0.14, 0.16)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
 Placement = tuple[Item, float, float, float]  # item, centre x, centre y, radius; shares of the side
 
@@ -45,11 +45,11 @@ def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
         yield from _pair(scene, draws)
     elif scene.count > 1:
         for x, y in draws.shuffled(GROUP_CELLS)[: scene.count]:
-            jitter = draws.between(-0.03, 0.03), draws.between(-0.03, 0.03)
+            jitter = draws.between(-0.02, 0.02), draws.between(-0.02, 0.02)
             yield scene.item, x + jitter[0], y + jitter[1], draws.between(*GROUP_RADIUS)
     else:
         x, y = POSITIONS[scene.position or "centre"][0]
-        jitter = draws.between(-0.04, 0.04), draws.between(-0.04, 0.04)
+        jitter = draws.between(-0.02, 0.02), draws.between(-0.02, 0.02)
         yield scene.item, x + jitter[0], y + jitter[1], draws.between(*RADIUS[scene.size or "medium"])
 
 
@@ -77,7 +77,7 @@ def _paste(image: Image.Image, item: Item, where: tuple[float, float, float], dr
     """Draw one object on the image: an edge in a dark or light tone, the colour inside it, the texture on that."""
     x, y, radius = where
     side = max(4, round(2 * radius * image.width))
-    angle = draws.between(-0.2, 0.2)
+    angle = draws.between(-0.12, 0.12)
     size = side * SUPERSAMPLING
     whole = _mask(item.shape, size, 1.0, angle)
     inner = _mask(item.shape, size, 0.62 if item.texture == "hollow" else 0.9, angle)

@@ -57,8 +57,8 @@ TEXTURES: dict[str, tuple[str, ...]] = {
 }
 
 SIZES: dict[str, tuple[str, ...]] = {
-    "medium": ("medium-sized", "mid-sized", "average-sized"),
     "large": ("large", "big", "huge"),
+    "medium": ("medium-sized", "mid-sized", "average-sized"),
     "small": ("small", "little", "tiny"),
 }
 

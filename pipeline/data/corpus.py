@@ -50,8 +50,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Segments:
-    """An epoch's samples as stretches of shards in reading order. All [m]: shard number, first sample, first
-    position."""
+    """An epoch's samples as stretches of shards, in reading order: shard number, first sample, first position, all
+    [m]."""
 
     shard: Int64
     start: Int64

@@ -240,8 +240,7 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
         raise UserError(
             f"The workers of this machine's {ranks_here} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to hand over "
             f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
-            "container "
-            "more (docker run --shm-size, or --ipc=host)."
+            "container more (docker run --shm-size, or --ipc=host)."
         )
 
 

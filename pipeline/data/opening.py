@@ -57,8 +57,7 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
 
 
 class _Checked:
-    """A command's output that raises at its end when the command failed, so that an error never looks like a short
-    tar."""
+    """A command's output; raises at its end when the command failed, so that this never looks like a short tar."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
         self._process, self._errors, self._command = process, errors, command

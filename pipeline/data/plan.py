@@ -1,5 +1,4 @@
-"""What a data configuration will cost and how well it shuffles, told from the manifest alone, before a GPU is
-rented."""
+"""What a data configuration will cost and how well it shuffles, told from the manifest alone, before it runs."""
 
 from __future__ import annotations
 

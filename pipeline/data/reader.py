@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SequentialReader:
-    """Samples at consecutive positions of an epoch, across shards. Bad data never raises: the record says what is
-    wrong.
+    """Samples at consecutive positions of an epoch, across shards; bad data never raises, its record tells.
 
     A shard that fails is tried again `retries` times, with growing pauses, from the sample where it failed; then its
     remaining samples count as lost for the rest of the epoch. `passed` counts samples read over to reach a place,

@@ -1,5 +1,4 @@
-"""The data's part of a checkpoint: plain values, independent of ranks and workers, that prove they are continued
-rightly."""
+"""The data's part of a checkpoint: plain values for any number of ranks and workers, and the proof of what follows."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         raise UserError(
             f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
             "all "
-            "settings agree: this program orders them in another way. Resume with the version that wrote the "
-            "checkpoint."
+            "settings agree: this program orders them in another way. Resume with the version that wrote it."
         )
     if world.is_main and (changed := _differences(state["pixels"], _pixel_identity(dataset))):
         log.warning("Images are decoded in another way than before the checkpoint: %s.", "; ".join(changed))

@@ -57,20 +57,18 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     if global_batch % streams:
         raise UserError(
             f"The global batch of {global_batch} cannot be shared among data.streams = {streams}: every stream fills "
-            "the "
-            f"same number of rows. {_divisors(global_batch, near=streams)}"
+            f"the same number of rows. {_divisors(global_batch, near=streams)}"
         )
     if streams % ranks:
         raise UserError(
             f"data.streams = {streams} cannot be shared among {ranks} ranks: every rank owns the same number of "
-            "streams. "
-            f"Use a number of ranks that divides {streams}; in a new run, a number of streams that {ranks} divides."
+            f"streams. Use a number of ranks that divides {streams}; in a new run, a number of streams that {ranks} "
+            "divides."
         )
     if workers > streams // ranks:
         raise UserError(
             f"data.workers = {workers}, but each of {ranks} ranks owns {streams // ranks} of the {streams} streams and "
-            "a "
-            f"worker needs at least one: use at most {streams // ranks} workers."
+            f"a worker needs at least one: use at most {streams // ranks} workers."
         )
     if samples < global_batch:
         raise UserError(
@@ -79,8 +77,7 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
         )
     if samples // streams + 1 >= 1 << 31:
         raise UserError(
-            f"{samples} samples in {streams} streams are more than 2^31 in each: use at least {(samples >> 30) + 1} "
-            "streams."
+            f"{samples} samples in {streams} streams are more than 2^31 in each: use {(samples >> 30) + 1} or more."
         )
     return Layout(samples=samples, global_batch=global_batch, streams=streams)
 

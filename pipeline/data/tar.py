@@ -22,8 +22,7 @@ class DamagedTar(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One sample as stored: the encoded image and caption, or None where the shard has none; `problem` if
-    unreadable."""
+    """One sample as stored: encoded image and caption, None where the shard has none; `problem` if unreadable."""
 
     image: bytes | None = None
     caption: bytes | None = None

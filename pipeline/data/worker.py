@@ -31,8 +31,7 @@ OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 
 @dataclass(frozen=True)
 class Part:
-    """Some streams' rows of one global batch. corrupt: (reason, shard) -> samples whose turn it was and that were
-    bad."""
+    """Some streams' rows of one global batch. corrupt: (reason, shard) -> bad samples whose turn it was."""
 
     epoch: int
     batch: int
@@ -61,8 +60,7 @@ class StreamFiller:
     def fill(
         self, batch: int, decode: Callable[[Record, int], None], *, corrupt: Counter[tuple[str, str]]
     ) -> list[int]:
-        """Decode this stream's rows of a batch in order and return the sample ids; `decode` is called once per good
-        row."""
+        """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first = batch * self._rows
         places = self._reader.order.places(first, first + self._rows).tolist()
         return [self._fill_row(first + r, place, decode, corrupt) for r, place in enumerate(places)]
@@ -85,9 +83,8 @@ class StreamFiller:
     def _refill(self, turn: int, decode: Callable[[Record, int], None]) -> int:
         """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
         for stream, other in self._substitutes(turn):
-            reader = (
-                self._reader if stream == self.stream else self._open(stream, turn=self._order.layout.stream_length)
-            )
+            own = stream == self.stream
+            reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
             try:
@@ -97,9 +94,8 @@ class StreamFiller:
                 continue
         raise UserError(
             f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in "
-            f"{OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS} tries to stand in for a corrupt one. Most of the data seems "
-            "to be "
-            f"unreadable; shards lost so far: {self._lost_shards() or 'none'}. Check them with `neuclip verify`."
+            f"{OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS} tries to stand in for a corrupt one: most of the data seems "
+            f"unreadable. Shards lost so far: {self._lost_shards() or 'none'}. Check them with `neuclip verify`."
         )
 
     def _lost_shards(self) -> str:
@@ -144,7 +140,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     batch: int = 0
 
     def __iter__(self) -> Iterator[Part | Failure]:
-        info = get_worker_info()
+        info = get_worker_info()  # torch has set one thread there
         if info is not None:
             _live_with_parent()
         index, count = (info.id, info.num_workers) if info else (0, 1)

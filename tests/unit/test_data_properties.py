@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.config import parse
 from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
-from pipeline.data.order import planned_ids
+from pipeline.data.order import order_hash, planned_ids
 from pipeline.data.worker import Part, StreamDataset
 from pipeline.world import World
 from tests.shards import count_tokens, jpeg, write_shards
@@ -105,6 +106,8 @@ def _check_accounts(batches: list[list[int]], whole: Loader, broken: dict[int, s
     for nominal, found in zip(planned, [i for batch in batches for i in batch], strict=True):
         assert nominal == found or nominal in broken, "a good sample lost its place"
     accounts = whole.report()
+    hashes = [order_hash(np.array(ids), epoch=0, batch=t, first_row=0) for t, ids in enumerate(batches)]
+    assert accounts.order_hash == f"{sum(hashes) % 2**64:016x}"
     assert accounts.replaced == len(bad) == sum(shown.values()) - sum(1 for i in planned if i not in broken)
     assert accounts.corrupt_by_reason == Counter(broken[i] for i in bad)
     assert accounts.samples == accounts.planned_samples == len(planned)

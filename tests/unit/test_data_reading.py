@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pipeline.data.corpus import Segments, make_mixture, plan_epoch
-from pipeline.data.manifest import Manifest, Shard, make_manifest
+from pipeline.data.manifest import Manifest, Shard, load_manifest, make_manifest
 from pipeline.data.opening import open_records, open_shard
 from pipeline.data.presence import check_shards
-from pipeline.data.reader import TRUNCATED, SequentialReader
+from pipeline.data.reader import TRUNCATED, SequentialReader, StreamReader
+from pipeline.data.streams import stream_order
 from pipeline.data.tar import DamagedTar, count_records, read_records, record_offset, split_name
 from pipeline.errors import UserError
 from pipeline.world import World
@@ -89,8 +90,10 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     with open(path, "rb") as file:
         begin = record_offset(file, 3)
     path.write_bytes(path.read_bytes()[: begin + cut])
-    records = list(reader(manifest).read(0))
+    one = reader(manifest)
+    records = list(one.read(0))
     assert [r.problem for r in records] == ["", "", "", TRUNCATED, TRUNCATED, "", "", ""]
+    assert [next(one.read(i)).problem for i in (2, 3)] == ["", TRUNCATED], "what lies before the cut can be read again"
     assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
 
 
@@ -174,3 +177,33 @@ def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
     segments = plan_epoch(make_mixture([manifest]), seed=1, epoch=0)
     ids = [manifest.shards[s].offset + k for s, k, _ in (segments.locate(i) for i in range(8))]
     assert sorted(ids) == list(range(8))
+
+
+@pytest.mark.parametrize("turn", [0, 137])
+def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> None:
+    """Also after a resume, when samples read again have had their turn."""
+    write_shards(tmp_path, [60, 70, 70])
+    order = stream_order(seed=0, epoch=0, stream=0, length=200, buffer=20)
+    stream = StreamReader(reader(manifest := load_manifest(tmp_path)), order=order, first=0, turn=turn)
+    kept = []
+    for place in order.places(turn, 200).tolist():
+        assert stream.take(place).caption == f"caption {place}".encode()
+        kept.append(stream.kept_bytes)
+    sample_bytes = sum(shard.bytes for shard in manifest.shards) / 200
+    assert max(kept) < 20 * sample_bytes
+    assert kept[-1] == 0
+
+
+def test_a_place_whose_turn_has_passed_is_read_again(tmp_path: Path) -> None:
+    write_shards(tmp_path, [30])
+    order = stream_order(seed=0, epoch=0, stream=0, length=30, buffer=4)
+    stream = StreamReader(reader(load_manifest(tmp_path)), order=order, first=0, turn=0)
+    first = int(order.places(0, 1)[0])
+    taken = stream.take(first)
+    assert stream.peek(first) == taken
+    ahead = stream.peek(29)
+    assert ahead.caption == b"caption 29"
+    assert stream.kept_bytes < 10 * ahead.size + 10_000, "looking far ahead does not fill the buffer"
+    assert [stream.take(i).caption for i in order.places(1, 30).tolist()] == [
+        f"caption {i}".encode() for i in order.places(1, 30).tolist()
+    ]

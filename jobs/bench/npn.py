@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.objectives import prototypes
 from pipeline.objectives.inner_optimizer import AdaGrad
+from pipeline.objectives.npn import descend_
 from pipeline.objectives.prototypes import Anchors
 from pipeline.objectives.workspace import Workspace
 
@@ -54,11 +55,14 @@ def make_problem(batch: int, dim: int, m: int, *, device: torch.device) -> tuple
 def closed_form(anchors: list[Anchors], weight: Tensor, *, steps: int, workspace: Workspace) -> Tensor:
     weight = workspace.take("bench_weight", tuple(weight.shape), like=weight).copy_(weight)
     memory = workspace.take("bench_memory", tuple(weight.shape), like=weight).zero_()
-    optimizer = AdaGrad(LR, workspace)
+    optimizer = AdaGrad(LR)
     for side in (0, 1):
+        slots = {"accumulator": memory[side]}
         for step in range(steps):
-            gradient, _ = prototypes.loss_gradient(anchors[side], weight[side], workspace=workspace)
-            optimizer.step(weight[side], gradient, {"accumulator": memory[side]}, updates=step + 1)
+            gradient, _ = prototypes.unit_gradient(
+                anchors[side], weight[side], objective="unified", workspace=workspace
+            )
+            descend_(weight[side], gradient, slots, optimizer=optimizer, number=step + 1, workspace=workspace)
     return weight
 
 

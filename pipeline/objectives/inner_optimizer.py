@@ -7,8 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-
-from pipeline.objectives.workspace import Workspace
+from torch.optim.adagrad import adagrad
 
 
 class InnerOptimizer(Protocol):
@@ -21,18 +20,27 @@ class InnerOptimizer(Protocol):
 
 
 class AdaGrad:
-    """As torch.optim.Adagrad without decay."""
+    """torch.optim.Adagrad without decay, on a CPU in its fused form: one pass over memory."""
 
     slots: ClassVar[tuple[str, ...]] = ("accumulator",)
 
-    def __init__(self, lr: float, workspace: Workspace) -> None:
-        self.lr, self.workspace = lr, workspace
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+        self._step = torch.zeros(())  # torch's counter, which matters to its learning-rate decay only
 
     def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: int) -> None:
-        accumulator = slots["accumulator"]
-        accumulator.addcmul_(gradient, gradient)
-        root = self.workspace.take("row_products", tuple(parameter.shape), like=parameter)
-        parameter.addcdiv_(gradient, torch.sqrt(accumulator, out=root).add_(1e-10), value=-self.lr)
+        adagrad(
+            [parameter],
+            [gradient],
+            [slots["accumulator"]],
+            [self._step],
+            fused=parameter.device.type == "cpu",
+            lr=self.lr,
+            weight_decay=0.0,
+            lr_decay=0.0,
+            eps=1e-10,
+            maximize=False,
+        )
 
 
 class Adam:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Npn(ABC):
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         self.config, self.context, self.workspace = config, context, Workspace()
         self.optimizer: InnerOptimizer = (
-            AdaGrad(config.npn_lr, self.workspace) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
+            AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
         )
 
     @abstractmethod
@@ -96,7 +97,7 @@ class PrototypeNpn(Npn):
         for side in (0, 1):
             first = None
             for inner in range(self.inner_steps):
-                gradient, before = prototypes.loss_gradient(
+                gradient, before = prototypes.unit_gradient(
                     anchors[side], self.weight(side), objective=self.config.npn_objective, workspace=self.workspace
                 )
                 first = before if first is None else first
@@ -138,10 +139,11 @@ class PrototypeNpn(Npn):
         return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
 
     def _update(self, side: int, gradient: Tensor, *, number: int) -> None:
+        weight = self.weight(side)
         slots = {slot: self.state.working[slot][side, : self._next_live] for slot in self.optimizer.slots}
-        self.optimizer.step(self.weight(side), gradient, slots, updates=number)
+        descend_(weight, gradient, slots, optimizer=self.optimizer, number=number, workspace=self.workspace)
         if self.config.renormalize:
-            self.weight(side).div_(self.weight(side).norm(dim=1, keepdim=True))
+            weight.div_(weight.norm(dim=1, keepdim=True))
 
     def _fill(self, batch: Batch) -> int:
         """Fill the working buffers for this step; returns the number of live prototypes."""
@@ -193,6 +195,21 @@ class PrototypeNpn(Npn):
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
         return torch.randperm(batch.size, generator=generator)[: self.config.prototypes].to(self.context.device)
+
+
+def descend_(
+    weight_md: Tensor,
+    gradient_md: Tensor,
+    slots: Mapping[str, Tensor],
+    *,
+    optimizer: InnerOptimizer,
+    number: int,
+    workspace: Workspace,
+) -> None:
+    """One optimizer step on prototypes from the gradient with respect to W / |W|, which is overwritten."""
+    for rows in prototypes.pieces(weight_md):
+        gradient = prototypes.to_tangent_(gradient_md[rows], weight_md[rows], workspace)
+        optimizer.step(weight_md[rows], gradient, {name: slot[rows] for name, slot in slots.items()}, updates=number)
 
 
 def anchors_of(batch: Batch, config: Any, *, tau: Tensor) -> BothSides:

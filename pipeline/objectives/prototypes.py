@@ -5,8 +5,9 @@
 Shape legend: B anchors, d feature dimension, m prototypes, R rows of a block. Anchors are unit-norm features.
 
 What an update costs beside its two GEMMs are passes over [B, m] and [m, d]. So whatever is constant along a row or a
-column never makes a pass of its own: 1/|W_j| and 1/tau scale the similarities together, the positive s_ii and the
-residuals r_i go to the scalars of the row, and the anchors (small) carry the rows' weights into the second GEMM.
+column makes no pass of its own: 1/|W_j| and 1/tau scale the similarities together, the positive s_ii and the residuals
+r_i go to the scalars of the row, and the anchors (small) carry the rows' weights into the second GEMM. On a CPU the
+passes follow each other on pieces that stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from pipeline.objectives.workspace import Workspace
 
 # exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
 MAX_LOG_RATIO = 30.0
-# Elements of one [R, m] block: on a CPU what its cache holds, on a GPU few launches.
+# Elements of one [R, m] block, which bounds the memory and feeds a GEMM.
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
+# Elements of a piece that consecutive passes find in a CPU core's own cache.
+_CPU_PIECE = 2**19
 
 NpnObjective = Literal["unified", "separate"]
 
@@ -60,10 +63,10 @@ class Anchors:
 
 @dataclass(frozen=True)
 class _Block:
-    """Softmax over the prototypes for R anchors: softmax_ij = exponential_ij / total_i."""
+    """Softmax over the prototypes for R anchors: softmax_ij = exponentials_ij / total_i."""
 
     rows: slice
-    z: Tensor  # [R, m]; holds the exponentials after `_softmax`
+    exponentials: Tensor  # [R, m], fp32 or bf16; a buffer that the next block overwrites
     total: Tensor
     alpha: Tensor
     share: Tensor  # of the sum in alpha that is not eps
@@ -84,28 +87,45 @@ def loss_gradient(
     With P_ij = r_i exp(z_ij - log m - alpha_i) / B and G_j = sum_i P_ij e_i, both are
     dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|; for `separate` r_i = (alpha_i - log(eps + g_i)) / tau.
     """
-    size, space = anchors.positive.shape[0], workspace or Workspace()
-    gradient, alphas = space.take("gradient", tuple(weight_md.shape), like=weight_md), []
-    for block in _softmax_blocks(anchors, weight_md, space):
+    space = workspace or Workspace()
+    gradient, alpha = unit_gradient(anchors, weight_md, objective=objective, workspace=space)
+    for rows in pieces(weight_md):
+        to_tangent_(gradient[rows], weight_md[rows], space)
+    return gradient, alpha
+
+
+def unit_gradient(
+    anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
+    """G of `loss_gradient`, the gradient with respect to W / |W|, and alpha."""
+    size = anchors.positive.shape[0]
+    gradient, alphas = workspace.take("gradient", tuple(weight_md.shape), like=weight_md), []
+    for block in _softmax_blocks(anchors, weight_md, workspace):
         part = anchors.take(block.rows)
         pull = _residual(part, block.alpha, objective) * block.share / (size * block.total)
         weighted, first = part.features * pull[:, None], block.rows.start == 0
         if anchors.low is None:
-            torch.addmm(gradient, block.z.T, weighted, beta=0.0 if first else 1.0, out=gradient)
+            torch.addmm(gradient, block.exponentials.T, weighted, beta=0.0 if first else 1.0, out=gradient)
         else:
-            exponentials = space.take("low", tuple(block.z.shape), like=block.z, dtype=torch.bfloat16).copy_(block.z)
-            product = _matmul_low(exponentials.T, weighted.bfloat16(), space)
+            product = _matmul_low(block.exponentials.bfloat16().T, weighted.bfloat16(), "low_gradient", workspace)
             gradient.copy_(product) if first else gradient.add_(product)
         alphas.append(block.alpha)
-    return tangent_(gradient, weight_md, space), torch.cat(alphas)
+    return gradient, torch.cat(alphas)
 
 
-def tangent_(gradient_md: Tensor, weight_md: Tensor, space: Workspace) -> Tensor:
+def to_tangent_(gradient_md: Tensor, weight_md: Tensor, space: Workspace) -> Tensor:
     """Gradient with respect to W from that with respect to W / |W|, row by row, in place."""
     inverse = 1.0 / weight_md.norm(dim=1)
     product = torch.mul(gradient_md, weight_md, out=space.take("row_products", tuple(weight_md.shape), like=weight_md))
     radial = product.sum(1).mul_(inverse.pow(3))
     return gradient_md.mul_(inverse[:, None]).addcmul_(weight_md, radial[:, None], value=-1.0)
+
+
+def pieces(matrix: Tensor) -> list[slice]:
+    """Rows of a matrix in pieces that several passes can share: on a CPU small ones, elsewhere all at once."""
+    rows = matrix.shape[0]
+    step = rows if matrix.is_cuda else max(1, _CPU_PIECE // matrix.shape[1])
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +140,7 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     for block in _softmax_blocks(anchors.full_precision(), weight_md, Workspace()):
         part = anchors.take(block.rows)
         weight = block.share / block.total  # times the exponentials: d alpha / d z
-        mean_prototype = (block.z @ unit) * weight[:, None]
+        mean_prototype = (block.exponentials @ unit) * weight[:, None]
         to_own[block.rows] = (mean_prototype - block.share[:, None] * partners_bd[block.rows]) / anchors.tau
         to_partner[block.rows] = -block.share[:, None] * part.features / anchors.tau
         cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
@@ -138,18 +158,31 @@ def _softmax_blocks(anchors: Anchors, weight_md: Tensor, space: Workspace) -> It
     step = max(1, (_GPU_BLOCK if weight_md.is_cuda else _CPU_BLOCK) // m)
     for start in range(0, size, step):
         rows = slice(start, min(start + step, size))
-        z = space.take("z", (rows.stop - rows.start, m), like=weight_md)
         if low is None:
-            torch.mm(anchors.features[rows], weight_md.T, out=z)
+            out = space.take("products", (rows.stop - rows.start, m), like=weight_md)
+            products = torch.mm(anchors.features[rows], weight_md.T, out=out)
         else:
             assert anchors.low is not None
-            z.copy_(_matmul_low(anchors.low[rows], low.T, space))
-        z.mul_(scale)
-        top = z.amax(1)
-        total = z.sub_(top[:, None]).exp_().sum(1)
+            products = _matmul_low(anchors.low[rows], low.T, "low_products", space)
+        top, total = _exponentiate_(products, scale, space)
         log_mean = top + total.log() - math.log(m) - anchors.positive[rows] / anchors.tau
         alpha = torch.logaddexp(log_mean, log_mean.new_tensor(anchors.log_eps))
-        yield _Block(rows, z, total, alpha, torch.exp(log_mean - alpha))
+        yield _Block(rows, products, total, alpha, torch.exp(log_mean - alpha))
+
+
+def _exponentiate_(products: Tensor, scale: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
+    """Replace cosines times |W_j|, [R, m], by exp(z - top), z = products * scale; returns row maxima and row sums."""
+    tops, totals = [], []
+    for rows in pieces(products):
+        z = part = products[rows]
+        if part.dtype != scale.dtype:
+            z = space.take("piece", tuple(part.shape), like=scale).copy_(part)
+        top = z.mul_(scale).amax(1)
+        totals.append(z.sub_(top[:, None]).exp_().sum(1))
+        tops.append(top)
+        if z is not part:
+            part.copy_(z)
+    return torch.cat(tops), torch.cat(totals)
 
 
 def _residual(anchors: Anchors, alpha: Tensor, objective: NpnObjective) -> Tensor:
@@ -158,8 +191,8 @@ def _residual(anchors: Anchors, alpha: Tensor, objective: NpnObjective) -> Tenso
     return (alpha - anchors.log_target) / anchors.tau
 
 
-def _matmul_low(a: Tensor, b: Tensor, space: Workspace) -> Tensor:
+def _matmul_low(a: Tensor, b: Tensor, name: str, space: Workspace) -> Tensor:
     """A product of bf16 matrices, accumulated in fp32; it comes as fp32 on a GPU, on a CPU there is only bf16."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b, out=space.take("product", (a.shape[0], b.shape[1]), like=a))
+    return torch.mm(a, b, out=space.take(name, (a.shape[0], b.shape[1]), like=a))

@@ -12,7 +12,6 @@ from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective, prototypes
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam
 from pipeline.objectives.prototypes import Anchors
-from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -84,7 +83,7 @@ def test_bf16_products_stay_near_fp32():
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (lambda: AdaGrad(0.3, Workspace()), lambda p: torch.optim.Adagrad([p], lr=0.3)),
+        (lambda: AdaGrad(0.3), lambda p: torch.optim.Adagrad([p], lr=0.3)),
         (lambda: Adam(0.01), lambda p: torch.optim.AdamW([p], lr=0.01, weight_decay=0.0)),
     ],
 )

@@ -41,6 +41,8 @@ class FetchConfig:
     """How the work is spread: img2dataset's distributors, and one part of the list per machine where asked for."""
 
     distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
+    # Where the cluster is: a Spark master (spark://host:7077, yarn, ...) or a Ray address; without it, this machine.
+    master: str | None = None
     processes: int = Field(default=2, ge=1)
     threads: int = Field(default=64, ge=1)
     shard_size: int = Field(default=10_000, ge=1, le=1_000_000)
@@ -54,6 +56,8 @@ class FetchConfig:
 
     @pydantic.model_validator(mode="after")
     def _worker_in_range(self) -> FetchConfig:
+        if self.master and self.distributor == "multiprocessing":
+            raise ValueError(f"master = {self.master!r} is for the distributors pyspark and ray")
         if self.worker >= self.workers:
             raise ValueError(f"worker = {self.worker} must be below workers = {self.workers}")
         return self

@@ -25,10 +25,14 @@ from pipeline.config import dump, parse, read_yaml, to_tree
 from pipeline.data.manifest import Manifest, make_manifest
 from pipeline.errors import UserError
 
-__all__ = ["DownloadConfig", "download", "load_config", "prepare", "write_manifest"]
+__all__ = ["DownloadConfig", "PartDone", "download", "load_config", "prepare", "write_manifest"]
 
 # What decides over the bytes of a shard; recorded in the manifest.
 _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
+
+
+class PartDone(UserError):
+    """One of several workers has fetched its part, and others have not yet."""
 
 
 def download(
@@ -44,10 +48,10 @@ def download(
     Args: retry_failed: ask again for the rows that failed for a passing reason, and only for those.
       on_progress: called a few times a second. on_note: called with one line for each thing a person should know.
     Raises: UserError before the first URL when the settings, the table or its columns are wrong; Paused when
-      success collapses.
+      success collapses; PartDone when only the shards of other workers are left.
     """
     config, plan = prepare(config, on_note=on_note)
-    folder = Folder(Path(config.output))
+    folder = Folder(Path(config.output), config.fetch.worker)
     with _alone(folder, config.fetch.worker), _session(folder, config):
         folder.config.write_text(dump(config), encoding="utf-8")
         if retry_failed:
@@ -60,11 +64,12 @@ def download(
             fetch(config, missing, total=total, on_progress=on_progress)
         left = plan.shards - len(folder.finished())
         if left:
-            raise UserError(
-                f"This machine's part is done; {left:,} of {plan.shards:,} shards are still with the other "
-                f"{config.fetch.workers - 1} workers. The one that ends last writes the manifest."
+            raise PartDone(
+                f"This worker's part is done; {left:,} of {plan.shards:,} shards are still with the other "
+                f"{config.fetch.workers - 1}. The one that ends last writes the manifest."
             )
-        return write_manifest(config, folder, plan)
+        with _alone(folder, "manifest", wait=True):
+            return write_manifest(config, folder, plan)
 
 
 def prepare(
@@ -76,9 +81,9 @@ def prepare(
     """
     source = resolve(config.source)
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
-    folder = Folder(Path(config.output))
+    folder = Folder(Path(config.output), config.fetch.worker)
     folder.make()
-    with _alone(folder, "plan"):
+    with _alone(folder, "plan", wait=config.fetch.workers > 1):
         if not (folder.plan / "plan.json").exists():
             for note in [*checks.check_source(config), *probe.check_hashes(config)]:
                 on_note(note)
@@ -141,11 +146,11 @@ def _passing(record: Record) -> int:
 
 
 @contextmanager
-def _alone(folder: Folder, part: int | str) -> Iterator[None]:
+def _alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[None]:
     """Hold the folder's lock for one part of the work. Raises: UserError when another process has it."""
-    with (folder.staging / f"lock-{part}").open("w") as lock:
+    with (folder.locks / f"lock-{part}").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             raise UserError(f"Another download is working in {folder.root}: wait for it, or stop it.") from error
         yield

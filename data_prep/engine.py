@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep import reasons
-from data_prep.config import DownloadConfig
+from data_prep.config import DownloadConfig, FetchConfig
 from data_prep.folder import Folder
 from data_prep.guard import GuardConfig
 from data_prep.light import stand_ins
@@ -132,8 +133,28 @@ def make_resizer(config: DownloadConfig) -> Resizer:
 def run(job: Job) -> None:
     """Fetch the job's shards with the chosen distributor."""
     fetch = job.config.fetch
-    distribute = DISTRIBUTORS[fetch.distributor]
-    distribute(fetch.processes, ShardDownloader(job), ShardReader(job), _SPARK_SHARDS, 1)
+    with _cluster(fetch):
+        distribute = DISTRIBUTORS[fetch.distributor]
+        distribute(fetch.processes, ShardDownloader(job), ShardReader(job), _SPARK_SHARDS, 1)
+
+
+@contextmanager
+def _cluster(fetch: FetchConfig) -> Iterator[None]:
+    """Join the cluster that was named, or start one on this machine; img2dataset uses the session it finds."""
+    if fetch.distributor == "pyspark":
+        from pyspark.sql import SparkSession
+
+        session = SparkSession.builder.master(fetch.master or f"local[{fetch.processes}]").appName("neuclip download")
+        with session.getOrCreate():
+            yield
+    elif fetch.distributor == "ray":
+        import ray
+
+        ray.init(address=fetch.master) if fetch.master else ray.init(num_cpus=fetch.processes)
+        yield
+        ray.shutdown()
+    else:
+        yield
 
 
 def _given(writer: ShardWriter, *_: Any) -> ShardWriter:

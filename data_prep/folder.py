@@ -42,9 +42,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Folder:
-    """Paths below one data set's folder."""
+    """Paths below one data set's folder; each of several workers has a staging folder of its own."""
 
     root: Path
+    worker: int = 0
 
     @property
     def plan(self) -> Path:
@@ -52,6 +53,10 @@ class Folder:
 
     @property
     def staging(self) -> Path:
+        return self.locks / f"worker-{self.worker}"
+
+    @property
+    def locks(self) -> Path:
         return self.root / "staging"
 
     @property
@@ -76,8 +81,8 @@ class Folder:
         return self.root / "meta" / f"{shard:05d}.json"
 
     def make(self) -> None:
-        for name in ("shards", "meta", "plan", "staging"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+        for path in (self.root / "shards", self.root / "meta", self.plan, self.staging):
+            path.mkdir(parents=True, exist_ok=True)
 
     def finished(self) -> list[int]:
         """The shards that have a record, in order."""

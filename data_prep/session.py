@@ -50,7 +50,7 @@ def fetch(
     Args: total: URLs in them, for the progress. retry: ask only for rows that failed for a passing reason.
     Raises: Paused when success collapses, or the engine makes no progress any more.
     """
-    folder = Folder(Path(config.output))
+    folder = Folder(Path(config.output), config.fetch.worker)
     _clean(folder)
     # What is asked again has failed before: a low success is expected there.
     limits = dataclasses.replace(config.monitor, min_success=0.0) if retry else config.monitor
@@ -117,9 +117,9 @@ class Engine:
     """The engine process and its whole process group; leaving the block ends whatever is still running."""
 
     def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, retry: bool) -> None:
-        self.folder = Folder(Path(config.output))
+        self.folder = Folder(Path(config.output), config.fetch.worker)
         self.log = self.folder.staging / "engine.log"
-        job = self.folder.staging / f"job-{config.fetch.worker}.json"
+        job = self.folder.staging / "job.json"
         job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "retry": retry}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -27,7 +27,7 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     guard.allow_addresses.
     """
     from data_prep.config import DownloadConfig
-    from data_prep.download import download, prepare
+    from data_prep.download import PartDone, download, prepare
     from data_prep.report import write_report
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
@@ -37,8 +37,12 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
         _, plan = prepare(config, on_note=_note)
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
         return
-    with ProgressBar() as show:
-        manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
+    try:
+        with ProgressBar() as show:
+            manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
+    except PartDone as done:
+        click.echo(str(done))
+        return
     click.echo(summary(manifest, Path(config.output)))
     click.echo(f"Report: {write_report(config.output)}")
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,7 +17,7 @@ from PIL import Image
 from data_prep import reasons, tar, verify
 from data_prep.census import take_census
 from data_prep.config import DownloadConfig
-from data_prep.download import download
+from data_prep.download import PartDone, download
 from data_prep.folder import Folder
 from data_prep.report import write_report
 from data_prep.scenes.config import ScenesConfig
@@ -112,6 +112,13 @@ def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
             assert image.size == (48, 48)
         assert parts["txt"].decode() == captions[index].as_py()
         assert json.loads(parts["json"])["url"].endswith(f"/{index}.jpg")
+
+
+def test_two_workers_with_one_folder_make_the_same_set(world: World, ingested: Manifest, tmp_path: Path) -> None:
+    with pytest.raises(PartDone, match="1 of 3 shards are still with the other 1"):
+        download(world.config(tmp_path, workers=2, worker=0))
+    assert not (tmp_path / "manifest.json").exists()
+    assert download(world.config(tmp_path, workers=2, worker=1)) == replace(ingested, root=str(tmp_path))
 
 
 def test_report_and_datasheet_account_for_every_url(ingested: Manifest) -> None:

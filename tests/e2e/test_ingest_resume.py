@@ -62,6 +62,7 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
     return parse(DownloadConfig, tree)
 
 
+@pytest.mark.slow
 def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     words = [
@@ -103,6 +104,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_dead_worker_is_noticed_and_the_engine_started_anew(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     config = settings(tmp_path / "out", table)
@@ -151,6 +153,7 @@ def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) ->
     assert download(config).n == 108
 
 
+@pytest.mark.slow
 def test_retry_asks_only_for_passing_failures_and_ends_as_if_they_had_never_happened(
     site: Site, tmp_path: Path
 ) -> None:
@@ -192,7 +195,7 @@ def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_p
     with pytest.raises(UserError, match="shard_size was 20 and is now 30"):
         prepare(settings(tmp_path / "out", table, shard_size=30))
     holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
-    lock = Folder(Path(config.output)).staging / "lock-0"
+    lock = Folder(Path(config.output)).locks / "lock-0"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", holder, str(lock)], **pipes) as process:
         assert process.stdout is not None

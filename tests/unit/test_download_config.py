@@ -15,6 +15,7 @@ from pipeline.errors import UserError
     [
         ({"guard": {"allow_addresses": ["localhost"]}}, "neither an IP address nor a network"),
         ({"fetch": {"worker": 2, "workers": 2}}, "worker = 2 must be below workers = 2"),
+        ({"fetch": {"master": "yarn"}}, "is for the distributors pyspark and ray"),
         ({"fetch": {"distributor": "dask"}}, "multiprocessing"),
         ({"image": {"encode_format": "png", "encode_quality": 95}}, "from 0 to 9"),
         ({"source": {"url": "u", "caption": "u"}}, "named for two purposes"),

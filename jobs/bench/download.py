@@ -1,0 +1,153 @@
+"""Our download against img2dataset called directly, on the same list, by turns.
+
+    python -m jobs.bench.download --urls 6000 --rounds 3
+
+Both fetch from a small server on 127.0.0.1 that answers at once with photographs of 512 pixels, resize to 256 and write
+webdataset shards; what is timed is the whole call, start-up included. Ours also checks, guards, verifies that images
+are whole, sorts the shards, hashes them and writes the manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+_IMAGES = 32
+_OURS = """
+import sys
+from data_prep.config import DownloadConfig
+from data_prep.download import download
+from pipeline.config import parse
+table, output, shard, processes, threads = sys.argv[1:]
+download(parse(DownloadConfig, {
+    "output": output,
+    "source": {"table": table},
+    "guard": {"allow_addresses": ["127.0.0.1"], "contact": "bench@example.org"},
+    "fetch": {"shard_size": int(shard), "processes": int(processes), "threads": int(threads), "retries": 0},
+}))
+"""
+_DIRECT = """
+import sys
+from img2dataset import download
+table, output, shard, processes, threads = sys.argv[1:]
+if __name__ == "__main__":
+    download(
+        url_list=table, input_format="parquet", url_col="url", caption_col="caption", output_folder=output,
+        output_format="webdataset", image_size=256, resize_mode="keep_ratio", resize_only_if_bigger=True,
+        processes_count=int(processes), thread_count=int(threads), number_sample_per_shard=int(shard),
+        extract_exif=False, compute_hash="sha256", enable_wandb=False,
+    )
+"""
+
+
+@click.command()
+@click.option("--urls", default=6_000, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Each round runs both, first one and then the other.")
+@click.option("--shard-size", default=1_000, show_default=True)
+@click.option("--processes", default=2, show_default=True)
+@click.option("--threads", default=32, show_default=True)
+def command(urls: int, rounds: int, shard_size: int, processes: int, threads: int) -> None:
+    """Time both ways by turns and print the ratio of their medians."""
+    seconds: dict[str, list[float]] = {"ours": [], "direct": []}
+    with tempfile.TemporaryDirectory() as temporary, _server() as base:
+        folder = Path(temporary)
+        table = folder / "urls.parquet"
+        _write_table(table, base, urls)
+        scripts = {"ours": folder / "ours.py", "direct": folder / "direct.py"}
+        scripts["ours"].write_text(_OURS)
+        scripts["direct"].write_text(_DIRECT)
+        for turn in range(rounds):
+            for name in sorted(scripts, reverse=bool(turn % 2)):
+                words = [str(table), str(folder / name), str(shard_size), str(processes), str(threads)]
+                seconds[name].append(_time(scripts[name], words))
+                shutil.rmtree(folder / name)
+                click.echo(
+                    f"round {turn + 1}: {name:<7}{seconds[name][-1]:7.1f} s, {urls / seconds[name][-1]:6.0f} URLs/s"
+                )
+    ratios = [direct / ours for direct, ours in zip(seconds["direct"], seconds["ours"], strict=True)]
+    click.echo(
+        f"throughput, ours / direct: median of rounds {statistics.median(ratios):.3f} "
+        f"(each {', '.join(f'{ratio:.3f}' for ratio in ratios)})"
+    )
+
+
+def _time(script: Path, words: list[str]) -> float:
+    environment = {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    started = time.perf_counter()
+    ended = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        raise click.ClickException(ended.stderr[-2_000:])
+    return time.perf_counter() - started
+
+
+def _write_table(path: Path, base: str, urls: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {
+        "url": [f"{base}/{k}.jpg" for k in range(urls)],
+        "caption": [f"photograph number {k} of a place" for k in range(urls)],
+    }
+    pq.write_table(pa.table(columns), path)
+
+
+@contextmanager
+def _server() -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    port = context.Queue()
+    process = context.Process(target=_serve, args=(port,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{port.get(timeout=60)}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(port: Any) -> None:
+    """Answer every request at once with one of a few photographs (smooth noise of 512 pixels)."""
+    from PIL import Image
+
+    answers = []
+    for seed in range(_IMAGES):
+        pixels = np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).resize((683, 512), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+        body = buffer.getvalue()
+        head = (
+            f"HTTP/1.1 200 OK\r\nContent-Type: image/jpeg\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        answers.append(head.encode() + body)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        number = int(request.split(b" ", 2)[1].strip(b"/").removesuffix(b".jpg"))
+        writer.write(answers[number % _IMAGES])
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1024)
+        port.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+if __name__ == "__main__":
+    command()

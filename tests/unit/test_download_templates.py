@@ -1,0 +1,109 @@
+"""Every shipped recipe parses, and every cluster template dry-runs to commands that parse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from data_prep.config import DownloadConfig
+from data_prep.source import SOURCES, resolve
+from jobs.download import command as download_command
+from jobs.verify import command as verify_command
+from pipeline.config import merge, parse, parse_overrides, read_yaml
+
+JOBS = Path(__file__).parents[2] / "jobs"
+RECIPES = sorted(JOBS.glob("recipes/download/*.yaml"))
+TEMPLATES = sorted(JOBS.glob("cluster/download-*.sh"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_parses_and_its_source_resolves(recipe: Path) -> None:
+    tree = merge(read_yaml(recipe), {"source": {"table": "urls.parquet"}})
+    config = parse(DownloadConfig, tree)
+    assert resolve(config.source).name in SOURCES
+    assert config.output
+
+
+def test_dfn_subsets_are_nested_and_a_tenth_is_a_tenth() -> None:
+    found = {p.stem: parse(DownloadConfig, read_yaml(p)).subset for p in RECIPES if p.stem.startswith("dfn")}
+    names = ("dfn-1.37m", "dfn-14m", "dfn-192m", "dfn-1b")
+    fractions = [found[name].fraction for name in names]
+    assert fractions == sorted(fractions)
+    assert len({found[name].seed for name in names}) == 1
+    assert fractions[0] * 10 == pytest.approx(fractions[1])
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_template_dry_runs(template: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "DRY_RUN": "1",
+        "RECIPE": str(JOBS / "recipes/download/cc3m.yaml"),
+        "OUTPUT": str(tmp_path / "with space"),
+        "WORKERS": "4",
+        "MASTER": "some:1234",
+    }
+    words = [str(template), "source.table=a b.tsv", "guard.contact=x@example.org"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    lines = (ended.stdout + ended.stderr).splitlines()
+    assert [line for line in lines if "neuclip download" in line]
+    assert "neuclip verify" in lines[-1]
+    assert not list(tmp_path.iterdir()), "a dry run does nothing"
+    assert subprocess.run(["bash", "-n", str(template)], check=True).returncode == 0
+
+
+def test_slurm_template_runs_for_real_with_a_stand_in_for_sbatch(tmp_path: Path) -> None:
+    """The stand-in records what each step would run, with the array's variable filled in."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "sbatch").write_text(
+        "#!/usr/bin/env bash\n"
+        'for SLURM_ARRAY_TASK_ID in 0 3; do export SLURM_ARRAY_TASK_ID; eval "${@: -1}"; done >&2\n'
+        "echo 7\n"
+    )
+    (bin_folder / "neuclip").write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\n"
+        "with open(os.environ['RECORD'], 'a') as f: f.write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    )
+    for path in bin_folder.iterdir():
+        path.chmod(0o755)
+    environment = {
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "RECORD": str(tmp_path / "record"),
+        "RECIPE": str(JOBS / "recipes/download/cc3m.yaml"),
+        "OUTPUT": str(tmp_path / "out put"),
+        "WORKERS": "4",
+    }
+    subprocess.run([str(JOBS / "cluster/download-slurm.sh"), "source.table=a b.tsv"], env=environment, check=True)
+    calls = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    assert len(calls) == 6
+    configs = []
+    for call in calls:
+        if call[0] == "verify":
+            assert call[1:] == [str(tmp_path / "out put")]
+            continue
+        overrides = [word for word in call[3:] if "=" in word]
+        configs.append(parse(DownloadConfig, merge(read_yaml(call[2]), parse_overrides(overrides))))
+    assert {config.output for config in configs} == {str(tmp_path / "out put")}
+    assert {config.source.table for config in configs} == {"a b.tsv"}
+    assert [config.fetch.worker for config in configs] == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("command", [download_command, verify_command])
+def test_help_is_instant_and_complete(command: object) -> None:
+    result = CliRunner().invoke(command, ["--help"])  # type: ignore[arg-type]
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_command_lines_in_recipes_name_their_file() -> None:
+    for recipe in RECIPES:
+        for line in recipe.read_text().splitlines():
+            if "--recipe" in line:
+                assert f"jobs/recipes/download/{recipe.name}" in shlex.split(line.lstrip("# "))

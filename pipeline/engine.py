@@ -146,13 +146,18 @@ class Engine:
 
     def step(self, *, lr_scale: float) -> bool:
         """Reduce, clip and apply the accumulated gradient; False when the engine skipped it (inf or NaN)."""
+        if self.stage == 0 and self._overflowed():  # stage 0 has no check of its own in fp32 and under autocast
+            self._engine.zero_grad()
+            return False
         set_lr(self._wrapped, self.optimizer_config.lr * lr_scale)
         self._engine.step()
         return bool(self._engine.was_step_applied())
 
-    def discard(self) -> None:
-        """Forget the accumulated gradient without a step."""
-        self._engine.zero_grad()
+    def _overflowed(self) -> bool:
+        """Whether any rank's accumulated gradient holds inf or NaN (stage 0, where every rank has all of its own)."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return bool(self.world.all_reduce((~torch.isfinite(norm)).float(), "max"))
 
     def gradient_norm(self) -> float | None:
         """Norm of the last step's gradient over all ranks, before clipping; None where the engine does not tell."""

@@ -68,20 +68,21 @@ class TrainStep:
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, step=step)
+            finite, stop = self._agree(output, stop)
+        if not finite:  # known before backward: some engines keep what a backward pass left until they have used it
+            self.objective.discard()
+            return StepResult(output, finite=False, applied=False, stop=stop)
         with self.phases("backward"):
             self._backward(features, output, inputs, step)
         if self.on_gradients is not None:
             self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
         with self.phases("optimizer"):
-            finite, stop = self._agree(output, stop)
-            applied = finite and self.engine.step(lr_scale=lr_scale)
-            if not finite:
-                self.engine.discard()
+            applied = self.engine.step(lr_scale=lr_scale)
             if applied:
                 self.objective.commit(lr_scale=lr_scale)
             else:
                 self.objective.discard()
-        return StepResult(output, finite, applied, stop)
+        return StepResult(output, finite=True, applied=applied, stop=stop)
 
     def _features(self, image: Tensor, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """[b, d] features of both sides: with graph when they fit at once, without when they are cached."""

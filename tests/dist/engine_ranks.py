@@ -63,6 +63,17 @@ def losses(step: TrainStep, first: int, last: int) -> list[float]:
     return found
 
 
+def overflow(step: TrainStep) -> None:
+    """One rank's gradient overflows in backward: nobody steps."""
+    rows = step.world.rows(BATCH // step.world.size)
+    image, text = data(0)
+    features = step.engine.forward(image[rows], text[rows])
+    huge = torch.inf if step.world.is_main else 1.0
+    gradients = (torch.full_like(features[0], huge), torch.ones_like(features[1]))
+    step.engine.backward(features, gradients)
+    assert not step.engine.step(lr_scale=1.0)
+
+
 def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     """Train, take the state half-way, put it into a fresh engine, and train on; then again in micro-batches."""
     half = STEPS // 2
@@ -82,6 +93,8 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     fresh.engine.state.load(**saved)
     same = all(torch.equal(value, saved["weights"][n]) for n, value in fresh.engine.state.weights())
     resumed = losses(fresh, half, STEPS)
+    overflowed = make_step(arch, name, world)
+    overflow(overflowed)
     cached = losses(make_step(arch, name, world, micro_batch=2), 0, half)
     return {
         "losses": first + second,
@@ -89,6 +102,7 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
         "weights restored": same,
         "resumed": resumed,
         "cached": cached,
+        "after overflow": losses(overflowed, 0, 3),
         "counter": saved["counter"],
     }
 

@@ -65,4 +65,5 @@ def test_every_stage_equals_plain_torch_and_resumes_to_the_bit(
         assert found["resumed"] == found["losses"][STEPS // 2 :], f"{name}: resuming changed the bits"
         assert found["counter"] == STEPS // 2, name
         assert far(found["cached"], found["losses"][: STEPS // 2]) < band, f"{name}: cached accumulation differs"
+        assert found["after overflow"] == found["losses"][:3], f"{name}: a skipped step left something behind"
         assert found["probe"] < (0.1 if name.endswith("bf16") else 1e-5), name

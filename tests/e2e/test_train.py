@@ -182,3 +182,21 @@ def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None
     out = base / "objectives"
     run("tests.e2e.every_objective", str(out), *kept, timeout=600)
     assert json.loads((out / "agree.json").read_text()) == dict.fromkeys(objective_names(), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero0_fp32", "zero1_bf16"])
+def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, stage: str) -> None:
+    out = base / f"poisoned-{stage}"
+    kept = [
+        s for s in settings(base, "unused", f"engine.deepspeed={stage}") if not s.startswith(("objective.", "output="))
+    ]
+    run("tests.e2e.poisoned_run", str(out), *kept)
+    found = json.loads((out / "found.json").read_text())
+    assert found["untouched"]
+    assert found["moved"]
+    assert "3 steps in a row" in found["stopped"]
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"event"' in line]
+    skipped = {event["step"]: event["sample_ids"] for event in events if "sample_ids" in event}
+    assert skipped[2] == found["ids 2"]
+    assert skipped[3] == found["ids 3"]

@@ -1,0 +1,71 @@
+"""A run whose loss turns NaN at chosen steps: skipped and recorded, or stopped when it goes on for too long."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.objectives import ObjectiveOutput, register
+from pipeline.objectives.openclip import OpenClip, OpenClipConfig
+from pipeline.recipe import load_recipe
+from pipeline.train import Trainer, prepare_folder, setup
+from pipeline.world import start_world
+
+POISON: set[int] = set()
+
+
+@register("poisoned", OpenClipConfig)
+class Poisoned(OpenClip):
+    """`openclip`, but NaN at the steps in POISON, and inf in one gradient only at odd ones."""
+
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
+        output = super().compute(image, text, sample_ids=sample_ids, step=step)
+        if step not in POISON:
+            return output
+        bad = torch.full_like(output.grad_text, torch.inf)
+        loss = output.loss if step % 2 else output.loss * torch.nan
+        return ObjectiveOutput(loss, output.grad_image, bad, output.metrics)
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {**dict(trainer.engine.state.weights()), **{k: v.clone() for k, v in trainer.objective.state_dict().items()}}
+
+
+def main() -> None:
+    out, *overrides = sys.argv[1:]
+    torch.set_num_threads(1)
+    found: dict[str, object] = {}
+    with start_world(device="cpu") as world:
+        run = load_recipe(None, [*overrides, f"output={out}", "objective.name=poisoned", "max_skipped_steps=2"])
+        prepare_folder(run, world=world)
+        with setup(run, world=world, resume=None) as trainer:
+            POISON.update({2, 3})
+            for step in range(2):
+                trainer._take(next(trainer.loader), 1.0)
+                trainer.step = step + 1
+            before = state_of(trainer)
+            for step in (2, 3):
+                batch = next(trainer.loader)
+                assert not trainer._take(batch, 1.0).applied
+                found[f"ids {step}"] = batch.sample_id.tolist()
+                trainer.step = step + 1
+            after = state_of(trainer)
+            found["untouched"] = all(torch.equal(value, before[name]) for name, value in after.items())
+            assert trainer._take(next(trainer.loader), 1.0).applied
+            found["moved"] = not all(torch.equal(value, before[name]) for name, value in state_of(trainer).items())
+            trainer.step = 5
+            POISON.update(range(5, 20))
+            try:
+                trainer.fit()
+            except UserError as error:
+                found["stopped"] = str(error)
+    Path(out, "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -74,7 +74,7 @@ def main() -> None:
                     pass
         print(
             f"{manifest.n} samples in {len(manifest.shards)} shards, {total / 1e6:.0f} MB; {STREAMS} streams, "
-            f"buffer {BUFFER}, so about {2 * BUFFER * STREAMS * total / manifest.n / 1e6:.0f} MB lie around a place"
+            f"buffer {BUFFER}, so about {BUFFER * STREAMS * total / manifest.n / 1e6:.0f} MB are read again"
         )
         for label, source in (("local", folder), ("pipe", piped(folder, Path(other)))):
             for share in (0.0, 0.25, 0.5, 0.75, 1.0):

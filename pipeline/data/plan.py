@@ -61,7 +61,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
     local = all(is_local(manifest.url(shard)) for shard in manifest.shards)
     passed_samples, passed_bytes = _passed(mixture, layout, seed=seed)
     buffered = min(config.shuffle_buffer, layout.stream_length)
-    reread = (0 if local else passed_bytes) + 2 * buffered * layout.streams * sample_bytes
+    reread = (0 if local else passed_bytes) + buffered * layout.streams * sample_bytes
     return DataPlan(
         samples=manifest.n,
         shards=len(manifest.shards),

@@ -149,6 +149,7 @@ def test_crops_are_distributed_as_torchvisions() -> None:
     error = np.sqrt((a.var(axis=1) + b.var(axis=1)) / n)
     assert (abs(a.mean(axis=1) - b.mean(axis=1)) < 4 * error).all()
     assert np.allclose(a.std(axis=1), b.std(axis=1), rtol=0.06)
+    assert np.abs(np.corrcoef(a) - np.corrcoef(b)).max() < 6 / math.sqrt(n)
 
 
 @pytest.mark.parametrize(("height", "width"), [(100, 150), (100, 300), (300, 100), (1, 9)])

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
+INGESTION = Path(__file__).parent / "recipes" / "download" / "scenes.yaml"
 
 
 @click.command(name="demo")
@@ -56,7 +57,7 @@ def ingest(scenes: Any, data: Path) -> None:
     from data_prep.download import download
     from data_prep.scenes import serve_scenes, write_url_table
     from jobs.download import ProgressBar, summary
-    from pipeline.config import parse
+    from pipeline.config import merge, parse, read_yaml
     from pipeline.data.manifest import MANIFEST_NAME, load_manifest
 
     shards, table, port_file = data / "shards", data / "urls.parquet", data / "port"
@@ -71,15 +72,9 @@ def ingest(scenes: Any, data: Path) -> None:
             port_file.write_text(base.rpartition(":")[2])
             click.echo(f"Ingestion: {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web.")
             write_url_table(scenes, base, table, processes=2)
-        settings = {
-            "output": str(shards),
-            "source": {"table": str(table), "uid": "uid", "hash": "sha256"},
-            "image": {"resize_mode": "no", "skip_reencode": True},
-            "fetch": {"shard_size": 1000, "timeout": 3.0},
-            "guard": {"allow_addresses": ["127.0.0.1"]},
-        }
+        given = {"output": str(shards), "source": {"table": str(table)}}
         with ProgressBar() as progress:
-            manifest = download(parse(DownloadConfig, settings), on_progress=progress)
+            manifest = download(parse(DownloadConfig, merge(read_yaml(INGESTION), given)), on_progress=progress)
     click.echo(summary(manifest, shards))
 
 

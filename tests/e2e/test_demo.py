@@ -1,0 +1,46 @@
+"""The demo as a user runs it, at a very small size: everything real, end to end, twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run
+from tests.towers import write_tiny
+
+
+@pytest.mark.slow
+def test_demo_from_urls_to_report_and_again(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    arguments = [
+        *("demo", "--output", str(output), "--pairs", "1000", "--held-out", "60"),
+        *(f"model.arch={write_tiny(tmp_path)}", "samples=640", "batch_size=32", "schedule.warmup_steps=5"),
+        *("objective.prototypes=64", "checkpoint.every=10", "checkpoint.keep_every=10"),
+    ]
+    first = run("jobs.cli", *arguments, timeout=500)
+    assert "of 1,000 URLs gave a sample" in first.stdout
+    assert "All done" in first.stdout
+
+    manifest = json.loads((tmp_path / "demo-data" / "shards" / "manifest.json").read_text())
+    assert manifest["attempted"] == 1000
+    assert manifest["samples"] == 1000 - sum(manifest["failures"].values())
+    assert {"http 404", "hash mismatch", "truncated", "not an image"} <= set(manifest["failures"])
+
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    assert steps[-1] == 20
+    results = {path.parent.name: path for path in (output / "evaluation").glob("*/scenes*")}
+    assert {"step-00000010", "step-00000020"} <= {path.name for path in (output / "evaluation").iterdir()}
+    assert results
+    page = (output / "report.html").read_text()
+    assert "<img" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://127.0.0.1", ""), "not self-contained"
+    assert "colour" in (output / "report.md").read_text()
+    assert set(json.loads((output / "stages.json").read_text())) >= {"corpus and ingestion", "training", "evaluation"}
+
+    again = run("jobs.cli", *arguments, timeout=200)
+    assert "Ingestion: done already" in again.stdout
+    assert "Training: done already" in again.stdout
+    assert "All done" in again.stdout

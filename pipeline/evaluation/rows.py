@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.evaluation.data import Instance, TaskData, TaskError
-from pipeline.evaluation.tables import CsvZipTable, Place, Table, TableImages, as_list, open_table
+from pipeline.evaluation.tables import CsvZipTable, Needs, Place, Table, TableImages, as_list, open_table
 from pipeline.evaluation.tasks import Task
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
-CSV_NEEDS = {"retrieval": ("filename",), "association": ("candidates", "cue", "associations")}
+CSV_NEEDS: dict[str, Needs] = {
+    "retrieval": (IMAGES, CAPTIONS),
+    "association": (("candidates",), ("cue",), ("associations",)),
+}
 
 
 def open_rows(task: Task, folder: Path) -> TaskData:
@@ -47,7 +50,9 @@ def _association(table: Table, folder: Path) -> TaskData:
     names = [as_list(value) for value in table.values(_column(table, ("candidates",), folder))]
     cues = table.values(_column(table, ("cue",), folder))
     truths = [as_list(value) for value in table.values(_column(table, ("associations",), folder))]
-    column = "candidates" if isinstance(table, CsvZipTable) else _column(table, ("candidate_images",), folder)
+    # In a CSV the candidates' names are those of the images.
+    possible = ("candidate_images", "candidates") if isinstance(table, CsvZipTable) else ("candidate_images",)
+    column = _column(table, possible, folder)
     places: list[Place] = []
     by_digest: dict[bytes, int] = {}
     instances = []

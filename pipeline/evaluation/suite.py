@@ -17,7 +17,7 @@ from pipeline.evaluation.rows import open_rows
 from pipeline.evaluation.tasks import TASKS, Task, folder_names
 from pipeline.evaluation.webdataset import BlankClass, is_webdataset, open_webdataset
 
-FACTS_NAME = "suite.json"
+FACTS_NAME, LOCK_NAME = "suite.json", "evalsets.json"
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
 
@@ -114,11 +114,13 @@ def is_official(entry: Entry, data: TaskData) -> bool:
 def check_digests(entry: Entry, files: Mapping[str, str]) -> None:
     """Raises: TaskError when files have other digests than `suite.json` says, or are not there."""
     expected: Mapping[str, str] = entry.expected.get("sha256", {})
-    wrong = [name for name, digest in expected.items() if files.get(name) != digest]
+    wrong = [name for name in expected if name in files and files[name] != expected[name]]
+    wrong += [name for name in expected if entry.folder is not None and not (entry.folder / name).is_file()]
     if wrong:
         raise TaskError(
-            f"{entry.task.key}: {len(wrong)} of {len(expected)} files have another SHA-256 than {FACTS_NAME} says "
-            f"({', '.join(wrong[:3])}). They are damaged or of another version: fetch them again."
+            f"{entry.task.key}: {len(wrong)} of {len(expected)} files are missing or have another SHA-256 than was "
+            f"written down with the data ({', '.join(wrong[:3])}). They are damaged or of another version: fetch them "
+            "again."
         )
 
 
@@ -160,13 +162,18 @@ def _own(key: str, path: Path, facts: Mapping[str, Any]) -> Entry:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / FACTS_NAME
-    if not path.is_file():
-        return {}
+    """What was written down with the data, by task: by whoever made the suite, or when it was fetched."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["tasks"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): it must hold 'tasks' by key. Make the suite again.") from error
+        path = folder / LOCK_NAME
+        lock = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        facts = {
+            key: {"samples": entry["samples"], "sha256": {name: f["sha256"] for name, f in entry["files"].items()}}
+            for key, entry in lock.items()
+        }
+        path = folder / FACTS_NAME
+        return facts | (dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): make or fetch the suite again.") from error
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -183,7 +190,12 @@ def _folders(folder: Path) -> Iterable[Path]:
 
 
 def _lookup(task: Task, index: Mapping[str, Path]) -> Path | None:
-    return next((index[name] for name in map(_normal, folder_names(task)) if name in index), None)
+    found = next((index[name] for name in map(_normal, folder_names(task)) if name in index), None)
+    if found is None and task.protocol != "classification":
+        # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
+        ending = "-" + _normal(task.key.split("/", 1)[-1])
+        found = next((path for name, path in sorted(index.items()) if name.endswith(ending)), None)
+    return found
 
 
 def _normal(name: str) -> str:

@@ -21,6 +21,10 @@ Place = tuple[int, int | None]
 """Row, and position in the row's list of images (None when the row has one image)."""
 
 
+Needs = Sequence[tuple[str, ...]]
+"""Columns that a CSV must have, each with its possible names."""
+
+
 class Table(Protocol):
     layout: str
     files: tuple[Path, ...]
@@ -144,21 +148,21 @@ class CsvZipTable:
 
     layout = "csv+zip"
 
-    def __init__(self, folder: Path, *, needs: Sequence[str]) -> None:
+    def __init__(self, folder: Path, *, needs: Needs) -> None:
         import pandas as pd
 
-        candidates = {
-            path: pd.read_csv(path, dtype=str, keep_default_na=False) for path in sorted(folder.glob("*.csv"))
-        }
-        fitting = [path for path, frame in candidates.items() if set(needs) <= set(frame.columns)]
+        paths = sorted(folder.rglob("*.csv"))
+        frames = {path: pd.read_csv(path, dtype=str, keep_default_na=False) for path in paths}
+        fitting = [path for path in paths if all(set(names) & set(frames[path].columns) for names in needs)]
         if len(fitting) != 1:
+            columns = ", ".join(" or ".join(names) for names in needs)
             raise TaskError(
-                f"{folder}: exactly one CSV with the columns {', '.join(needs)} is expected, but "
-                f"{len(fitting)} of {', '.join(path.name for path in candidates) or 'none'} have them."
+                f"{folder}: exactly one CSV with the columns {columns} is expected, but "
+                f"{len(fitting)} of {', '.join(path.name for path in paths)} have them."
             )
-        self._frame = candidates[fitting[0]]
+        self._frame = frames[fitting[0]]
         self.columns = tuple(self._frame.columns)
-        archives = sorted(folder.glob("*.zip"))
+        archives = sorted(folder.rglob("*.zip"))
         self._members = _zip_members(archives)
         self.files = (fitting[0], *archives)
         self._open: dict[tuple[int, Path], zipfile.ZipFile] = {}
@@ -177,8 +181,9 @@ class CsvZipTable:
         return self.named(names[place[1] or 0])
 
     def named(self, name: str) -> bytes:
-        """The image of a file name or of a bare stem."""
-        member = self._members.get(name) or self._members.get(Path(name).stem)
+        """The image of a path, a file name or a bare stem."""
+        keys = (name, Path(name).name, Path(name).stem)
+        member = next((self._members[key] for key in keys if key in self._members), None)
         if member is None:
             raise TaskError(f"The image {name!r} of {self.files[0]} is in none of its archives: data is missing.")
         archive, path = member
@@ -191,13 +196,13 @@ class CsvZipTable:
             raise TaskError(f"{path} in {archive} is damaged ({error}): fetch the archive again.") from error
 
 
-def open_table(folder: Path, *, needs: Sequence[str]) -> Table | None:
+def open_table(folder: Path, *, needs: Needs) -> Table | None:
     """The table in a folder, in whichever of the three layouts it has; None when it has none of them."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return DiskTable(folder)
     if next(folder.rglob("*.parquet"), None) is not None:
         return ParquetTable(folder)
-    if next(folder.glob("*.csv"), None) is not None:
+    if next(folder.rglob("*.csv"), None) is not None:
         return CsvZipTable(folder, needs=needs)
     return None
 

@@ -90,7 +90,7 @@ _TABLE = (
         protocol="retrieval",
         samples=5_000,
         main_metric="mean_recall@1",
-        folders=("wds_mscoco_captions", "mscoco_captions", "mscoco"),
+        folders=("wds_mscoco_captions", "wds_mscoco_captions_test", "mscoco_captions", "mscoco"),
     ),
     Task(
         "misc/winogavil",

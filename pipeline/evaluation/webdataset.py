@@ -84,11 +84,12 @@ def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass =
     if blank:
         classnames = tuple(name for name in classnames if name)
     templates = tuple(line for line in read_lines(folder / "zeroshot_classification_templates.txt") if line)
+    prompts = (folder / "classnames.txt", folder / "zeroshot_classification_templates.txt")
     return TaskData(
         folder,
         "webdataset",
         images,
-        files,
+        (*files, *prompts),
         blank_classes=blank,
         labels=np.array([_label(sample, shards) for sample in samples], dtype=np.int64),
         metadata=_metadata(samples, shards, columns) if columns else None,

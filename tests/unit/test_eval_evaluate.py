@@ -320,3 +320,15 @@ def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
         assert isinstance(file, io.BufferedReader)
         assert images.read(21) == file.read()
         assert images.name(21).startswith(last.name.split(".")[0])
+
+
+def test_a_training_run_evaluates_with_its_own_world(
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A model in memory and the run's ranks: the same code, the same bytes as for its checkpoint."""
+    from pipeline.world import World
+
+    before = model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size))
+    evaluate(model, suite=suite, output=tmp_path, config=QUICK, processes=(World(), torch.device("cpu")))
+    assert contents(tmp_path) == expected
+    assert torch.equal(before, model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size)))

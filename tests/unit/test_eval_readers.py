@@ -17,6 +17,7 @@ from PIL import Image
 from pipeline.errors import UserError
 from pipeline.evaluation import classification
 from pipeline.evaluation.data import TaskError, decode
+from pipeline.evaluation.results import file_digests
 from pipeline.evaluation.suite import Entry, check_digests, open_suite, open_task
 from pipeline.evaluation.tables import as_list
 from pipeline.evaluation.tasks import TASKS, Task
@@ -179,7 +180,7 @@ def test_damaged_tables_are_refused(tmp_path: Path) -> None:
         open_task(Entry(WINOGAVIL, folder))
     folder = write_retrieval(tmp_path / "e", FLICKR, layout="csv+zip")
     (folder / "test.csv").write_text("image_name,text\nx,y\n")
-    with pytest.raises(TaskError, match="exactly one CSV with the columns filename"):
+    with pytest.raises(TaskError, match="exactly one CSV with the columns image or filename, caption"):
         open_task(Entry(FLICKR, folder))
 
 
@@ -245,3 +246,39 @@ def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     write_tars(folder / "test", [[("cls", b"cat"), (suffix, body)]], shards=1)
     with pytest.raises(TaskError, match="holds b'cat', not a number"):
         open_task(Entry(Task("cifar10", "x"), folder))
+
+
+def test_what_was_written_down_when_fetching_is_held_against_the_data(tmp_path: Path) -> None:
+    """`evalsets.json`, as the fetching of evaluation sets leaves it."""
+    folder = write_classification(tmp_path, TASKS["cifar10"])
+    names = ("test/0.tar", "test/1.tar", "classnames.txt")
+    files = {name: {"bytes": 1, "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()} for name in names}
+    lock = {"cifar10": {"repo": "r", "commit": "c", "samples": 22, "files": files}}
+    (tmp_path / "evalsets.json").write_text(json.dumps(lock))
+    entry = open_suite(tmp_path).entries[0]
+    data = open_task(entry)
+    found = file_digests(data.files, data.folder)
+    check_digests(entry, found)
+    with pytest.raises(TaskError, match=r"another SHA-256 .* \(classnames\.txt\)"):
+        check_digests(entry, {**found, "classnames.txt": "0" * 64})
+    lock["cifar10"]["samples"] = 21
+    (tmp_path / "evalsets.json").write_text(json.dumps(lock))
+    with pytest.raises(TaskError, match="has 22 samples, but 21 are expected"):
+        open_task(open_suite(tmp_path).entries[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["winogavil", "misc/winogavil", "misc-winogavil", "wds_misc-winogavil_test", "nlphuji___winogavil", "a/winogavil"],
+)
+def test_folders_are_found_by_the_names_that_people_give_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(write_association(tmp_path / "made", layout="parquet"), tmp_path / name)
+    assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
+
+
+def test_a_csv_may_name_its_images_in_a_column(tmp_path: Path) -> None:
+    folder = write_retrieval(tmp_path, FLICKR, layout="csv+zip")
+    text = (folder / "test.csv").read_text().replace("raw,filename", "caption,image", 1)
+    (folder / "test.csv").write_text(text)
+    assert len(open_task(Entry(FLICKR, folder)).captions) == 22

@@ -41,8 +41,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of one global batch. image: uint8 [b, 3, H, W]. text: int64 [b, L]. sample_id: int64 [b].
+    """This rank's rows of one global batch.
 
+    image: uint8 [b, 3, H, W], channels last in memory. text: int64 [b, L]. sample_id: int64 [b].
     position: where the run stands after this batch. replaced: rows whose own sample was corrupt.
     """
 
@@ -194,10 +195,10 @@ class Loader:
         """The parts' images as one tensor, in page-locked memory when they go to a GPU."""
         pin = self._world.device.type == "cuda"
         if len(parts) == 1 and not pin:
-            return parts[0].image
-        rows = sum(len(part.image) for part in parts)
-        joined = torch.empty((rows, *parts[0].image.shape[1:]), dtype=torch.uint8, pin_memory=pin)
-        return torch.cat([part.image for part in parts], out=joined)
+            return parts[0].image_bHWC.permute(0, 3, 1, 2)
+        rows = sum(len(part.image_bHWC) for part in parts)
+        joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
+        return torch.cat([part.image_bHWC for part in parts], out=joined).permute(0, 3, 1, 2)
 
 
 def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:

@@ -35,7 +35,7 @@ class Part:
 
     epoch: int
     batch: int
-    image: Tensor
+    image_bHWC: Tensor
     text: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     order_hash: int
@@ -164,7 +164,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
     def _part(self, fillers: list[StreamFiller], epoch: int, batch: int) -> Part:
         rows = self.order.layout.rows * len(fillers)
-        image = torch.empty((rows, 3, self.decoder.size, self.decoder.size), dtype=torch.uint8)
+        image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
         captions: list[str] = []
         state = key(self.order.seed, Purpose.CROP, epoch)
 
@@ -174,7 +174,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
             if record.image is None:
                 raise CorruptSample("image is missing")
             caption = caption_of(record)
-            image[len(captions)] = self.decoder(record.image, state=draw(state, sample_id))
+            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(state, sample_id)).permute(1, 2, 0)
             captions.append(caption)
 
         corrupt: Counter[tuple[str, str]] = Counter()
@@ -185,7 +185,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         return Part(
             epoch=epoch,
             batch=batch,
-            image=image,
+            image_bHWC=image_bHWC,
             text=self.tokenize(captions).numpy(),
             sample_id=sample_id,
             order_hash=hashed,

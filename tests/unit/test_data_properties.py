@@ -143,7 +143,8 @@ def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
         parts = [next(worker) for worker in workers]
         batch = next(one)
         assert all(isinstance(part, Part) for part in parts)
-        assert torch.equal(torch.cat([part.image for part in parts]), batch.image)  # type: ignore[union-attr]
+        images = torch.cat([part.image_bHWC for part in parts])  # type: ignore[union-attr]
+        assert torch.equal(images.permute(0, 3, 1, 2), batch.image)
         found = [i for part in parts for i in part.sample_id.tolist()]  # type: ignore[union-attr]
         assert found == batch.sample_id.tolist()
 

@@ -90,8 +90,8 @@ def _check_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[
 def _notes(config: DownloadConfig) -> Iterator[str]:
     if not config.guard.contact:
         yield "No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address."
-    if config.source.hub and not config.source.table and not config.source.revision:
-        yield "No source.revision is set: pin the hub revision to be able to repeat this run."
+    if config.source.hub and config.source.revision:
+        yield f"{config.source.hub} is read at revision {config.source.revision}."
 
 
 def _share(rows: list[dict[str, Any]], name: str, test: Any) -> float:

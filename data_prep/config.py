@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Literal
 
 import pydantic
@@ -43,7 +44,7 @@ class FetchConfig:
     distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
     # Where the cluster is: a Spark master (spark://host:7077, yarn, ...) or a Ray address; without it, this machine.
     master: str | None = None
-    processes: int = Field(default=2, ge=1)
+    processes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     threads: int = Field(default=64, ge=1)
     shard_size: int = Field(default=10_000, ge=1, le=1_000_000)
     # Seconds without an answer, and seconds for a whole attempt.

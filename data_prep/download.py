@@ -17,10 +17,11 @@ from typing import Any
 from data_prep import checks, probe
 from data_prep.config import DownloadConfig
 from data_prep.folder import Folder, Record, tar_name, total_failures
-from data_prep.plan import Plan, make_plan
+from data_prep.hub import pin
+from data_prep.plan import Plan, load_plan, make_plan
 from data_prep.reasons import is_transient
 from data_prep.session import Progress, fetch
-from data_prep.source import resolve
+from data_prep.source import SourceConfig, resolve
 from pipeline.config import dump, parse, read_yaml, to_tree
 from pipeline.data.manifest import Manifest, make_manifest
 from pipeline.errors import UserError
@@ -80,6 +81,11 @@ def prepare(
     Returns: the resolved config, the plan. Raises: UserError.
     """
     source = resolve(config.source)
+    plan_path = Folder(Path(config.output)).plan / "plan.json"
+    if plan_path.exists():
+        source = _as_planned(source, load_plan(Folder(Path(config.output))))
+    else:
+        source = pin(source)
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
     folder = Folder(Path(config.output), config.fetch.worker)
     folder.make()
@@ -89,6 +95,15 @@ def prepare(
                 on_note(note)
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size)
     return config, plan
+
+
+def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
+    """What was not pinned then and is not now is what the plan was made from: a branch may have moved since."""
+    made = plan.settings["source"]
+    if source.hub and source.hub == made["hub"] and source.table is None:
+        moving = source.revision is None or len(source.revision) != 40
+        return replace(source, revision=made["revision"] if moving else source.revision, table=made["table"])
+    return source
 
 
 def load_config(root: str | Path) -> DownloadConfig:

@@ -7,7 +7,7 @@ than its right neighbour) that differ in few bits; candidates to look at, not pr
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -52,6 +52,28 @@ def find_duplicates(
     exact = exact_groups(Folder(Path(root)))
     known = {tuple(group) for group in exact}
     return Duplicates(exact, [group for group in near if tuple(group) not in known])
+
+
+def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DISTANCE) -> dict[str, str]:
+    """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
+
+    Args: suite: a folder of `wds_*` sets, as `neuclip evalsets` makes it.
+    Raises: UserError when the suite holds no tar.
+    """
+    tars = sorted(Path(suite).rglob("*.tar"))
+    if not tars:
+        raise UserError(f"{suite} holds no tar of an evaluation set: give the folder of `neuclip evalsets`.")
+    names: list[str] = []
+    theirs: list[int] = []
+    for path in tars:
+        bodies = (tar.picture(parts) for _, parts in tar.samples(path))
+        theirs.extend(difference_hash(body) for body in bodies if body)
+        names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
+    keys, ours = _difference_hashes(root, lambda shards: None)
+    groups = near_groups(np.concatenate([np.array(theirs, dtype=np.uint64), ours]), distance=distance)
+    start = len(theirs)
+    found = {keys[i - start]: names[group[0]] for group in groups if group[0] < start for i in group if i >= start}
+    return dict(sorted(found.items()))
 
 
 def exact_groups(folder: Folder) -> list[list[str]]:
@@ -133,12 +155,7 @@ def _difference_hashes(root: str | Path, on_shard: Callable[[int], None]) -> tup
     hashes: list[int] = []
     for done, shard in enumerate(manifest.shards, start=1):
         for key, parts in tar.samples(manifest.url(shard)):
-            body = _image(parts.items())
             keys.append(key)
-            hashes.append(difference_hash(body))
+            hashes.append(difference_hash(tar.picture(parts)))
         on_shard(done)
     return keys, np.array(hashes, dtype=np.uint64)
-
-
-def _image(parts: Iterable[tuple[str, bytes]]) -> bytes:
-    return next((payload for name, payload in parts if name not in ("txt", "json")), b"")

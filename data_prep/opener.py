@@ -116,9 +116,10 @@ class Opener:
     def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
         with _turn(host):
             # A fresh request each time: urllib writes into the one it is given.
-            fresh = urllib.request.Request(request.full_url, headers={**request.headers, "User-Agent": self.user_agent})
+            headers = {**request.headers, "User-Agent": self.user_agent}
             deadline = time.monotonic() + self._total_seconds
             try:
+                fresh = urllib.request.Request(ascii_url(request.full_url), headers=headers)
                 with self._director.open(fresh, timeout=timeout) as response:
                     fetched = self._receive(response, deadline)
             except Exception as error:
@@ -184,6 +185,19 @@ def _retry_after(error: Exception) -> float:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time()) if text else 0.0
     except (TypeError, ValueError):
         return 0.0
+
+
+def ascii_url(url: str) -> str:
+    """The URL as it goes over the wire: international host names in IDNA, other characters percent-encoded.
+
+    Raises: UnicodeError when the host is no valid name.
+    """
+    if url.isascii() and " " not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+    return urllib.parse.urlunsplit((parts.scheme, host, *quoted, ""))
 
 
 class _Connection(http.client.HTTPConnection):

@@ -143,8 +143,7 @@ def _pictures(manifest: Manifest) -> list[dict[str, str]]:
         for place, (_, parts) in enumerate(tar.samples(manifest.url(shard))):
             if place not in wanted[shard.name]:
                 continue
-            body = next(payload for name, payload in parts.items() if name not in ("txt", "json"))
-            with Image.open(io.BytesIO(body)) as image:
+            with Image.open(io.BytesIO(tar.picture(parts))) as image:
                 small = image.convert("RGB")
             small.thumbnail((192, 192))
             buffer = io.BytesIO()

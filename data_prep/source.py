@@ -30,6 +30,8 @@ class SourceConfig:
     hub: str | None = None
     revision: str | None = None
     split: str = "train"
+    # Which files of the repository or folder, as a pattern, where not all of them are meant.
+    files: str | None = None
     # Columns by name. For tables without a header line, `header` names all columns in order.
     header: tuple[str, ...] = ()
     url: str = "url"
@@ -71,7 +73,7 @@ class Known:
 
 
 _LAION = {"url": "URL", "caption": "TEXT"}
-_DATACOMP = {"caption": "text", "uid": "uid", "hash": "sha256", "blur": "face_bboxes"}
+_DATACOMP = {"format": "parquet", "caption": "text", "uid": "uid", "hash": "sha256", "blur": "face_bboxes"}
 _POOLS = {"small": 12_800_000, "medium": 128_000_000, "large": 1_280_000_000, "xlarge": 12_800_000_000}
 
 SOURCES: dict[str, Known] = {
@@ -92,7 +94,12 @@ SOURCES: dict[str, Known] = {
     **{
         f"datacomp-{scale}": Known(
             f"DataComp CommonPool, {scale} scale: parquet metadata; sha256 is over the bytes as served.",
-            {"hub": "mlfoundations/datacomp_" + ("pools" if scale == "xlarge" else scale), "rows": rows, **_DATACOMP},
+            {
+                "hub": "mlfoundations/datacomp_pools",
+                "files": f"{scale}/*/*.parquet" if scale == "xlarge" else f"{scale}/*.parquet",
+                "rows": rows,
+                **_DATACOMP,
+            },
         )
         for scale, rows in _POOLS.items()
     },

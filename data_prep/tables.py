@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from data_prep import hub
 from data_prep.source import SourceConfig
 from pipeline.errors import UserError
 
@@ -27,9 +29,18 @@ def files_of(source: SourceConfig) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
     wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
-    found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in wanted and ".cache" not in p.parts)
+    pattern = source.files or "*"
+    found = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file()
+        and _suffix(p) in wanted
+        and ".cache" not in p.relative_to(path).parts
+        and fnmatch(str(p.relative_to(path)), pattern)
+    )
     if not found:
-        raise UserError(f"source.table = {str(path)!r} holds no file that ends in {', '.join(wanted)}.")
+        named = f" and matches {pattern}" if source.files else ""
+        raise UserError(f"source.table = {str(path)!r} holds no file that ends in {', '.join(wanted)}{named}.")
     return found
 
 
@@ -55,7 +66,9 @@ def read(source: SourceConfig) -> Iterator[Any]:
     Raises: UserError when a column is missing or a file cannot be read as its format.
     """
     if source.table is None:
-        yield from _read_hub(source)
+        for table in hub.read(source, columns_of(source), _BATCH_ROWS):
+            _need(columns_of(source), table.schema.names, str(source.hub))
+            yield from table.select(columns_of(source)).to_batches()
         return
     for path in files_of(source):
         yield from _read_file(path, source)
@@ -144,25 +157,6 @@ def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
         read_options=pj.ReadOptions(block_size=8 << 20),
         parse_options=pj.ParseOptions(explicit_schema=pa.schema(fields)),
     )
-
-
-def _read_hub(source: SourceConfig) -> Iterator[Any]:
-    """Streamed with `datasets`; with HF_HUB_OFFLINE=1 only what is in its cache is used."""
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(source.hub, revision=source.revision, split=source.split, streaming=True)
-    except Exception as error:
-        raise UserError(
-            f"source.hub = {source.hub!r} at revision {source.revision!r} cannot be opened ({error}). Is it spelt "
-            "right, reachable, and do you have access? A local copy is read with source.table=<its folder>."
-        ) from error
-    if rows.column_names is not None:
-        _need(columns_of(source), rows.column_names, str(source.hub))
-    columns = columns_of(source)
-    for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-        _need(columns, table.schema.names, str(source.hub))
-        yield from table.select(columns).to_batches()
 
 
 def _need(columns: list[str], present: list[str], where: str) -> None:

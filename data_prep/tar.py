@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 _BLOCK = 512
+_PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
 
 
 class TarWriter:
@@ -63,6 +64,11 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
             parts[suffix] = payload.read() if payload else b""
     if parts:
         yield key, parts
+
+
+def picture(parts: Mapping[str, bytes]) -> bytes:
+    """The encoded image among a sample's parts, or nothing."""
+    return next((payload for name, payload in parts.items() if name.lower() in _PICTURES), b"")
 
 
 def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:

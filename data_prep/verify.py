@@ -85,9 +85,8 @@ def _undecodable(path: Path, shard: Shard, *, decode: int, seed: int) -> Iterato
     for count, (key, parts) in enumerate(tar.samples(path), start=1):
         if count - 1 not in chosen:
             continue
-        body = next((payload for name, payload in parts.items() if name not in ("txt", "json")), b"")
         try:
-            with Image.open(io.BytesIO(body)) as image:
+            with Image.open(io.BytesIO(tar.picture(parts))) as image:
                 image.load()
         except (OSError, ValueError, SyntaxError) as error:
             yield Problem(shard.name, "undecodable", f"sample {key} ({error})")

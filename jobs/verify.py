@@ -14,18 +14,35 @@ EXIT_PROBLEMS = 1
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images decoded per shard.")
 @click.option("--rebuild", is_flag=True, help="Fetch anew just the shards that have a problem.")
 @click.option("--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; write all but the first here.")
-@click.option("--distance", default=3, show_default=True, help="Bits in which near duplicates may differ (0 to 3).")
+@click.option(
+    "--overlap",
+    nargs=2,
+    type=click.Path(),
+    metavar="SUITE FILE",
+    help="Find samples that look like an image of the evaluation sets in SUITE; write their keys to FILE.",
+)
 @click.option("--remove", type=click.Path(dir_okay=False), help="Take out the uids, URLs, hashes or keys listed here.")
-def command(folder: str, decode: int, rebuild: bool, duplicates: str | None, distance: int, remove: str | None) -> int:
+def command(
+    folder: str,
+    decode: int,
+    rebuild: bool,
+    duplicates: str | None,
+    overlap: tuple[str, str] | None,
+    remove: str | None,
+) -> int:
     """Check the shards in FOLDER against its manifest; exits with 1 when something is wrong.
 
-    With --duplicates or --remove only that is done: the list that one writes is the list that the other takes.
+    With --duplicates, --overlap or --remove only that is done; the lists that the first two write, one key a line, are
+    what --remove takes.
     """
     if remove:
         _remove(folder, Path(remove))
         return 0
     if duplicates:
-        _duplicates(folder, Path(duplicates), distance)
+        _duplicates(folder, Path(duplicates))
+        return 0
+    if overlap:
+        _overlap(folder, overlap[0], Path(overlap[1]))
         return 0
     from data_prep import verify
     from pipeline.data.manifest import load_manifest
@@ -49,10 +66,10 @@ def command(folder: str, decode: int, rebuild: bool, duplicates: str | None, dis
     return 0
 
 
-def _duplicates(folder: str, output: Path, distance: int) -> None:
+def _duplicates(folder: str, output: Path) -> None:
     from data_prep.duplicates import find_duplicates
 
-    found = find_duplicates(folder, distance=distance)
+    found = find_duplicates(folder)
     surplus = found.surplus()
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
     for kind, groups in (("exact", found.exact), ("near", found.near)):
@@ -62,6 +79,20 @@ def _duplicates(folder: str, output: Path, distance: int) -> None:
             f"{len(groups):,} groups of {kind} duplicates with {samples:,} samples{': ' + shown if shown else ''}"
         )
     click.echo(f"All but the first of each group, {len(surplus):,} keys, are in {output}: check them, then --remove.")
+
+
+def _overlap(folder: str, suite: str, output: Path) -> None:
+    from collections import Counter
+
+    from data_prep.duplicates import find_overlap
+
+    found = find_overlap(folder, suite)
+    output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
+    for name, count in Counter(found.values()).most_common():
+        click.echo(f"  {name:<48}{count:>8,}")
+    click.echo(
+        f"{len(found):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
+    )
 
 
 def _remove(folder: str, names: Path) -> None:

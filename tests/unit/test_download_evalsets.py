@@ -7,9 +7,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,9 +20,9 @@ from data_prep.evaltable import EVALSETS, EvalSet
 from jobs.evalsets import command
 from pipeline.errors import UserError
 from pipeline.evaluation.tasks import TASKS, folder_names
-from tests.web import Site, send, serve
+from tests.hub import COMMIT, Hub
+from tests.web import serve
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TINY = {
     "cifar10": EvalSet("cifar10", "djghosh/wds_cifar10_test", 5, 2),
     "retrieval/flickr": EvalSet(
@@ -78,54 +76,13 @@ FILES = {
 }
 
 
-class Hub:
-    """The parts of the hub's interface that fetching a data set needs."""
-
-    def __init__(self, site: Site) -> None:
-        self.files = {repo: dict(files) for repo, files in FILES.items()}
-        self.stated = {repo: dict(files) for repo, files in FILES.items()}
-        self.asked: list[str] = []
-        self.base = site.base
-        site.fallback = self.answer
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path = unquote(handler.path.partition("?")[0])
-        self.asked.append(path)
-        for repo in self.files:
-            if path.startswith(f"/api/datasets/{repo}/revision/"):
-                return _json(handler, {"_id": "1", "id": repo, "sha": COMMIT})
-            if path.startswith(f"/api/datasets/{repo}/tree/"):
-                return _json(handler, [_entry(name, body) for name, body in self.stated[repo].items()])
-            prefix = f"/datasets/{repo}/resolve/{COMMIT}/"
-            if path.startswith(prefix):
-                body = self.files[repo][path.removeprefix(prefix)]
-                etag = hashlib.sha256(self.stated[repo][path.removeprefix(prefix)]).hexdigest()
-                return send(handler, 200, body, ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
-        return send(handler, 404, b"", X_Error_Code="RepoNotFound")
-
-    def downloads(self) -> list[str]:
-        return sorted({path.split(COMMIT + "/")[1] for path in self.asked if "/resolve/" in path})
-
-
-def _json(handler: BaseHTTPRequestHandler, tree: object) -> None:
-    send(handler, 200, json.dumps(tree).encode(), Content_Type="application/json")
-
-
-def _entry(name: str, body: bytes) -> dict[str, object]:
-    blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
-    entry: dict[str, object] = {"type": "file", "path": name, "size": len(body), "oid": blob}
-    if name.endswith((".tar", ".parquet", ".zip")):
-        entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-    return entry
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(evaltable, "EVALSETS", TINY)
     monkeypatch.setattr(evalsets, "EVALSETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
-        yield Hub(site)
+        yield Hub(site, FILES)
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from data_prep import reasons
 from data_prep.guard import AddressFilter, GuardConfig
-from data_prep.opener import Opener
+from data_prep.opener import Opener, ascii_url
 from data_prep.reasons import FetchError
 from tests.web import Site, jpeg, send, serve
 
@@ -136,20 +136,16 @@ def test_a_server_that_drips_is_given_up(site: Site) -> None:
 
 
 def test_opt_out_is_seen_before_the_body_is_read(site: Site) -> None:
-    read = []
-
     def noai(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("X-Robots-Tag", "noai")
         handler.send_header("Content-Length", "100000000")
-        handler.end_headers()
-        read.append(True)
+        handler.end_headers()  # and never a byte of the body
 
     site.answers["/a"] = noai
     polite = opener()
     polite._is_opted_out = lambda headers: "noai" in headers.get("X-Robots-Tag", "")
     assert polite.open(site.base + "/a").read() == b""
-    assert read
 
 
 def test_user_agent_names_the_contact(site: Site) -> None:
@@ -222,6 +218,23 @@ def test_removed_urls_are_never_asked(site: Site) -> None:
     given.blocked = frozenset({url})
     assert refusal(given, url) == reasons.REMOVED
     assert site.agents == []
+
+
+@pytest.mark.parametrize(
+    ("url", "wire"),
+    [
+        ("http://a.org/b%20c.jpg?x=1&y=[2]", "http://a.org/b%20c.jpg?x=1&y=[2]"),
+        ("http://a.org/käse b.jpg?q=é#part", "http://a.org/k%C3%A4se%20b.jpg?q=%C3%A9"),
+        ("http://bücher.example/1.jpg", "http://xn--bcher-kva.example/1.jpg"),
+    ],
+)
+def test_urls_are_made_fit_for_the_wire(url: str, wire: str) -> None:
+    assert ascii_url(url) == wire
+
+
+def test_urls_with_other_characters_are_fetched(site: Site) -> None:
+    site.image("/k%C3%A4se%20b", jpeg())
+    assert opener().open(site.base + "/käse b").read() == jpeg()
 
 
 def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

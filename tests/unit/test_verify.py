@@ -27,7 +27,8 @@ from data_prep.verify import verify
 from jobs.verify import command
 from pipeline.config import dump, parse
 from pipeline.data.manifest import Manifest, load_manifest
-from tests.web import Site, jpeg, picture, serve
+from pipeline.errors import UserError
+from tests.web import Site, encoded, jpeg, picture, serve
 
 ROWS, SHARD = 24, 6
 
@@ -171,6 +172,20 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
     assert "2 samples taken out of 2 shards" in result.output
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
+
+
+def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> None:
+    path = tmp_path / "suite/wds_pets_test/test/0.tar"
+    path.parent.mkdir(parents=True)
+    members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded("PNG", side=90))]
+    tar.write(path, members)
+    listed = tmp_path / "overlap.txt"
+    words = [str(copied), "--overlap", str(tmp_path / "suite"), str(listed)]
+    result = CliRunner().invoke(command, words, standalone_mode=False)
+    assert listed.read_text().split() == ["0000000013"]
+    assert "1 samples look like an evaluation image" in result.output
+    with pytest.raises(UserError, match="holds no tar"):
+        duplicates.find_overlap(copied, tmp_path / "none")
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])

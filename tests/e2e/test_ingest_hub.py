@@ -1,0 +1,93 @@
+"""Metadata from the hub: pinned, streamed, and read offline from the cache; in processes of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.hub import COMMIT, Hub
+from tests.web import serve
+
+ROWS = 60
+REPO = "mlfoundations/datacomp_pools"
+
+
+def parquet_of(start: int, stop: int) -> bytes:
+    columns = {
+        "uid": [f"{k:032x}" for k in range(start, stop)],
+        "url": [f"http://example.org/{k}.jpg" for k in range(start, stop)],
+        "text": [f"a cat {k}" for k in range(start, stop)],
+        "sha256": [f"{k:064x}" for k in range(start, stop)],
+        "face_bboxes": [[[0.1, 0.1, 0.2, 0.2]]] * (stop - start),
+        "clip_l14_similarity_score": [0.3] * (stop - start),
+    }
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {
+        "README.md": b"---\nlicense: cc-by-4.0\n---\n",
+        "small/a.parquet": parquet_of(0, 40),
+        "small/b.parquet": parquet_of(40, ROWS),
+        "medium/a.parquet": parquet_of(0, 5),
+    }
+    with serve() as site:
+        yield Hub(site, {REPO: files})
+
+
+def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.base,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_OFFLINE": "1" if offline else "0",
+    }
+    command = [sys.executable, "-m", "jobs.download", "--plan-only", f"output={folder / 'out'}", *words]
+    settings = ["source.name=datacomp-small", f"source.rows={ROWS}", "monitor.probe=0", "fetch.shard_size=25"]
+    return subprocess.run([*command, *settings], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
+    ended = plan_only(hub, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "60 of 60 rows in 3 shards" in ended.stdout
+    assert f"is read at revision {COMMIT}" in ended.stderr
+    plan = json.loads((tmp_path / "out/plan/plan.json").read_text())
+    assert plan["settings"]["source"]["revision"] == COMMIT
+    table = pq.read_table(tmp_path / "out/plan/part-00000.parquet")
+    assert table.column_names == ["row", "url", "caption", "uid", "sha256", "blur"]
+    assert table["uid"].to_pylist() == [f"{k:032x}" for k in range(ROWS)]
+    assert not any("medium" in path for path in hub.downloads())
+
+    hub.asked.clear()
+    again = plan_only(hub, tmp_path)
+    assert again.stdout == ended.stdout
+    assert hub.asked == [], "the plan is there: nothing is asked of the hub"
+
+
+@pytest.mark.slow
+def test_offline_reads_the_cache_and_says_when_it_is_empty(hub: Hub, tmp_path: Path) -> None:
+    missing = plan_only(hub, tmp_path, offline=True)
+    assert missing.returncode == 2
+    assert "A local copy is read with" in " ".join(missing.stderr.split())
+    fill = f"from huggingface_hub import snapshot_download as s; s({REPO!r}, repo_type='dataset')"
+    environment = {**os.environ, "HF_ENDPOINT": hub.base, "HF_HOME": str(tmp_path / "hf")}
+    subprocess.run([sys.executable, "-c", fill], env=environment, check=True, capture_output=True)
+    hub.asked.clear()
+    ended = plan_only(hub, tmp_path, "source.files=small/*.parquet", offline=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "60 of 60 rows in 3 shards" in ended.stdout
+    assert hub.asked == []

@@ -1,0 +1,113 @@
+"""What is done with the signs of trouble: success that collapses, workers that are gone, engines that hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from data_prep import session
+from data_prep.config import DownloadConfig, MonitorConfig
+from data_prep.folder import Folder, Record
+from data_prep.monitor import Counts, Monitor, SuccessWindow
+from data_prep.session import Paused
+from pipeline.config import parse
+
+
+def counts(samples: int, **failures: int) -> Counts:
+    return Counts(samples, Counter(failures))
+
+
+def test_collapse_is_seen_within_a_window_and_not_before() -> None:
+    window = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
+    for done in range(0, 1_000, 50):
+        assert window.collapse(counts(done)) is None
+    assert window.collapse(counts(950, dns=60)) is None, "too few to judge"
+    reason = window.collapse(counts(950, dns=100))
+    assert reason is not None
+    assert "of the last 100 URLs only 0.0% gave a sample" in reason
+    assert "dns 100%" in reason
+    assert window.suspect_from <= 850, "one window before the bad one began"
+
+
+def test_a_slow_start_a_bad_list_and_zero_are_no_collapse() -> None:
+    low = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
+    for done in range(100, 2_000, 100):
+        assert low.collapse(counts(done // 4, **{"http 404": done - done // 4})) is None
+    off = SuccessWindow(MonitorConfig(window=10, min_success=0))
+    assert off.collapse(counts(0, dns=1_000)) is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    folder = Folder(tmp_path)
+    folder.make()
+    return folder
+
+
+def live(folder: Folder, shard: int, pid: int, samples: int) -> None:
+    state = {"pid": pid, "host": socket.gethostname(), "samples": samples, "failures": {"dns": 1}}
+    (folder.staging / f"{shard:05d}.live").write_text(json.dumps(state))
+
+
+def test_monitor_adds_finished_shards_and_those_under_way(folder: Folder) -> None:
+    monitor = Monitor(folder, (0, 1, 2))
+    folder.write_record(Record(0, "p", 10, 8, 1, "", {"http 404": 2}))
+    live(folder, 1, os.getpid(), 3)
+    monitor.poll()
+    assert (monitor.now.samples, monitor.now.failures) == (11, {"http 404": 2, "dns": 1})
+    assert (monitor.waiting, monitor.finished) == ({1, 2}, [(0, 14)])
+    assert monitor.dead_workers() == []
+
+
+def test_monitor_notices_a_worker_that_is_gone(folder: Folder) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    live(folder, 1, gone.pid, 3)
+    monitor = Monitor(folder, (1,))
+    monitor.poll()
+    assert monitor.dead_workers() == [gone.pid]
+
+
+def test_in_a_retry_only_what_changed_counts(folder: Folder) -> None:
+    folder.write_record(Record(0, "p", 10, 6, 1, "", {"http 404": 2, "timeout": 2}))
+    monitor = Monitor(folder, (0,))
+    monitor.poll()
+    assert monitor.waiting == {0}
+    folder.write_record(Record(0, "p", 10, 7, 1, "", {"http 404": 2, "timeout": 1}))
+    monitor.poll()
+    assert monitor.waiting == set()
+    assert (monitor.now.samples, monitor.now.failures) == (1, {"timeout": 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("import time; print('waiting', flush=True); time.sleep(60)", "nothing moved for 0.3 s"),
+        ("import sys; print('boom', flush=True); sys.exit(3)", "ended with exit status 3"),
+    ],
+)
+def test_an_engine_that_hangs_or_dies_is_started_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": 0.3, "restarts": 1}})
+    Folder(tmp_path).make()
+    started = []
+    popen = subprocess.Popen
+
+    def stand_in(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return popen([sys.executable, "-c", body], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(session.subprocess, "Popen", stand_in)
+    with pytest.raises(Paused) as caught:
+        session.fetch(config, (0, 1), total=10)
+    assert len(started) == 2
+    assert problem in str(caught.value)
+    assert ("waiting" if "waiting" in body else "boom") in str(caught.value)

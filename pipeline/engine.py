@@ -25,7 +25,7 @@ from pipeline.config import section, suggest
 from pipeline.engine_state import EngineState
 from pipeline.errors import UserError
 from pipeline.model import Towers
-from pipeline.optim import OptimizerConfig, build_optimizer, parameter_groups, set_lr
+from pipeline.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.world import World
 
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -107,6 +107,7 @@ class Engine:
         self.dtype = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
         self.bf16 = self.dtype == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
         self.optimizer_config = optimizer
+        check_stage(optimizer, stage=self.stage)
         groups = parameter_groups(towers, weight_decay=optimizer.weight_decay)
         self._inner = build_optimizer(optimizer, groups)
         with _quiet_deepspeed(world) as deepspeed:

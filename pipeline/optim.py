@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.errors import UserError
@@ -16,12 +16,17 @@ from pipeline.errors import UserError
 
 @section
 class OptimizerConfig:
-    """The encoders' optimizer. Temperature and normalizer network have their own, in the objective's section."""
+    """The encoders' optimizer. Temperature and normalizer network have their own, in the objective's section.
 
-    name: Literal["adamw"] = "adamw"
+    The four of FastCLIP's Table 5 and Procedure 4. `betas` serve adamw, lamb and lion (whose authors take 0.9, 0.99),
+    `eps` adamw and lamb, `momentum` sgd. sgd's weight decay is part of the gradient, the others' is not.
+    """
+
+    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
     lr: float = Field(default=1e-3, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = Field(default=1e-8, gt=0.0)
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     weight_decay: float = Field(default=0.1, ge=0.0)
 
 
@@ -69,9 +74,52 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     return [group for group in groups if group["params"]]
 
 
+def check_stage(config: OptimizerConfig, *, stage: int) -> None:
+    """Raises: UserError when the optimizer would be wrong under this ZeRO stage."""
+    if config.name == "lamb" and stage > 0:
+        raise UserError(
+            f"optimizer.name = 'lamb' does not work with ZeRO stage {stage}: LAMB scales every layer by its own trust "
+            "ratio, and ZeRO hands the optimizer flattened pieces of many layers. Choose a stage-0 file "
+            "(engine.deepspeed=zero0_fp32 or zero0_bf16) or another optimizer (adamw, lion, sgd)."
+        )
+
+
 def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The named optimizer over `parameter_groups`; its learning rate is set before every step by `set_lr`."""
-    return torch.optim.AdamW(list(groups), lr=config.lr, betas=config.betas, eps=config.eps)
+    """The named optimizer over `parameter_groups`; its learning rate is set before every step by `set_lr`.
+
+    LAMB leaves parameters without weight decay (gains, biases) unscaled, and clips nothing of its own accord.
+    """
+    groups, lr = list(groups), config.lr
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps)
+    optimizer: torch.optim.Optimizer
+    if config.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
+    elif config.name == "lion":
+        from timm.optim import Lion
+
+        optimizer = Lion(groups, lr=lr, betas=config.betas)
+    else:
+        from timm.optim import Lamb
+
+        optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
+        optimizer.register_step_pre_hook(_restore_group_counter)
+    optimizer.register_step_post_hook(_count_steps)
+    return optimizer
+
+
+def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Keep the number of updates in each parameter's state, as torch's AdamW does, so that checkpoints find it."""
+    for state in optimizer.state.values():
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+
+def _restore_group_counter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """timm's LAMB counts per group; after a checkpoint was loaded, only the parameters' states know the number."""
+    for group in optimizer.param_groups:
+        counters = [optimizer.state[p]["step"] for p in group["params"] if "step" in optimizer.state.get(p, {})]
+        if counters:
+            group["step"] = torch.as_tensor(counters[0], dtype=torch.float32).cpu().clone()
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -81,5 +129,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def gradient_in_moment(config: OptimizerConfig) -> tuple[str, float, float]:
-    """How to read a step's gradient g back: `(key, decay, scale)` of state[key] = decay * old + scale * g."""
-    return "exp_avg", config.betas[0], 1.0 - config.betas[0]
+    """How to read a step's gradient g back: `(key, decay, scale)` of state[key] = decay * old + scale * g.
+
+    sgd's g includes `decay_in_gradient`.
+    """
+    if config.name == "sgd":
+        return "momentum_buffer", config.momentum, 1.0
+    kept = config.betas[1] if config.name == "lion" else config.betas[0]
+    return "exp_avg", kept, 1.0 - kept
+
+
+def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:
+    """What the optimizer itself adds to this parameter's gradient before its moment: sgd's weight decay, else 0."""
+    decays = config.name == "sgd" and parameter.dim() >= 2  # as in `parameter_groups`
+    return parameter.detach() * (config.weight_decay if decays else 0.0)

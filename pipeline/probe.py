@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model import Towers
-from pipeline.optim import gradient_in_moment
+from pipeline.optim import decay_in_gradient, gradient_in_moment
 from pipeline.step import TrainStep, frozen_statistics, seeded
 from pipeline.world import World
 
@@ -55,7 +55,11 @@ class GradientProbe:
             name: (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
             for name in self._expected
         }
-        expected = {name: clip * g for name, g in self._expected.items()}
+        weights = dict(self._plain.clip.named_parameters())
+        expected = {
+            name: clip * g + decay_in_gradient(self._engine.optimizer_config, weights[name]).cpu()
+            for name, g in self._expected.items()
+        }
         del self._plain, self._before
         return compare_gradients(applied, expected, tolerance=TOLERANCE[self._engine.bf16])
 

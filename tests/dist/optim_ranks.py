@@ -1,0 +1,90 @@
+"""What the optimizer tests run on every rank: some steps with given features' gradients under given DeepSpeed files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.engine import Engine, EngineConfig
+from pipeline.errors import UserError
+from pipeline.model import ModelConfig, Towers, build_towers
+from pipeline.optim import OptimizerConfig, build_optimizer, parameter_groups
+from pipeline.world import World, start_world
+
+BATCH, STEPS, DIM = 8, 4, 16
+# Some gradients are 0 but for rounding (attention's key biases); with a small eps Adam makes whole steps of that noise.
+CONFIGS = {
+    "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3),
+    "lamb": OptimizerConfig(name="lamb", lr=2e-3, eps=1e-3),
+    "lion": OptimizerConfig(name="lion", lr=1e-4),
+    "sgd": OptimizerConfig(name="sgd", lr=0.05),
+}
+
+
+def towers(arch: str) -> Towers:
+    return build_towers(ModelConfig(arch=arch), seed=0)[0].train()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images [B, 3, 16, 16], tokens [B, 8], and gradients of the loss with respect to both features, [B, d]."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
+    text[:, -1] = 49407
+    image, *gradients = (torch.randn(s, generator=generator) for s in ((BATCH, 3, 16, 16), (BATCH, DIM), (BATCH, DIM)))
+    return image, text, gradients[0], gradients[1]
+
+
+def plain(arch: str, config: OptimizerConfig) -> dict[str, Tensor]:
+    """The weights after plain PyTorch steps on the whole batch."""
+    model = towers(arch)
+    optimizer = build_optimizer(config, parameter_groups(model, weight_decay=config.weight_decay))
+    for step in range(STEPS):
+        image, text, *gradients = batch(step)
+        torch.autograd.backward(model(image, text), gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
+
+
+def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -> dict[str, Tensor]:
+    """The weights after the same steps in an engine; half-way its state moves into a fresh one."""
+    rows = world.rows(BATCH // world.size)
+
+    def make() -> Engine:
+        engine = Engine(
+            towers(arch), config=EngineConfig(deepspeed=files), optimizer=config, world=world, global_batch=BATCH
+        )
+        engine.train()
+        return engine
+
+    engine = make()
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            state = engine.state
+            saved = dict(state.weights()), {(n, k): v for n, k, v in state.moments()}, state.counter()
+            engine = make()
+            engine.state.load(weights=saved[0], moments=saved[1], counter=saved[2])
+        image, text, *gradients = (x[rows] for x in batch(step))
+        engine.backward(engine.forward(image, text), (gradients[0], gradients[1]))
+        assert engine.step(lr_scale=1.0)
+    return dict(engine.state.weights())
+
+
+def main(arch: str, out: Path, files: list[str]) -> None:
+    with start_world(device="cpu") as world:
+        found = {}
+        for name, config in CONFIGS.items():
+            for file in files:
+                try:
+                    found[name, file] = under_engine(arch, config, file, world)
+                except UserError as error:
+                    found[name, file] = str(error)
+        if world.is_main:
+            torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

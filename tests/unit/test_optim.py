@@ -1,0 +1,139 @@
+"""Optimizers against FastCLIP's Procedure 4, and their bookkeeping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import parse
+from pipeline.errors import UserError
+from pipeline.optim import (
+    OptimizerConfig,
+    build_optimizer,
+    check_stage,
+    decay_in_gradient,
+    gradient_in_moment,
+    parameter_groups,
+    set_lr,
+)
+
+NAMES = ("adamw", "lamb", "lion", "sgd")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+
+
+def gradients(net, step):
+    generator = torch.Generator().manual_seed(step)
+    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in net.named_parameters()}
+
+
+def written(config, value, moments, gradient, *, step):
+    """One update of Procedure 4 for one parameter; returns the new value."""
+    decay = config.weight_decay if value.dim() >= 2 else 0.0
+    beta1, beta2 = config.betas
+    if config.name == "sgd":
+        moments["m"] = config.momentum * moments["m"] + gradient + decay * value
+        return value - config.lr * moments["m"]
+    if config.name == "lion":
+        direction = torch.sign(beta1 * moments["m"] + (1 - beta1) * gradient)
+        moments["m"] = beta2 * moments["m"] + (1 - beta2) * gradient
+        return value - config.lr * (direction + decay * value)
+    moments["m"] = beta1 * moments["m"] + (1 - beta1) * gradient
+    moments["v"] = beta2 * moments["v"] + (1 - beta2) * gradient**2
+    update = moments["m"] / (1 - beta1**step) / ((moments["v"] / (1 - beta2**step)).sqrt() + config.eps)
+    update = update + decay * value
+    ratio = value.norm() / update.norm() if config.name == "lamb" and decay else 1.0
+    return value - config.lr * ratio * update
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_are_procedure_4(name):
+    config, net = OptimizerConfig(name=name, lr=0.02), model()
+    optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
+    values = {n: p.detach().clone() for n, p in net.named_parameters()}
+    moments = {n: {"m": torch.zeros_like(p), "v": torch.zeros_like(p)} for n, p in values.items()}
+    for step in range(1, 6):
+        given = gradients(net, step)
+        for n, p in net.named_parameters():
+            p.grad = given[n].clone()
+            values[n] = written(config, values[n], moments[n], given[n], step=step)
+        set_lr(optimizer, config.lr)
+        optimizer.step()
+    for n, p in net.named_parameters():
+        assert torch.allclose(p, values[n], rtol=1e-9, atol=1e-12), n
+        assert int(optimizer.state[p]["step"]) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_moment_tells_the_gradient(name):
+    config, net = OptimizerConfig(name=name, weight_decay=0.3), model()
+    optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
+    key, decay, scale = gradient_in_moment(config)
+    for step in (1, 2):
+        given = gradients(net, step)
+        expected = {}
+        for n, p in net.named_parameters():
+            old = optimizer.state[p].get(key, torch.zeros_like(p)).clone() if p in optimizer.state else 0.0
+            expected[n] = decay * old + scale * (given[n] + decay_in_gradient(config, p))
+            p.grad = given[n]
+        optimizer.step()
+        for n, p in net.named_parameters():
+            assert torch.allclose(optimizer.state[p][key], expected[n]), n
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_put_into_a_fresh_optimizer_continues_the_same(name):
+    """As a checkpoint does it: moments and one counter, no groups."""
+    config, nets = OptimizerConfig(name=name, lr=0.02), [model(), model()]
+    one, other = (build_optimizer(config, parameter_groups(n, weight_decay=config.weight_decay)) for n in nets)
+    for step in range(1, 7):
+        if step == 4:
+            nets[1].load_state_dict(nets[0].state_dict())
+            for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                other.state[q] = {k: torch.as_tensor(v).clone() for k, v in one.state[p].items() if v is not None}
+        for net, optimizer in zip(nets, (one, other), strict=True):
+            if net is nets[1] and step < 4:
+                continue
+            given = gradients(net, step)
+            for n, p in net.named_parameters():
+                p.grad = given[n]
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+def test_gains_and_biases_are_not_decayed_and_every_parameter_has_one_group():
+    net = model()
+    groups = parameter_groups(net, weight_decay=0.5)
+    by_id = {id(p): n for n, p in net.named_parameters()}
+    found = {by_id[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
+    assert found == {n: 0.5 if n in ("0.weight", "2.weight") else 0.0 for n in by_id.values()}
+    assert sum(len(g["params"]) for g in groups) == len(by_id)
+
+
+def test_shared_and_scalar_parameters_are_refused():
+    net = model()
+    net.twin = net[0]
+    with pytest.raises(UserError, match="twin"):
+        parameter_groups(net, weight_decay=0.1)
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match="scalar"):
+        parameter_groups(scalar, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lamb_is_refused_where_layers_are_flattened(stage):
+    with pytest.raises(UserError, match="trust ratio"):
+        check_stage(OptimizerConfig(name="lamb"), stage=stage)
+    check_stage(OptimizerConfig(name="lamb"), stage=0)
+    for name in ("adamw", "lion", "sgd"):
+        check_stage(OptimizerConfig(name=name), stage=stage)
+
+
+def test_unknown_optimizers_are_named():
+    with pytest.raises(UserError, match=r"optimizer\.name = 'adam'"):
+        parse(OptimizerConfig, {"name": "adam"}, prefix="optimizer")

@@ -1,0 +1,43 @@
+"""`jobs.train` whose given rank kills itself (SIGKILL) at the n-th call of a given function: a crash right there.
+
+python -m tests.e2e.doomed_run pipeline.checkpoint:_flush_and_hash 3 0 ARGUMENTS-OF-TRAIN
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+from jobs.cli import run
+from jobs.train import command
+
+
+def doom(place: str, count: int) -> None:
+    """Patch `module:object.attribute` so that its `count`-th call ends the process."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, fatal)
+
+
+if __name__ == "__main__":
+    place, count, rank, *arguments = sys.argv[1:]
+    if os.environ.get("RANK", "0") == rank:
+        doom(place, int(count))
+    run(command, arguments, prog_name="doomed")

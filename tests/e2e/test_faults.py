@@ -1,0 +1,45 @@
+"""A two-rank run that dies ten times, at random places of a step and inside checkpoint writes, and loses nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_train import STEPS, base, equal, settings, two_ranks, weights  # noqa: F401 (fixtures)
+from tests.launch import run
+
+# Where a rank may die, and how many calls of that place one step makes at most on it.
+PLACES = {
+    "pipeline.data.loader:Loader.__next__": 1,
+    "pipeline.engine:Engine.forward": 1,
+    "pipeline.engine:Engine.backward": 1,
+    "pipeline.engine:Engine.step": 1,
+    "pipeline.objectives.frame:FramedObjective.commit": 1,
+    "pipeline.engine_state:EngineState.moments": 1,
+    "pipeline.checkpoint:CheckpointWriter._write_part": 1,
+    "pipeline.checkpoint:save_open_clip": 1,
+    "pipeline.checkpoint:_flush_and_hash": 6,
+    "pipeline.checkpoint:_flush_folder": 2,
+    "pipeline.checkpoint:CheckpointWriter._prune": 1,
+}
+
+
+@pytest.mark.slow
+def test_ten_deaths_change_no_bit(base: Path, two_ranks: Path) -> None:  # noqa: F811
+    arguments = settings(base, "mortal", "checkpoint.every=1", "checkpoint.keep_last=2", "engine.probe=false")
+    moments = random.Random(0)
+    deaths = []
+    for _ in range(10):
+        place = moments.choice(list(PLACES))
+        count = moments.randint(1, 2 * PLACES[place])
+        rank = "0" if "checkpoint" in place else str(moments.randint(0, 1))
+        done = run(
+            "tests.e2e.doomed_run", place, str(count), rank, *arguments, "--resume", "latest", ranks=2, check=False
+        )
+        deaths.append((place, count, rank, done.returncode))
+    assert sum(code != 0 for *_, code in deaths) >= 8, deaths
+    run("jobs.train", *arguments, "--resume", "latest", ranks=2)
+    assert equal(weights(base / "mortal"), weights(two_ranks)), deaths
+    assert not list((base / "mortal" / "checkpoints").glob(".*")), f"leftovers of {STEPS} steps"

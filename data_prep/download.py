@@ -18,8 +18,9 @@ from data_prep import checks, probe
 from data_prep.config import DownloadConfig
 from data_prep.folder import Folder, Record, tar_name, total_failures
 from data_prep.hub import pin
+from data_prep.monitor import ALLOW_HINT
 from data_prep.plan import Plan, load_plan, make_plan
-from data_prep.reasons import is_transient
+from data_prep.reasons import REFUSED_ADDRESS, is_transient
 from data_prep.session import Progress, fetch
 from data_prep.source import SourceConfig, resolve
 from pipeline.config import dump, parse, read_yaml, to_tree
@@ -127,7 +128,8 @@ def write_manifest(config: DownloadConfig, folder: Folder, plan: Plan) -> Manife
     rows = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
     if not rows:
         named = ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
-        raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}). Nothing can be trained on that.")
+        hint = f" Note that {ALLOW_HINT}." if failures[REFUSED_ADDRESS] else ""
+        raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}): there is nothing to train on.{hint}")
     manifest = make_manifest(rows, root=folder.root, failures=dict(failures), facts=_facts(config, plan))
     manifest.save(folder.root)
     return manifest

@@ -14,6 +14,8 @@ from data_prep import reasons
 from data_prep.config import MonitorConfig
 from data_prep.folder import Folder
 
+ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
+
 
 @dataclass
 class Counts:
@@ -94,11 +96,12 @@ class SuccessWindow:
         attempted, samples = now.attempted - start.attempted, now.samples - start.samples
         if attempted < window or samples >= self._config.min_success * attempted:
             return None
-        reasons = (now.failures - start.failures).most_common(3)
-        shares = ", ".join(f"{reason} {count / attempted:.0%}" for reason, count in reasons)
+        reasons_seen = (now.failures - start.failures).most_common(3)
+        shares = ", ".join(f"{reason} {count / attempted:.0%}" for reason, count in reasons_seen)
         return (
             f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
             f"(monitor.min_success = {self._config.min_success:g}); reasons: {shares}"
+            + (f" ({ALLOW_HINT})" if reasons_seen[0][0] == reasons.REFUSED_ADDRESS else "")
         )
 
     def _before(self, attempted: int) -> Counts:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from data_prep import reasons
 from data_prep.checks import CHECKED_ROWS, first_rows
 from data_prep.config import DownloadConfig
 from data_prep.opener import Opener
@@ -37,11 +38,13 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     rows = rows[:: max(1, len(rows) // config.monitor.probe)][: config.monitor.probe]
     fetch = _fetcher(config)
     with ThreadPool(min(config.fetch.threads, len(rows))) as pool:
-        bodies = pool.map(lambda row: fetch(row[source.url]), rows)
-    came = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
+        answers = pool.map(lambda row: fetch(row[source.url]), rows)
+    came = [(row, body) for row, body in zip(rows, answers, strict=True) if isinstance(body, bytes)]
     differ = [pair for pair in came if _digest(source.hash_kind, pair[1]) != _stated(pair[0], source)]
     if len(came) < min(_ENOUGH, len(rows)):
-        return [f"Only {len(came)} of {len(rows)} probed URLs gave an image, too few to check column {source.hash!r}."]
+        why = Counter(answer for answer in answers if isinstance(answer, str)).most_common(1)[0][0]
+        few = f"Only {len(came)} of {len(rows)} probed URLs gave an image (mostly {why!r})"
+        return [f"{few}, too few to check column {source.hash!r}."]
     if len(differ) > 0.9 * len(came):
         raise UserError(_explain(differ, len(came), config))
     if differ:
@@ -50,7 +53,8 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     return []
 
 
-def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | None]:
+def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | str]:
+    """Fetches a URL: the body, or the reason why there is none."""
     opener = Opener(
         config.guard,
         connections=config.guard.host_connections,
@@ -58,11 +62,11 @@ def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | None]:
         total_seconds=config.fetch.total_timeout,
     )
 
-    def fetch(url: str) -> bytes | None:
+    def fetch(url: str) -> bytes | str:
         try:
             return opener.open(url, timeout=config.fetch.timeout).read()
-        except (FetchError, ValueError):
-            return None
+        except (FetchError, ValueError) as error:
+            return reasons.of_message(str(error))
 
     return fetch
 

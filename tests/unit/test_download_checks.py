@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from PIL import Image
 
 from data_prep import checks, probe
 from data_prep.config import DownloadConfig
+from data_prep.guard import GuardConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.web import Site, jpeg, serve
@@ -107,6 +109,10 @@ def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> 
         "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
     }
     assert probe.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
+    assert probe.check_hashes(refused) == [
+        "Only 0 of 12 probed URLs gave an image (mostly 'refused address'), too few to check column 'digest'."
+    ]
     columns["digest"][:3] = ["0" * 64] * 3
     notes = probe.check_hashes(config_for(tmp_path, columns, hash="digest"))
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]

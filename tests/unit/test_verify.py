@@ -21,6 +21,7 @@ from data_prep.config import DownloadConfig
 from data_prep.download import load_config, prepare, write_manifest
 from data_prep.engine import Job, ShardDownloader
 from data_prep.folder import Folder
+from data_prep.guard import GuardConfig
 from data_prep.plan import Plan
 from data_prep.removal import remove
 from data_prep.verify import verify
@@ -151,6 +152,17 @@ def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> 
     again = fetch_here(config, plan, [1])
     assert len(site.agents) - asked == SHARD - 2
     assert again.digest == manifest.digest
+
+
+def test_a_set_without_any_sample_is_refused_with_the_reason(made: DownloadConfig, tmp_path: Path) -> None:
+    config = replace(
+        made, output=str(tmp_path / "none"), guard=GuardConfig(), source=replace(made.source, name="table")
+    )
+    config, plan = prepare(config)
+    with pytest.raises(
+        UserError, match=r"None of 24 URLs gave a sample \(refused address: 24\).*guard\.allow_addresses"
+    ):
+        fetch_here(config, plan, range(plan.shards))
 
 
 def test_removing_everything_of_a_shard_drops_it(copied: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ Int64 = NDArray[np.int64]
 class Mixture:
     """Sources as ranges of shards of one manifest.
 
-    bounds: [sources + 1] shard numbers. weights: passes per epoch. digests: of the sources' own manifests.
+    bounds: [sources + 1] shard numbers. weights: passes per epoch. digests: of the sources' contents, wherever they
+      lie.
     """
 
     manifest: Manifest
@@ -87,9 +89,15 @@ def make_mixture(
         manifest=whole,
         bounds=(0, *np.cumsum([len(manifest.shards) for manifest in manifests]).tolist()),
         weights=weights,
-        digests=tuple(manifest.digest for manifest in manifests),
+        digests=tuple(_content_digest(manifest) for manifest in manifests),
         replacement=replacement,
     )
+
+
+def _content_digest(manifest: Manifest) -> str:
+    """The same for the same samples under the same ids, so that shards may move to a bucket in the middle of a run."""
+    lines = "\n".join(f"{shard.samples} {shard.sha256 or shard.name}" for shard in manifest.shards)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _join(manifests: Sequence[Manifest]) -> Manifest:

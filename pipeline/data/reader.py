@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pipeline.data.corpus import Segments
 from pipeline.data.manifest import Manifest
-from pipeline.data.opening import open_records
+from pipeline.data.opening import is_local, open_records
 from pipeline.data.streams import StreamOrder
 from pipeline.data.tar import DamagedTar, Record
 
@@ -61,7 +61,9 @@ class SequentialReader:
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
-            except Exception as error:  # every file system has its own exceptions
+            except Exception as error:  # every remote file system has its own exceptions
+                if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
+                    raise
                 reason = (
                     TRUNCATED if isinstance(error, DamagedTar) else f"shard cannot be read ({type(error).__name__})"
                 )

@@ -78,7 +78,7 @@ def _order_identity(order: Order) -> dict[str, Any]:
         "data.shuffle_buffer": order.shuffle_buffer,
         "data.replacement": order.mixture.replacement,
         "weights": list(order.mixture.weights),
-        "manifest digests": list(order.mixture.digests),
+        "contents of the shards": list(order.mixture.digests),
     }
 
 

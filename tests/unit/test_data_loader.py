@@ -12,11 +12,15 @@ import torch
 
 from pipeline.config import parse
 from pipeline.data.config import DataConfig
+from pipeline.data.decode import ImageDecoder
 from pipeline.data.loader import Loader, build_loader
 from pipeline.data.manifest import load_manifest, make_manifest
+from pipeline.data.opening import open_records
 from pipeline.errors import UserError
 from pipeline.world import World
 from tests.shards import count_tokens, write_shards
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
 
 SIZES = [7, 13, 5, 11, 9, 3]  # 48 samples in shards that no number of ranks divides
 BATCH = 8
@@ -161,6 +165,8 @@ def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path)
         found = run([piped], 8)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+    (moved,) = loaders(folder)
+    moved.load_state_dict(piped.state_dict())
 
 
 def test_a_loader_can_be_closed_and_continued(folder: Path) -> None:
@@ -211,3 +217,30 @@ def test_another_decoder_is_told_and_allowed(folder: Path, caplog: pytest.LogCap
     (reader,) = loaders(folder, decoding="exact")
     reader.load_state_dict(writer.state_dict())
     assert "data.decoding was fast, now exact" in caplog.text
+
+
+def test_resuming_decodes_nothing_that_was_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (writer,) = loaders(folder)
+    run([writer], 4)
+    decoded: list[int] = []
+    original = ImageDecoder.__call__
+    monkeypatch.setattr(
+        ImageDecoder, "__call__", lambda self, data, *, state: decoded.append(1) or original(self, data, state=state)
+    )
+    (reader,) = loaders(folder)
+    reader.load_state_dict(writer.state_dict())
+    run([reader], 1)
+    assert len(decoded) == BATCH
+
+
+def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def noted(url: str, *, skip: int) -> Any:
+        opened.append(url)
+        return open_records(url, skip=skip)
+
+    monkeypatch.setattr("pipeline.data.reader.open_records", noted)
+    (loader,) = loaders(folder)
+    run([loader], loader.steps_per_epoch)
+    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every cut between streams opens one shard again"

@@ -48,6 +48,18 @@ def test_records_equal_those_of_tarfile(tmp_path: Path, dialect: int, skip: int)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+def test_records_equal_those_of_webdataset(tmp_path: Path, dialect: int) -> None:
+    import webdataset
+
+    samples = [sample(i) for i in range(5)]
+    write_tar(tmp_path / "a.tar", [*samples, {"txt": b"no image"}, {"jpg": b"no caption"}], format=dialect)
+    with open_records(str(tmp_path / "a.tar"), skip=0) as records:
+        found = [(r.image, r.caption) for r in records]
+    expected = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+    assert found == [(s.get("jpg"), s.get("txt")) for s in expected]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: int) -> None:
     names = ["d/" + "x" * 90 + ".jpg", "d/" + "x" * 90 + ".txt", "é" * 20 + ".txt", "last.seg.TXT", "last.jpg"]
     if dialect != tarfile.USTAR_FORMAT:

@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 COMMANDS = {
     "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
     "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
-    "plan": ("jobs.plan", "Tell what a recipe's data will cost and how well it is shuffled, before a run."),
+    "plan": ("jobs.plan", "Tell what a recipe will cost in memory, time and reading, before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
     "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets, every digest and count verified."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),

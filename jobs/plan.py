@@ -1,32 +1,119 @@
-"""`neuclip plan`: what a recipe's data will cost in reading and memory, and how well it is shuffled, before it runs."""
+"""`neuclip plan`: what a recipe will cost in GPU memory, time and reading, and how well it is shuffled, before it
+runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from pipeline.data.plan import DataPlan
+    from pipeline.run_plan import RunPlan
+
+GIB = 2**30
 
 
 @click.command(name="plan")
 @click.option("--recipe", type=click.Path(dir_okay=False), help="YAML file with the run's settings.")
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs the run will have.")
-@click.option("--image-size", type=click.IntRange(min=1), default=224, show_default=True, help="Pixels, for buffers.")
+@click.option("--ranks", type=click.IntRange(min=1), help="GPUs the run will have [the recipe's plan.gpus].")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-def command(recipe: str | None, ranks: int, image_size: int, overrides: tuple[str, ...]) -> None:
-    """Tell what a recipe's data will cost: read volume, buffer memory, shuffle quality. Reads manifests only.
+def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:
+    """Tell what a recipe will cost: GPU memory by ZeRO stage, steps, arithmetic, GPU hours, reading, shuffling.
 
-    Settings as for `neuclip train`; try other data.streams and data.shuffle_buffer before a run, since they cannot
-    change once it has begun.
+    Needs no GPU; reads the data's manifest only, and goes by plan.dataset_size while there is none. Settings as for
+    `neuclip train`: try engine.micro_batch or model.grad_checkpointing where memory is short, and data.streams and
+    data.shuffle_buffer before a run, since these two cannot change once it has begun.
     """
-    from pipeline.data.plan import plan_data
     from pipeline.recipe import load_recipe
+    from pipeline.run_plan import plan_run
 
     run = load_recipe(recipe, overrides)
-    plan = plan_data(run.data, ranks=ranks, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
-    for label, text in describe_data(plan, total_steps=run.total_steps):
+    plan = plan_run(run, gpus=ranks or run.plan.gpus)
+    title = f"{run.objective.name} on {run.model.arch}: {plan.gpus} x {plan.local_batch} pairs"
+    _print_memory(plan, title=title, capacity=run.plan.gpu_gib)
+    lines = describe_cost(plan, mfu=run.plan.mfu, peak_tflops=run.plan.peak_tflops)
+    if plan.data is not None:
+        lines += describe_data(plan.data, total_steps=run.total_steps)
+    else:
+        size = f"{plan.dataset_size:,} samples of about {_size(run.plan.sample_bytes)} expected"
+        lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all. {plan.data_missing}")]
+    _print_lines(lines)
+
+
+def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
+    """Arithmetic and time in sentences, as (label, text)."""
+    cost, towers = plan.cost, plan.towers
+    hours = cost.gpu_hours / plan.gpus
+    return [
+        (
+            "model",
+            f"{towers.parameters / 1e6:,.1f}M parameters, {towers.forward_flops / 1e9:,.2f} GFLOP forward a pair",
+        ),
+        (
+            "budget",
+            (
+                f"{cost.steps:,} steps, {cost.epochs:.2f} epochs, {cost.samples:,} pairs, "
+                f"{cost.text_tokens:.3g} text tokens"
+            ),
+        ),
+        (
+            "time",
+            (
+                f"{cost.flops:.3g} FLOP; at {mfu:.2%} of {peak_tflops:g} TFLOP/s {cost.gpu_hours:,.0f} GPU hours, "
+                f"{hours:,.1f} h on {plan.gpus} GPUs"
+            ),
+        ),
+    ]
+
+
+def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
+    """One row per ZeRO stage; GiB on one GPU. capacity: GiB of a GPU."""
+    rows = []
+    for stage, part in plan.engine.items():
+        total = plan.gpu_bytes(stage) / GIB
+        columns = (part.weights, part.gradients, part.masters, part.moments, part.buffers, plan.activations)
+        rows.append(
+            [
+                f"{stage} (recipe)" if stage == plan.stage else str(stage),
+                *(f"{value / GIB:.2f}" for value in columns),
+                f"{plan.objective.replicated / GIB:.3f}",
+                f"{total:.2f}",
+                "yes" if total < 0.9 * capacity else "no",
+            ]
+        )
+    return rows
+
+
+def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption=_memory_note(plan), caption_justify="left")
+    names = ("weights", "gradients", "masters", "moments", "buffers", "activations", "objective", "GiB", "fits")
+    table.add_column("ZeRO")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in memory_rows(plan, capacity=capacity):
+        table.add_row(*row)
+    Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
+
+
+def _memory_note(plan: RunPlan) -> str:
+    note = (
+        f"One GPU, estimated. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
+        "Fits: below 90% of the GPU, the rest for kernels' workspaces and fragments."
+    )
+    if plan.objective.per_sample:
+        per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus
+        place = "host memory" if plan.rows_on_host else "GPU memory (counted)"
+        note += f" Per-sample table: {plan.objective.per_sample:g} B a sample, {_size(per_gpu)} of {place} per rank."
+    return note
+
+
+def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
+    for label, text in lines:
         click.echo(f"{label:<16} {text}")
 
 

@@ -17,10 +17,13 @@ from pipeline.errors import UserError
 from pipeline.model import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.optim import OptimizerConfig, ScheduleConfig
+from pipeline.plan import PlanConfig
 from pipeline.step import check_micro_batch
 from pipeline.telemetry import TelemetryConfig
 
 CONFIG_NAME = "config.yaml"
+DEFAULT_OBJECTIVE = "neuclip"
+SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
 
 
 @section
@@ -43,6 +46,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    plan: PlanConfig = PlanConfig()
 
     @property
     def total_steps(self) -> int:
@@ -51,9 +55,59 @@ class RunConfig:
 
 
 def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
-    """Defaults < recipe YAML < dotted overrides, checked. Raises: UserError naming every key at fault."""
+    """Defaults < recipe YAML < the recipe's part for the chosen method < dotted overrides, checked.
+
+    Raises: UserError naming every key at fault.
+    """
     tree = cfg.read_yaml(path) if path is not None else {}
-    return parse_recipe(cfg.merge(tree, cfg.parse_overrides(overrides)))
+    above = cfg.parse_overrides(overrides)
+    return parse_recipe(cfg.merge(scale_rates(choose_method(tree, above), above), above))
+
+
+def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds what is particular to each.
+
+    The part of the chosen method (`objective.name` of the overrides, else of the recipe) is laid over the rest.
+    Raises: UserError when the recipe has such parts, but none for this method: no setting would be meant for it.
+    """
+    tree = dict(recipe)
+    methods = tree.pop("methods", None)
+    if methods is None:
+        return tree
+    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
+        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
+    name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
+    if name not in methods:
+        raise UserError(
+            f"This recipe has no settings for objective.name = {name!r}. {cfg.suggest(str(name), tuple(methods))} "
+            "Add a part under `methods`, or write a recipe without that section."
+        )
+    return cfg.merge(tree, methods[name])
+
+
+def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's rates for another batch size: linear in it, as FastCLIP (appendix B) scales over numbers of nodes.
+
+    Where a recipe states `reference_batch`, the batch size that its `optimizer.lr` and `objective.tau_lr` were chosen
+    for, both are multiplied by batch_size / reference_batch. A rate given as an override is taken as it is.
+    """
+    tree = dict(recipe)
+    reference = tree.pop("reference_batch", None)
+    size = above.get("batch_size", tree.get("batch_size"))
+    if reference is None or size == reference:
+        return tree
+    if not all(isinstance(number, int) and number > 0 for number in (reference, size)):
+        raise UserError(f"reference_batch = {reference!r} and batch_size = {size!r} must be positive whole numbers.")
+    for section_name, key in SCALED_RATES:
+        values = _section(tree, section_name)
+        if key in values:
+            tree[section_name] = {**values, key: float(values[key]) * size / reference}
+    return tree
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = tree.get(name, {})
+    return value if isinstance(value, Mapping) else {}
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
@@ -62,7 +116,7 @@ def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
     given = tree.pop("objective", {})
     if not isinstance(given, Mapping):
         raise UserError(f"objective = {given!r} must be a section with a name, for example objective.name=neuclip.")
-    objective = parse_objective({"name": "neuclip", **given})
+    objective = parse_objective({"name": DEFAULT_OBJECTIVE, **given})
     offered = [f"objective.{key}" for key in cfg.keys(type(objective))]
     run = cfg.parse(RunConfig, {**tree, "objective": objective}, extra_keys=offered)
     check_run(run, world_size=1)

@@ -1,0 +1,107 @@
+"""Estimates against what can be counted by hand or measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from jobs.plan import command
+from pipeline.errors import UserError
+from pipeline.model import ModelConfig, build_towers
+from pipeline.plan import PlanConfig, TowerCosts, engine_memory, measure_towers, run_cost
+from pipeline.recipe import load_recipe
+from pipeline.run_plan import plan_run
+from tests.shards import write_shards
+from tests.towers import write_tiny
+
+P = 1_000_003
+
+
+@pytest.fixture(scope="module")
+def arch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny(tmp_path_factory.mktemp("towers"))
+
+
+def settings(arch: str, *more: str) -> list[str]:
+    return ["output=x", "samples=1000", "batch_size=40", "schedule.warmup_steps=2", f"model.arch={arch}",
+            "data.sources=nowhere", "data.streams=4", "data.workers=0", *more]  # fmt: skip
+
+
+def test_published_figures_of_vit_b_32() -> None:
+    """open_clip publishes 151.28M parameters and 14.78 GFLOP for this model."""
+    towers, architecture = build_towers(ModelConfig(arch="ViT-B-32"), seed=0, device="meta")
+    costs = measure_towers(towers, image_size=architecture.image_size, context_length=77)
+    assert costs.parameters == 151_277_312
+    assert costs.forward_flops == pytest.approx(14.78e9, rel=1e-3)
+
+
+def test_saved_bytes_are_what_autograd_saves(arch: str) -> None:
+    """Against real tensors on the CPU."""
+    meta, architecture = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
+    estimated = measure_towers(meta, image_size=architecture.image_size, context_length=8).saved_bytes
+    real, _ = build_towers(ModelConfig(arch=arch), seed=0)
+    real.train()
+    own = {p.data_ptr() for p in real.parameters()}
+
+    def saved(batch: int) -> int:
+        kept: dict[int, torch.Tensor] = {}
+        keep = lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) if t.data_ptr() not in own else t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            output = real(torch.zeros(batch, 3, 16, 16), torch.zeros(batch, 8, dtype=torch.int64))
+        del output
+        return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+    assert (saved(64) - saved(32)) / 32 == pytest.approx(estimated, rel=0.01)
+
+
+def test_checkpointing_saves_memory(arch: str) -> None:
+    full, less = (
+        plan_run(load_recipe(None, settings("ViT-B-32", "plan.dataset_size=1000", *more)), gpus=1)
+        for more in ((), ("model.grad_checkpointing=true",))
+    )
+    assert less.activations < 0.35 * full.activations
+    assert less.cost.flops == pytest.approx(full.cost.flops * 4 / 3)
+
+
+def test_memory_of_the_stages() -> None:
+    found = {stage: engine_memory(P, stage=stage, bf16=True, ranks=4, bucket=10**9) for stage in range(4)}
+    share = -(-P // 4)
+    assert (found[0].weights, found[0].gradients, found[0].masters, found[0].moments) == (4 * P, 4 * P, 0, 8 * P)
+    assert (found[1].weights, found[1].gradients, found[1].masters, found[1].moments) == (
+        2 * P, 4 * P, 4 * share, 8 * share)  # fmt: skip
+    assert (found[2].weights, found[2].gradients) == (2 * P, 4 * share)
+    assert found[3].weights == 2 * share
+    assert [found[stage].total for stage in (1, 2, 3)] == sorted((found[s].total for s in (1, 2, 3)), reverse=True)
+
+
+def test_cost_by_hand() -> None:
+    costs = TowerCosts(parameters=P, forward_flops=1e9, saved_bytes=1.0, context_length=10)
+    assume = PlanConfig(peak_tflops=100, mfu=0.5, sample_bytes=7)
+    cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, again=1, assume=assume)
+    assert (cost.samples, cost.epochs, cost.text_tokens, cost.read_bytes) == (5000, 2.0, 50_000, 35_000)
+    assert cost.flops == 4 * 1e9 * 5000
+    assert cost.gpu_hours == pytest.approx(2e13 / 5e13 / 3600)
+
+
+def test_without_data_a_size_is_required(arch: str) -> None:
+    with pytest.raises(UserError, match=r"plan\.dataset_size=SAMPLES"):
+        plan_run(load_recipe(None, settings(arch)), gpus=1)
+    plan = plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400", "objective.name=fastclip_v3")), gpus=4)
+    assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 2.5, 8)
+    with pytest.raises(UserError, match="not divisible by the 3 ranks"):
+        plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400")), gpus=3)
+
+
+def test_the_command_prints_both_parts(arch: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [60, 60])
+    arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
+    result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
+    assert result.exit_code == 0, result.output
+    for part in ("2 x 20 pairs", "1 (recipe)", "GPU hours", "120 samples in 2 shards", "different shards in a batch"):
+        assert part in result.output
+    absent = CliRunner().invoke(command, [*settings(arch, "plan.dataset_size=400"), "--ranks", "1"])
+    assert "400 samples of about 30 kB expected" in absent.output
+    assert "There is no manifest" in absent.output

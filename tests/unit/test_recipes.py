@@ -1,0 +1,126 @@
+"""The papers' recipes: every dataset with every method parses, plans, and holds the values it claims."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config import dump
+from pipeline.errors import UserError
+from pipeline.objectives import objective_names
+from pipeline.recipe import load_recipe, parse_recipe
+from pipeline.run_plan import plan_run
+
+FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
+PAPERS = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m")
+pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
+
+# Dataset: samples, batch, arch, lr, weight decay, warm-up; NeuCLIP Tables 1 and 3, FastCLIP Tables 2 and 7.
+ENCODERS = {
+    "cc3m": (100_000_000, 1024, "RN50", 1e-3, 0.1, 10_000),
+    "cc12m": (300_000_000, 2048, "ViT-B-32", 4e-4, 0.1, 10_000),
+    "dfn14m": (320_000_000, 4096, "ViT-B-32", 5e-4, 0.2, 500),
+    "dfn192m": (1_300_000_000, 5120, "ViT-B-16", 3.125e-4, 0.2, 500),
+    "dfn1b": (3_000_000_000, 5120, "ViT-B-16", 3.125e-4, 0.2, 500),
+    "laion315m": (13_000_000_000, 5120, "ViT-B-16", 2e-4, 0.2, 13_000),
+}
+# rho and lr of tau; NeuCLIP Table 3.
+NEUCLIP = {
+    "cc3m": (6.5, 1.25e-4),
+    "cc12m": (8.5, 5e-5),
+    "dfn14m": (11.0, 6.25e-5),
+    "dfn192m": (11.0, 3.9e-5),
+    "dfn1b": (11.0, 3.9e-5),
+}
+
+
+def load(name: str, *overrides: str):  # type: ignore[no-untyped-def]
+    return load_recipe(FOLDER / f"{name}.yaml", overrides)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_method_plans_and_reads_back(name: str) -> None:
+    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert set(recipe["methods"]) == set(objective_names())
+    for method in objective_names():
+        run = load(name, f"objective.name={method}")
+        assert run.objective.name == method
+        assert parse_recipe(yaml.safe_load(dump(run))) == run
+        plan = plan_run(run, gpus=8)
+        assert plan.data is None
+        assert plan.dataset_size == recipe["plan"]["dataset_size"]
+        assert plan.gpu_bytes(plan.stage) < 80 * 2**30, method
+        # Where a method has a per-sample table, a row has two estimators at least.
+        assert plan.objective.per_sample == 0 or plan.objective.per_sample >= 8
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_encoders_have_the_papers_values(name: str) -> None:
+    run = load(name)
+    found = (run.samples, run.batch_size, run.model.arch, run.optimizer.lr, run.optimizer.weight_decay,
+             run.schedule.warmup_steps)  # fmt: skip
+    assert found == ENCODERS[name]
+
+
+@pytest.mark.parametrize("name", NEUCLIP)
+def test_neuclip_has_the_papers_values_and_its_own_reading_beside_them(name: str) -> None:
+    literal, ours = load(name).objective, load(name, "objective.name=neuclip").objective
+    assert literal.name == "neuclip_literal"
+    for reading in (literal, ours):
+        assert (reading.rho, reading.tau_lr) == NEUCLIP[name]
+        assert (reading.prototypes, reading.restart_every, reading.inner_steps) == (4096, 500, 10)
+    assert (literal.npn_lr, literal.ratio_cap) == (1.0, 0.0)
+    assert (ours.npn_lr, ours.ratio_cap) == (0.01, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "expected"),
+    [
+        ("cc3m", "fastclip_v3", {"rho": 6.5, "tau_lr": 2e-4, "gamma_min": 0.2, "gamma_decay_epochs": 18}),
+        ("cc12m", "fastclip_v3", {"rho": 8.5, "tau_lr": 1e-4, "gamma_min": 0.2, "gamma_decay_epochs": 16}),
+        ("laion315m", "fastclip_v3", {"rho": 16, "tau_lr": 5e-5, "gamma_min": 0.8, "gamma_decay_epochs": 10,
+                                      "eps": 1e-6, "tau_lr_fall": 1 / 3, "tau_lr_threshold": 0.03}),
+        ("cc3m", "fastclip_v2", {"rho": 7.0, "tau_lr": 1e-2, "tau_init": 0.03}),
+        ("cc12m", "fastclip_v2", {"rho": 8.5, "tau_lr": 1e-4, "tau_init": 0.03}),
+        ("cc3m", "isogclr", {"rho": 9.0, "tau_lr": 1e-2, "gamma": 0.6, "gamma_schedule": "constant"}),
+        ("cc12m", "isogclr", {"gamma": 0.8, "tau_init": 0.03}),
+        ("cc3m", "sogclr", {"tau": 0.03, "gamma": 0.6, "eps": 1e-14}),
+    ],
+)  # fmt: skip
+def test_fastclips_tables(name: str, method: str, expected: dict[str, object]) -> None:
+    objective = load(name, f"objective.name={method}").objective
+    assert {key: getattr(objective, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_headers_tell_source_command_and_hours(name: str) -> None:
+    header = (FOLDER / f"{name}.yaml").read_text().split("\noutput:")[0]
+    for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
+        assert word in header
+    assert f"jobs/recipes/{name}.yaml" in header
+    hours = re.search(r"GPU hours +(\d+)", header)
+    assert hours is not None
+    assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8).cost.gpu_hours, rel=0.01)
+
+
+def test_rates_scale_with_the_batch_unless_given() -> None:
+    half = load("cc3m", "batch_size=512", "objective.name=openclip")
+    assert (half.optimizer.lr, half.objective.tau_lr) == (5e-4, 5e-4)
+    assert load("cc3m", "batch_size=4096", "objective.name=neuclip").objective.npn_lr == 0.01
+    given = load("cc3m", "batch_size=512", "optimizer.lr=3e-3")
+    assert given.optimizer.lr == 3e-3
+    assert given.objective.tau_lr == 1.25e-4 / 2
+
+
+def test_a_method_without_a_part_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("output: x\nsamples: 100\nbatch_size: 10\ndata: {sources: a}\nmethods: {openclip: {}}\n")
+    with pytest.raises(UserError, match=r"no settings for objective.name = 'neuclip'.*openclip"):
+        load_recipe(recipe)
+    assert load_recipe(recipe, ["objective.name=openclip", "schedule.warmup_steps=0"]).objective.name == "openclip"
+    recipe.write_text(recipe.read_text() + "reference_batch: ten\n")
+    with pytest.raises(UserError, match="reference_batch = 'ten'"):
+        load_recipe(recipe, ["objective.name=openclip"])

@@ -9,10 +9,11 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
 from pipeline.objectives.frame import Batch, Decision
 from pipeline.objectives.registry import register
-from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
+from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig, warn_of_large_rho
 
 
 @section
@@ -67,6 +68,10 @@ class FastClipV0(_LearnedTemperatureEstimators):
 @register("fastclip_v3", FastClipV3Config)
 class FastClipV3(_LearnedTemperatureEstimators):
     """RGCL-g: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 tau rho; tau's gradient is NeuCLIP's (13)."""
+
+    def __init__(self, config: FastClipV3Config, context: ObjectiveContext) -> None:
+        super().__init__(config, context)
+        warn_of_large_rho(config.rho, context)
 
     def decide(self, batch: Batch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)

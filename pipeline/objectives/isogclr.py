@@ -15,6 +15,7 @@ from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
 from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
+from pipeline.objectives.temperature import warn_of_large_rho
 
 
 @section
@@ -65,6 +66,7 @@ class ISogClr(EstimatorObjective):
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         super().__init__(config, context)
+        warn_of_large_rho(config.rho, context)
         # Of the latest batch: the one number that a file with a single logit scale can hold.
         self.batch_tau = torch.tensor(config.tau_init, dtype=context.dtype, device=context.device)
 

@@ -18,7 +18,7 @@ from pipeline.objectives.mlp import MlpNpn
 from pipeline.objectives.npn import BothSides, Npn, Prediction, PrototypeNpn, anchors_of
 from pipeline.objectives.npn_config import NpnConfig
 from pipeline.objectives.registry import register
-from pipeline.objectives.temperature import GlobalTemperatureObjective
+from pipeline.objectives.temperature import GlobalTemperatureObjective, warn_of_large_rho
 
 
 @section
@@ -71,6 +71,7 @@ class NeuClip(GlobalTemperatureObjective):
     def __init__(self, config: NeuClipConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context)
         self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
+        warn_of_large_rho(config.rho, context)
         if context.world.is_main:
             _warn_of_stalling(config, context.dim)
 

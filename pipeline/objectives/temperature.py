@@ -6,6 +6,7 @@ so it is a replicated fp32 scalar with the same bits on every rank.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.frame import Decision, Pair, SoftmaxObjective
+
+log = logging.getLogger(__name__)
 
 
 @section
@@ -87,6 +90,21 @@ class Temperature:
         lr = c.tau_lr * lr_scale * torch.where(tau < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
         self.log_scale.update(-tau * tau_gradient, lr=lr, eps=c.tau_eps)
         self.log_scale.value.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
+
+
+def warn_of_large_rho(rho: float, context: ObjectiveContext) -> None:
+    """Say so where rho cannot be reached: the KL divergence of n - 1 weights from uniform is at most log(n - 1)."""
+    n = context.dataset_size
+    if context.world.is_main and n > 2 and rho >= math.log(n - 1):
+        log.warning(
+            "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to its lower bound. "
+            "The papers use 0.44 to 0.67 of log n, here %.1f to %.1f.",
+            rho,
+            math.log(n - 1),
+            n,
+            0.44 * math.log(n),
+            0.67 * math.log(n),
+        )
 
 
 class GlobalTemperatureObjective(SoftmaxObjective):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from pipeline.objectives import ObjectiveConfig, build_objective, objective_name
 from pipeline.objectives.frame import Decision, SoftmaxObjective
 from tests.unit.objectives_reference import relative_error, unit_features
 
+ROOT = Path(__file__).parents[2]
 PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 
 
@@ -113,6 +117,31 @@ def test_four_lines_in_anybodys_loop(name):
         s = F.normalize(image_tower(inputs), dim=-1) @ F.normalize(text_tower(inputs), dim=-1).T
     assert (s.argmax(1) == torch.arange(64)).float().mean() > 0.9
     assert objective.steps == 60
+
+
+def test_the_readmes_snippet_runs():
+    """The block of README.md that shows the library, as it stands there."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (snippet,) = (block for block in blocks if "build_objective" in block)
+    tower = torch.nn.Linear(4, 512)
+    before = tower.weight.detach().clone()
+    given = {
+        "loader": [(*unit_features(256, 4, seed=step, dtype=torch.float32), torch.arange(256)) for step in range(2)],
+        "encode_image": lambda x: F.normalize(tower(x), dim=-1),
+        "encode_text": lambda x: F.normalize(tower(x), dim=-1),
+        "optimizer": torch.optim.SGD(tower.parameters(), lr=0.1),
+    }
+    exec(snippet, given)
+    assert given["objective"].steps == 2
+    assert not torch.equal(tower.weight, before)
+
+
+def test_a_rho_out_of_reach_is_told(caplog):
+    build_objective({"name": "neuclip", "rho": 6.0}, dim=4, batch_size=8, dataset_size=100)
+    assert "log(n - 1) = 4.60" in caplog.text
+    caplog.clear()
+    build_objective({"name": "neuclip", "rho": 4.0}, dim=4, batch_size=8, dataset_size=100)
+    assert not caplog.text
 
 
 def test_sample_ids_are_asked_for_where_they_are_needed():

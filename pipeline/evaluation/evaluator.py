@@ -16,7 +16,7 @@ from pipeline.evaluation.association import Association
 from pipeline.evaluation.classification import ZeroShot
 from pipeline.evaluation.data import TaskData, TaskError
 from pipeline.evaluation.examples import write_examples
-from pipeline.evaluation.passes import ClassifierCache, Kept, image_pass
+from pipeline.evaluation.passes import ClassifierCache, Kept, image_pass, text_features
 from pipeline.evaluation.results import TaskResult
 from pipeline.evaluation.retrieval import Retrieval
 from pipeline.evaluation.session import EvaluationConfig as EvaluationConfig
@@ -131,9 +131,10 @@ class Evaluator:
 
     def _texts(self, index: int, protocol: Any, entry: Entry) -> Tensor | None:
         evaluation = self.evaluations[index]
-        folder = evaluation.folder / CLASSIFIERS if entry.task.protocol == "classification" else None
         try:
-            return self._classifiers.get(evaluation.model, protocol.texts, folder=folder)
+            if entry.task.protocol != "classification":  # captions and cues belong to one task alone
+                return text_features(self.session, evaluation.model, protocol.texts)
+            return self._classifiers.get(evaluation.model, protocol.texts, folder=evaluation.folder / CLASSIFIERS)
         except TaskError as error:
             self._fail(evaluation, entry, str(error))
             return None

@@ -51,11 +51,11 @@ class ClassifierCache:
         self._session = session
         self._memory: dict[str, Tensor] = {}
 
-    def get(self, model: EvaluationModel, side: TextSide, *, folder: Path | None) -> Tensor:
-        """The features of `side`, encoded if need be. Args: folder: where to keep them; None: only in memory."""
+    def get(self, model: EvaluationModel, side: TextSide, *, folder: Path) -> Tensor:
+        """The features of `side`, encoded if need be. Args: folder: where they are kept."""
         key = self._key(model, side)
         if key not in self._memory:
-            path = folder / f"{key[:32]}.npy" if folder is not None else None
+            path = folder / f"{key[:32]}.npy"
             stored = self._session.on_main(lambda: _load(path))
             if stored is None:
                 features = text_features(self._session, model, side)
@@ -72,19 +72,19 @@ class ClassifierCache:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _load(path: Path | None) -> np.ndarray | None:
+def _load(path: Path) -> np.ndarray | None:
     try:
-        return np.load(path, allow_pickle=False) if path is not None else None
+        return np.load(path, allow_pickle=False)
     except (OSError, ValueError):
         return None
 
 
-def _store(path: Path | None, features: Tensor) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
-        np.save(temporary, features.numpy())
-        os.replace(temporary, path)
+def _store(path: Path, features: Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = results.temporary_beside(path)
+    with temporary.open("wb") as file:
+        np.save(file, features.numpy(), allow_pickle=False)
+    os.replace(temporary, path)
 
 
 def image_pass(

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,21 +69,28 @@ def read_result(path: Path) -> TaskResult | None:
 def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> None:
     """Write the per-sample outcomes, then the result: a result that is there is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
-    np.savez_compressed(temporary, allow_pickle=False, **outcomes)
-    os.replace(temporary, path.with_suffix(OUTCOMES_SUFFIX))
+    target = path.with_suffix(OUTCOMES_SUFFIX)
+    temporary = temporary_beside(target)
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **outcomes)
+    os.replace(temporary, target)
     write_atomically(path, result.to_json())
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one step: a reader sees the old or the new text, a killed writer leaves the old."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A hidden name in the same folder that no other process on any machine uses."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def inputs_of(

@@ -33,7 +33,7 @@ class WatchConfig:
     checkpoint is tried, by the same watcher not before `retry_after` seconds. order: which waiting checkpoint comes
     first; `newest` shows how training goes now and fills in the past when there is time. together: so many waiting
     checkpoints share one pass over the images, except that the newest goes alone. every: only steps that are multiples
-    of this, and the last.
+    of this.
     """
 
     interval: float = Field(default=30.0, gt=0)
@@ -106,13 +106,12 @@ class Watcher:
 
     def waiting(self) -> list[tuple[Path, Path]]:
         """(run, checkpoint) of everything that is not done, what comes first in front."""
-        found = []
-        for run in self.runs:
-            checkpoints = finished_checkpoints(run)
-            for path in checkpoints:
-                wanted = step_of(path) % self.config.every == 0 or path == checkpoints[-1]
-                if wanted and not self.ledgers[run].done(path.name):
-                    found.append((run, path))
+        found = [
+            (run, path)
+            for run in self.runs
+            for path in finished_checkpoints(run)
+            if step_of(path) % self.config.every == 0 and not self.ledgers[run].done(path.name)
+        ]
         return sorted(found, key=lambda item: step_of(item[1]), reverse=self.config.order == "newest")
 
     def _claim(self) -> list[Item]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +69,8 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
         return
     from accelerate import PartialState
 
-    state = PartialState(cpu=device == "cpu")
+    # The first process may score a large retrieval task, or a watcher may wait, while the others stand in a collective.
+    state = PartialState(cpu=device == "cpu", timeout=timedelta(hours=4))
     try:
         yield Accelerated(state), state.device
     finally:

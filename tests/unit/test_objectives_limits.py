@@ -125,3 +125,21 @@ def test_temperature_learning_rate_follows_the_schedule():
     objective = build_objective("openclip", context=context(8))
     objective.temperature.update(torch.tensor(1.0).double(), lr_scale=0.0)
     assert objective.logit_parameters()[0] == pytest.approx(math.log(1 / 0.07), abs=1e-12)
+
+
+def test_tf32_of_the_users_loop_does_not_reach_the_loss(monkeypatch):
+    seen = []
+    real = pairwise.anchor_statistics
+
+    def watching(*args, **kwargs):
+        seen.append(torch.get_float32_matmul_precision())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pairwise, "anchor_statistics", watching)
+    torch.set_float32_matmul_precision("high")
+    try:
+        gradients("neuclip")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == ["highest", "highest"]

@@ -16,6 +16,7 @@ import numpy as np
 
 from data_prep import tar
 from data_prep.folder import Folder
+from data_prep.writer import HASH_KINDS
 from pipeline.data.manifest import load_manifest
 from pipeline.errors import UserError
 
@@ -23,7 +24,6 @@ from pipeline.errors import UserError
 # three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.
 _BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
 MAX_DISTANCE = 3
-_HASHES = ("sha256", "md5", "sha512")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def exact_groups(folder: Folder) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for shard in folder.finished():
         names = pq.read_schema(folder.meta(shard)).names
-        name = next((name for name in _HASHES if name in names), None)
+        name = next((name for name in HASH_KINDS if name in names), None)
         if name is None:
             continue
         columns = pq.read_table(folder.meta(shard), columns=["key", "status", name]).to_pydict()

@@ -103,7 +103,12 @@ class ShardDownloader(Downloader):
         removed = job.folder.removed_names()
         opener.blocked = frozenset(r["url"] for r in rows if removed & {r["url"], r.get("uid")}) if removed else removed
         writer = ShardWriter(
-            shard, job.folder, plan=job.plan.digest, rows=rows, encode_format=job.config.image.encode_format
+            shard,
+            job.folder,
+            plan=job.plan.digest,
+            rows=rows,
+            encode_format=job.config.image.encode_format,
+            retry=job.retry,
         )
         asked = table.filter(_passing_failures(job.folder, shard, table)) if job.retry else table
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:

@@ -11,9 +11,10 @@ from data_prep import reasons, tar
 from data_prep.download import load_config, write_manifest
 from data_prep.folder import Folder
 from data_prep.plan import load_plan
+from data_prep.writer import HASH_KINDS
 from pipeline.data.manifest import Manifest
 
-_NAMES = ("uid", "url", "sha256", "md5", "sha512", "key")
+_NAMES = ("uid", "url", "key", *HASH_KINDS)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from data_prep.content import extension
 from data_prep.folder import Folder, Record, key_of
 
 _HEARTBEAT_SECONDS = 0.5
+HASH_KINDS = ("sha256", "md5", "sha512")
 
 
 class ShardWriter:
@@ -25,16 +26,23 @@ class ShardWriter:
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
     sorted. A live file beside it tells the monitor how the shard is doing.
 
-    Args: rows: the shard's rows as dicts of the plan's columns; only some of them are asked for in a retry, and the
-      samples of the others are then taken over from the published tar.
+    Args: rows: all of the shard's rows, as dicts of the plan's columns. retry: only some of them are asked for; the
+      outcomes and samples of the others are taken over from what is published.
     """
 
     def __init__(
-        self, shard: int, folder: Folder, *, plan: str, rows: list[dict[str, Any]], encode_format: str
+        self,
+        shard: int,
+        folder: Folder,
+        *,
+        plan: str,
+        rows: list[dict[str, Any]],
+        encode_format: str,
+        retry: bool = False,
     ) -> None:
         self._shard, self._folder, self._plan = shard, folder, plan
         self._rows = {row["row"]: row for row in rows}
-        self._encode_format = encode_format
+        self._encode_format, self._retry = encode_format, retry
         self._removed = folder.removed_names()
         self._meta: dict[int, dict[str, Any]] = {}
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
@@ -58,8 +66,9 @@ class ShardWriter:
             "reason": reason,
             "error": meta["error_message"] if reason else None,
             **{name: meta[name] for name in ("width", "height", "original_width", "original_height")},
-            "sha256": meta["sha256"] if "sha256" in meta else row.get("sha256"),
         }
+        # The hash of the bytes that came; a failed row keeps what the table states, if anything.
+        record |= {kind: row.get(kind) if reason else meta[kind] for kind in HASH_KINDS if kind in meta or kind in row}
         if reason is None:
             assert img_str is not None
             self._spool_sample(number, img_str, caption or "", record)
@@ -96,12 +105,12 @@ class ShardWriter:
         self._spool.write(image)
 
     def _is_removed(self, row: dict[str, Any], meta: dict[str, Any]) -> bool:
-        names = (row["url"], row.get("uid"), meta.get("sha256"), meta.get("md5"), meta.get("sha512"))
+        names = (row["url"], row.get("uid"), *(meta.get(kind) for kind in HASH_KINDS))
         return any(name in self._removed for name in names if name)
 
     def _complete(self) -> None:
         """Count the rows whose outcome img2dataset lost to an exception of its own; in a retry keep the older ones."""
-        before = _read_meta(self._folder.meta(self._shard)) if len(self._meta) < len(self._rows) else {}
+        before = _read_meta(self._folder.meta(self._shard)) if self._retry else {}
         for number, row in self._rows.items():
             if number not in self._meta:
                 lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}
@@ -144,7 +153,7 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     known = {"row": pa.int64(), **dict.fromkeys(("width", "height", "original_width", "original_height"), pa.int32())}
-    texts = ("url", "caption", "uid", "key", "status", "reason", "error", "sha256", "md5", "sha512")
+    texts = ("url", "caption", "uid", "key", "status", "reason", "error", *HASH_KINDS)
     known |= dict.fromkeys(texts, pa.string())
     columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
     temporary = path.with_name(path.name + ".tmp")

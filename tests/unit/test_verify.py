@@ -186,6 +186,24 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
 
 
+def test_exact_duplicates_by_another_kind_of_hash(site: Site, tmp_path: Path) -> None:
+    bodies = [jpeg(side=30), jpeg(side=31), jpeg(side=30)]
+    columns = {
+        "url": [site.image(f"/md5-{k}", body) for k, body in enumerate(bodies)],
+        "caption": ["one picture", "another", "the first again"],
+        "digest": [hashlib.md5(body).hexdigest() for body in bodies],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
+    tree = {
+        "output": str(tmp_path / "data"),
+        "source": {"table": str(tmp_path / "urls.parquet"), "hash": "digest", "hash_kind": "md5"},
+        "guard": {"allow_addresses": ["127.0.0.1"]},
+    }
+    config, plan = prepare(parse(DownloadConfig, tree))
+    assert fetch_here(config, plan, [0]).n == 3
+    assert duplicates.exact_groups(Folder(tmp_path / "data")) == [["0000000000", "0000000002"]]
+
+
 def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> None:
     path = tmp_path / "suite/wds_pets_test/test/0.tar"
     path.parent.mkdir(parents=True)

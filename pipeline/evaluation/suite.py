@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -41,6 +42,12 @@ class Suite:
     folder: Path
     entries: tuple[Entry, ...]
 
+    @property
+    def identity(self) -> str:
+        """Name and digest of the tasks: what was done for some of them was not done for all."""
+        keys = "\n".join(entry.task.key for entry in self.entries)
+        return f"{self.name}-{hashlib.sha256(keys.encode()).hexdigest()[:8]}"
+
     def only(self, keys: Sequence[str]) -> Suite:
         """The named tasks in the order of the suite. Raises: UserError for a task that is not in it."""
         known = {name: entry.task.key for entry in self.entries for name in (entry.task.key, entry.task.stem)}
@@ -74,7 +81,7 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
     entries = _official(folder) if official else _found(folder)
     if not any(entry.folder for entry in entries):
         raise UserError(f"{folder} holds no evaluation task: expected folders such as wds_cifar10_test.")
-    return Suite(str(suite) if official else folder.name, folder, tuple(entries))
+    return Suite(OFFICIAL if official else folder.resolve().name, folder, tuple(entries))
 
 
 def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:

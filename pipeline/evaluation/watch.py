@@ -73,7 +73,8 @@ class Watcher:
         self.processes, self.say = processes, say
         self._retry_at: dict[Path, float] = {}
         self.ledgers = {
-            run: Ledger(run / LEDGER_FOLDER / suite.name, ttl=config.ttl, attempts=config.attempts) for run in self.runs
+            run: Ledger(run / LEDGER_FOLDER / suite.identity, ttl=config.ttl, attempts=config.attempts)
+            for run in self.runs
         }
 
     def run(self, stop: threading.Event, *, once: bool = False) -> None:

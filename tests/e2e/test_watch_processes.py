@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.session import EvaluationConfig
+from pipeline.evaluation.suite import open_suite
 from pipeline.evaluation.tasks import TASKS
 from pipeline.model import ModelConfig, build_towers, save_open_clip
 from tests.evaluation_suite import write_classification
@@ -52,7 +53,7 @@ def test_kill_9_loses_nothing_and_nothing_is_done_twice(tmp_path: Path) -> None:
         write_classification(suite, TASKS[key], samples=300)
     for step in STEPS[:-1]:
         save(run, step)
-    ledger = run / "evaluation-ledger" / "mini"
+    ledger = run / "evaluation-ledger" / open_suite(suite).identity
     logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
     watchers = [start(run, suite, logs[0])]
     try:

@@ -132,7 +132,7 @@ def test_an_interrupted_watcher_releases_its_lease(
         patch.setattr("pipeline.evaluation.evaluate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             watcher.step()
-    end = json.loads((tmp_path / LEDGER_FOLDER / suite.name / "step-00000100/end-0001.json").read_text())
+    end = json.loads((tmp_path / LEDGER_FOLDER / suite.identity / "step-00000100/end-0001.json").read_text())
     assert end["how"] == "released"
     assert make_watcher(tmp_path, suite, []).step()  # at once, without waiting for the lease to run out
 
@@ -177,3 +177,15 @@ def test_templates_call_the_program_as_it_is(path: Path) -> None:
     assert context.params["suite"]
     if path.suffix == ".sbatch":
         subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_some_tasks_done_are_not_all_tasks_done(tmp_path: Path) -> None:
+    save(tmp_path / "run", 100)
+    root = tmp_path / "suite"
+    for key in ("cifar10", "mnist"):
+        write_classification(root, TASKS[key], samples=8)
+    said: list[str] = []
+    some, everything = open_suite(root).only(["mnist"]), open_suite(root)
+    for opened in (some, everything, everything):
+        make_watcher(tmp_path / "run", opened, said).run(threading.Event(), once=True)
+    assert [line.partition(": ")[2] for line in said if "done" in line] == ["1 tasks done.", "2 tasks done."]

@@ -23,6 +23,7 @@ COMMANDS = {
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),
+    "export": ("jobs.export", "Write a checkpoint as a folder that open_clip and model hubs load, with a model card."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
 }
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130

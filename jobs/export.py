@@ -1,0 +1,37 @@
+"""`neuclip export`: a checkpoint as a folder that open_clip and model hubs take, with a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="export")
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--torch", "with_torch", is_flag=True, help="Also both towers as torch.export programs (.pt2).")
+@click.option("--onnx", "with_onnx", is_flag=True, help="Also both towers as ONNX; needs neuclip[onnx].")
+def command(checkpoint: Path, output: Path, with_torch: bool, with_onnx: bool) -> None:
+    """Export CHECKPOINT (one of a run's, or the run: its newest) into the new folder OUTPUT.
+
+    OUTPUT/open_clip_model.safetensors loads with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), and the
+    folder as "local-dir:OUTPUT" or, uploaded, as "hf-hub:NAME". Everything written is held against the trained model.
+    """
+    from pipeline.export import choose_checkpoint, export, logit_parameters
+    from pipeline.model_card import model_card
+
+    chosen = choose_checkpoint(checkpoint)
+    programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
+    scale, bias = logit_parameters(chosen.path)
+    card = model_card(chosen, scale=scale, bias=bias, programs=programs)
+    exported = export(chosen, output, card=card, programs=programs)
+    for path in exported.files:
+        click.echo(f"{path.stat().st_size:>14,} B  {path}")
+    click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="jobs.export")

@@ -1,0 +1,146 @@
+"""What `neuclip export` writes, loaded by open_clip, torch and onnxruntime, equals the trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from click.testing import CliRunner
+
+from jobs.export import command
+from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot
+from pipeline.config import to_tree
+from pipeline.errors import UserError
+from pipeline.export import choose_checkpoint, example_inputs, export, logit_parameters
+from pipeline.model import ModelConfig, build_towers, load_for_evaluation
+from pipeline.recipe import load_recipe
+from pipeline.world import World
+from tests.towers import write_tiny
+
+SCALE, BIAS = 3.25, -7.5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Path:
+    return write_run(base / "run", base, bias=0.0)
+
+
+@pytest.fixture(scope="module")
+def siglip(base: Path) -> Path:
+    return write_run(base / "siglip", base, bias=BIAS)
+
+
+def write_run(folder: Path, base: Path, *, bias: float) -> Path:
+    """A run's folder with one checkpoint, one metrics record and one score."""
+    arch = str(base / "tiny-towers.json")
+    name = "siglip" if bias else "neuclip"
+    config = load_recipe(None, ["output=x", "samples=80", "batch_size=8", "schedule.warmup_steps=0",
+                                "data.sources=shards", f"objective.name={name}", f"model.arch={arch}"])  # fmt: skip
+    towers, architecture = build_towers(ModelConfig(arch=arch), seed=5)
+    writer = CheckpointWriter(folder, config=CheckpointConfig(), world=World(), architecture=architecture,
+                              on_event=print)  # fmt: skip
+    weights = {name: value.detach() for name, value in towers.clip.state_dict().items()}
+    facts = {"samples": 80, "config": to_tree(config), "world_size": 1, "versions": {"torch": "9.9"}}
+    writer.save(Snapshot(step=10, weights=weights, moments={}, counter=10, objective={"steps": torch.tensor(10)},
+                         rows={}, logit=(SCALE, bias), facts=facts))  # fmt: skip
+    writer.wait()
+    record = {"kind": "train", "step": 10, "loss": 1.25, "tau": 0.0388}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "step": 11, "loss": 9}))
+    scores = folder / "evaluation" / "step-00000010"
+    scores.mkdir(parents=True)
+    score = {"task": "scenes/colour", "protocol": "classification", "main_metric": "acc1", "score": 0.625,
+             "metrics": {"acc1": 0.625}, "chance": 0.125, "samples": 400}  # fmt: skip
+    (scores / "colour.json").write_text(json.dumps(score))
+    return folder
+
+
+def exported(source: Path, output: Path, *options: str) -> str:
+    result = CliRunner().invoke(command, [str(source), str(output), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_open_clip_loads_the_weights_and_gives_our_features_and_logits(base: Path, run: Path, tmp_path: Path) -> None:
+    assert "Step 10 exported" in exported(run, tmp_path / "out")
+    trained = load_for_evaluation(str(run))
+    image, text = example_inputs(trained)
+    features = trained.encode_image(image), trained.encode_text(text)
+    open_clip.add_model_config(base / "tiny-towers.json")
+    weights = str(tmp_path / "out" / "open_clip_model.safetensors")
+    for name, kwargs in (("tiny-towers", {"pretrained": weights}), (f"local-dir:{tmp_path / 'out'}", {})):
+        model, _, preprocess = open_clip.create_model_and_transforms(name, **kwargs)
+        model.eval()
+        assert preprocess.transforms[0].size in (16, (16, 16))
+        with torch.no_grad():
+            found_image, found_text, scale = model(image, text)
+        torch.testing.assert_close(found_image, features[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found_text, features[1], rtol=0, atol=1e-5)
+        assert scale.item() == pytest.approx(torch.tensor(SCALE).exp().item())
+
+
+def test_siglips_bias_is_in_open_clips_logits(base: Path, siglip: Path, tmp_path: Path) -> None:
+    exported(siglip, tmp_path / "out")
+    trained = load_for_evaluation(str(siglip))
+    image, text = example_inputs(trained)
+    expected = torch.tensor(SCALE).exp() * trained.encode_image(image) @ trained.encode_text(text).T + BIAS
+    open_clip.add_model_config(base / "tiny-towers.json")
+    weights = str(tmp_path / "out" / "open_clip_model.safetensors")
+    alone = open_clip.create_model("tiny-towers", pretrained=weights, init_logit_bias=0.0)
+    for model in (alone, open_clip.create_model(f"local-dir:{tmp_path / 'out'}")):
+        with torch.no_grad():
+            logits, _ = model.eval().get_logits(image, text)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+    assert "init_logit_bias=0.0" in (tmp_path / "out" / "README.md").read_text()
+    assert logit_parameters(tmp_path / "out")[1] == BIAS
+
+
+def test_programs_need_no_open_clip_and_take_any_batch(run: Path, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    output = tmp_path / "out"
+    exported(run, output, "--torch", "--onnx")
+    trained = load_for_evaluation(str(run))
+    image, text = example_inputs(trained, batch=7)
+    for side, inputs, features in (
+        ("image", image, trained.encode_image(image)),
+        ("text", text, trained.encode_text(text)),
+    ):
+        program = torch.export.load(output / f"{side}.pt2").module()
+        torch.testing.assert_close(program(inputs), features, rtol=0, atol=1e-5)
+        session = onnxruntime.InferenceSession(str(output / f"{side}.onnx"), providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {side: inputs.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), features, rtol=0, atol=1e-5)
+
+
+def test_the_card_tells_the_runs_facts(run: Path, tmp_path: Path) -> None:
+    exported(run / "checkpoints" / "step-00000010", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: open_clip\n")
+    for part in ("| method | neuclip |", "| samples seen | 80 |", "| loss | 1.25 |", "torch 9.9",
+                 "| colour | acc1 | 0.6250 | 0.1250 | 400 |"):  # fmt: skip
+        assert part in card
+    assert "objective:" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+def test_refusals(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint"):
+        choose_checkpoint(tmp_path)
+    chosen = choose_checkpoint(run)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="not empty"):
+        export(chosen, tmp_path, card="")
+
+
+def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.export._check_open_clip", lambda *_: float("nan"))
+    with pytest.raises(UserError, match="differs from the trained model"):
+        export(choose_checkpoint(run), tmp_path / "out", card="")

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from pipeline.batchnorm import use_fp32_batch_norms
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
 
@@ -115,6 +116,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             clip = _create(name, pretrained=pretrained, pretrained_text=False, device=device, **kwargs)
     model_cfg = open_clip.get_model_config(name)
     architecture = _describe(name, clip, model_cfg, source=name)
+    use_fp32_batch_norms(clip)
     towers = Towers(clip)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]

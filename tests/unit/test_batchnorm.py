@@ -1,0 +1,62 @@
+"""Batch norm under bf16 and under cached accumulation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.batchnorm import Fp32BatchNorm2d, use_fp32_batch_norms
+from pipeline.step import frozen_statistics
+
+
+def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
+    """torch's norm and ours, with the same state."""
+    torch.manual_seed(0)
+    plain = nn.BatchNorm2d(5)
+    nn.init.normal_(plain.weight)
+    nn.init.normal_(plain.bias)
+    ours = nn.Sequential(copy.deepcopy(plain))
+    use_fp32_batch_norms(ours)
+    assert type(ours[0]) is Fp32BatchNorm2d
+    return plain, ours[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_equals_torch_in_fp32(training: bool) -> None:
+    plain, ours = pair()
+    x = torch.randn(6, 5, 3, 3)
+    for norm in (plain, ours):
+        norm.train()
+        norm(x + 1)
+        norm.train(training)
+    assert torch.equal(plain(x), ours(x))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[name]), name
+
+
+def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
+    plain, ours = pair()
+    ours.weight.data, ours.bias.data = ours.weight.data.bfloat16(), ours.bias.data.bfloat16()
+    x = torch.randn(6, 5, 3, 3)
+    out = ours(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert ours.running_mean is not None
+    assert ours.running_mean.dtype == torch.float32
+    torch.testing.assert_close(out.float(), plain(x), atol=0.05, rtol=0.05)
+    out.float().square().sum().backward()
+    assert ours.weight.grad is not None
+    assert ours.weight.grad.abs().sum() > 0
+
+
+def test_frozen_statistics_normalise_by_the_batch_and_move_nothing() -> None:
+    _, ours = pair()
+    x = torch.randn(6, 5, 3, 3)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    with frozen_statistics([ours]):
+        inside = ours(x)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(inside, ours(x))
+    assert not torch.equal(ours.state_dict()["running_mean"], before["running_mean"])

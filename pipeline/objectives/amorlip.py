@@ -94,6 +94,15 @@ class PartitionNetworks:
         first, second = (mlp.forward(self._side(side, ".average"), batch.features[side]) for side in (0, 1))
         return first, second
 
+    def predict(self, features: Pair) -> Pair:
+        """log lambda of each anchor from the lasting averages, [B] each."""
+        lasting = self.state.lasting
+        first, second = (
+            mlp.forward({name: lasting[f"{name}.average"][side] for name in self.names}, features[side])
+            for side in (0, 1)
+        )
+        return first, second
+
     def commit(self) -> None:
         self.state.commit()
         self.updates.fill_(self._next_updates)
@@ -172,6 +181,11 @@ class AmorLip(GlobalTemperatureObjective):
                 "ratio_max": torch.maximum(ratios[0].max(), ratios[1].max()),
             },
         )
+
+    def predict(self, batch: Batch) -> Pair:
+        logit = batch.positive / self.temperature.value()
+        first, second = self.networks.predict(batch.features)
+        return first - logit, second - logit
 
     def apply(self, pending: Any, *, lr_scale: float) -> None:
         super().apply(pending, lr_scale=lr_scale)

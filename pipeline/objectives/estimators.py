@@ -59,7 +59,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, *, gamma: float) -> Tensor:
     """log of `(1 - gamma) u + gamma g`; where log_u is -inf (never seen) it is log g."""
     if gamma >= 1:
         return log_g
-    mixed = torch.logaddexp(log_u + math.log1p(-gamma), log_g + math.log(gamma))
+    mixed = torch.logaddexp(log_u + math.log1p(-gamma), log_g + math.log(gamma)) if gamma > 0 else log_u
     return torch.where(torch.isneginf(log_u), log_g, mixed)
 
 
@@ -95,6 +95,15 @@ class EstimatorObjective(SoftmaxObjective):
         first, second = (moving_average(batch.fetched[:, side], batch.log_g[side], gamma=gamma) for side in (0, 1))
         log_eps = first.new_tensor(math.log(self.config.eps))
         return (first, second), (torch.logaddexp(first, log_eps), torch.logaddexp(second, log_eps))
+
+    def predict(self, batch: Batch) -> Pair:
+        """log(eps + u); for a sample never seen, the batch's own value."""
+        log_eps = batch.positive.new_tensor(math.log(self.config.eps))
+        first, second = (
+            torch.logaddexp(moving_average(batch.fetched[:, side], batch.log_g[side], gamma=0.0), log_eps)
+            for side in (0, 1)
+        )
+        return first, second
 
     def estimator_metrics(self, batch: Batch, log_normalizer: Pair) -> dict[str, Tensor]:
         """normalizer_gap: mean |log(eps + u) - log(eps + g)| over both sides; gamma."""

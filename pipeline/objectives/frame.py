@@ -155,6 +155,23 @@ class SoftmaxObjective(FramedObjective):
     def decide(self, batch: Batch) -> Decision:
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
+    def predict(self, batch: Batch) -> Pair:
+        """log-normalizers of the batch's anchors from lasting state alone, [B] each; here: the batch's own value."""
+        return batch.log_g
+
+    @torch.no_grad()
+    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> Pair:
+        """What the method believes log(eps + g) of these pairs to be, without learning from them, [b] each.
+
+        For the estimation error of NeuCLIP, appendix B.6. Collective. A method without state answers with the value
+        within these features, which should then be a batch of the training's size.
+        """
+        dtype = self.context.dtype
+        with true_fp32():
+            batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids), step=self.steps)
+            first, second = self.predict(batch)
+        return first[batch.rows], second[batch.rows]
+
     def fetch(self, sample_ids: Tensor) -> Any:
         """Per-sample state of the batch, the same on every rank; the method finds it in `batch.fetched`."""
         return None

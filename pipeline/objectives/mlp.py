@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.frame import Batch
+from pipeline.objectives.frame import Batch, Pair
 from pipeline.objectives.inner_optimizer import Buffered
 from pipeline.objectives.npn import BothSides, Npn, Prediction
 from pipeline.objectives.prototypes import MAX_LOG_RATIO, Anchors
@@ -94,6 +94,11 @@ class MlpNpn(Npn):
             cold.append(used[-1] if first is None else first)
         self._next_updates += self.config.inner_steps
         return Prediction((used[0], used[1]), (cold[0], cold[1]))
+
+    def predict(self, anchors: BothSides) -> Pair:
+        lasting = self.state.lasting
+        first, second = (alpha({name: lasting[name][s] for name in self.names}, anchors[s]) for s in (0, 1))
+        return first, second
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():

@@ -102,6 +102,9 @@ class NeuClip(GlobalTemperatureObjective):
             update=batch,
         )
 
+    def predict(self, batch: Batch) -> Pair:
+        return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
+
     @property
     def _log_cap(self) -> float:
         cap = self.config.ratio_cap

@@ -46,6 +46,10 @@ class Npn(ABC):
         """Restart if due, update on this batch, predict."""
 
     @abstractmethod
+    def predict(self, anchors: BothSides) -> Pair:
+        """Log-normalizers from the lasting networks alone, [B] each."""
+
+    @abstractmethod
     def commit(self, batch: Batch) -> None:
         """Make what `advance` did on this batch lasting."""
 
@@ -112,6 +116,14 @@ class PrototypeNpn(Npn):
             cold.append(used if first is None else first)
         self._next_updates += self.inner_steps
         return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]))
+
+    def predict(self, anchors: BothSides) -> Pair:
+        live = int(self.live)
+        if not live:
+            raise RuntimeError("there are no prototypes before the first committed step")
+        weight = self.state.lasting["weight"][:, :live]
+        first, second = (prototypes.log_normalizer(anchors[s].full_precision(), weight[s]) for s in (0, 1))
+        return first, second
 
     def weight(self, side: int) -> Tensor:
         """The live prototypes of one side after `advance`, [m, d]."""

@@ -143,3 +143,30 @@ def test_tf32_of_the_users_loop_does_not_reach_the_loss(monkeypatch):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == ["highest", "highest"]
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])
+def test_beliefs_come_from_lasting_state_and_change_nothing(name):
+    settings = {"name": name} | ({"prototypes": 16, "inner_steps": 0} if name == "neuclip" else {})
+    objective = build_objective(settings, context=context(16))
+    image, text = unit_features(16)
+    ids = torch.arange(16)
+    objective.compute(image, text, sample_ids=ids, step=0)
+    objective.commit(lr_scale=0.0)
+    before = objective.state_dict()
+    beliefs = objective.log_normalizers(image, text, sample_ids=ids)
+    assert all(torch.equal(value, before[key]) for key, value in objective.state_dict().items())
+    tau = objective.temperature.value()
+    for side, g in enumerate(normalizers(image, text, (tau, tau))):
+        if name == "neuclip":  # the prototypes are this very batch
+            positives = (1 + (15 * g)).log() - math.log(16)
+            assert torch.allclose(beliefs[side], positives)
+        elif name == "amorlip":
+            assert (beliefs[side] - g.log()).mean().abs() < 0.5  # a fresh network knows the level only
+        else:
+            assert torch.allclose(beliefs[side], g.log(), rtol=1e-6)
+    other = objective.log_normalizers(*unit_features(16, seed=1), sample_ids=ids)
+    if name == "fastclip_v3":  # u belongs to the sample, not to the features
+        assert torch.equal(other[0], beliefs[0])
+    else:
+        assert not torch.equal(other[0], beliefs[0])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipeline.errors import UserError
 from pipeline.objectives import pairwise
@@ -179,9 +180,12 @@ class SoftmaxObjective(FramedObjective):
     def evaluate(
         self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int
     ) -> tuple[ObjectiveOutput, Decision]:
-        batch = self._gather((image, text), fetched=self.fetch(sample_ids), step=step)
-        decision = self.decide(batch)
-        grad_image, grad_text = self._feature_gradients(batch, decision)
+        with record_function("objective.gather"):
+            batch = self._gather((image, text), fetched=self.fetch(sample_ids), step=step)
+        with record_function("objective.decide"):
+            decision = self.decide(batch)
+        with record_function("objective.gradient"):
+            grad_image, grad_text = self._feature_gradients(batch, decision)
         metrics = {"loss": decision.loss, **decision.metrics}
         return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics), decision
 

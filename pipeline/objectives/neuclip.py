@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipeline.config import section
 from pipeline.objectives import prototypes
@@ -78,7 +79,8 @@ class NeuClip(GlobalTemperatureObjective):
     def decide(self, batch: Batch) -> Decision:
         config, tau = self.config, self.temperature.value()
         anchors = anchors_of(batch, config, tau=tau)
-        prediction = self.npn.advance(batch, anchors)
+        with record_function("objective.npn"):
+            prediction = self.npn.advance(batch, anchors)
         alpha, ratio = [], []
         for side in (0, 1):
             alpha.append(torch.maximum(prediction.alpha[side], anchors[side].log_target - self._log_cap))

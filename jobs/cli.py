@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("jobs.plan", "Tell what a recipe will cost in memory, time and reading, before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
     "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets, every digest and count verified."),
+    "doctor": ("jobs.doctor", "Check this node before a run: versions, GPUs, collectives, disk, data."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),

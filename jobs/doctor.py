@@ -1,0 +1,75 @@
+"""`neuclip doctor`: check this node before a run is started on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.doctor import Finding
+
+EXIT_BROKEN = 1
+MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
+
+
+@click.command(name="doctor", epilog="Exit codes: 0 a run can start here, 1 something is broken.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Where runs will go."
+)
+@click.option(
+    "--needs-gib", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Free space needed there."
+)
+@click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
+@click.option(
+    "--constraints",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Tested versions [constraints.txt, where there is one].",
+)
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of the gloo test.")
+def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int) -> int:
+    """Check this node: versions, GPUs, collectives, disk, shared memory, compiler, data; and say what to mend."""
+    if constraints is None and Path("constraints.txt").is_file():
+        constraints = Path("constraints.txt")
+    found = []
+    for finding in examine(output, needs_gib=needs_gib, manifests=manifests, constraints=constraints, ranks=ranks):
+        show(finding)
+        found.append(finding)
+    count = sum(finding.status == "broken" for finding in found)
+    click.echo("\nA run can start here." if not count else f"\n{count} broken: mend that before starting a run.")
+    return EXIT_BROKEN if count else 0
+
+
+def examine(
+    output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
+) -> Iterator[Finding]:
+    """Every check, cheap ones first; findings come as they are made."""
+    from pipeline import doctor
+
+    yield from doctor.check_packages(constraints)
+    yield doctor.check_compiler()
+    yield from doctor.check_memory()
+    yield from doctor.check_disk(output, needed_gib=needs_gib)
+    for manifest in manifests:
+        yield from doctor.check_data(manifest)
+    yield from doctor.check_gpus()
+    yield doctor.check_collectives("cpu", ranks=ranks)
+    import torch
+
+    if torch.cuda.is_available():
+        yield doctor.check_collectives("cuda", ranks=torch.cuda.device_count())
+
+
+def show(finding: Finding) -> None:
+    mark, colour = MARKS[finding.status]
+    click.echo(f"{click.style(f'{mark:<7}', fg=colour)} {finding.subject:<14} {finding.found}")
+    if finding.remedy:
+        click.echo(f"{'':<22} -> {finding.remedy}")
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="jobs.doctor")

@@ -58,18 +58,20 @@ class StreamFiller:
         self._reader = self._open(stream, turn=batch * self._rows)
 
     def fill(
-        self, batch: int, decode: Callable[[Record, int], None], *, corrupt: Counter[tuple[str, str]]
+        self, batch: int, *, decode: Callable[[Record, int], None], corrupt: Counter[tuple[str, str]]
     ) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first = batch * self._rows
         places = self._reader.order.places(first, first + self._rows).tolist()
-        return [self._fill_row(first + r, place, decode, corrupt) for r, place in enumerate(places)]
+        return [
+            self._fill_row(first + r, place=place, decode=decode, corrupt=corrupt) for r, place in enumerate(places)
+        ]
 
     def close(self) -> None:
         self._reader.close()
 
     def _fill_row(
-        self, turn: int, place: int, decode: Callable[[Record, int], None], corrupt: Counter[tuple[str, str]]
+        self, turn: int, *, place: int, decode: Callable[[Record, int], None], corrupt: Counter[tuple[str, str]]
     ) -> int:
         record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
@@ -78,9 +80,9 @@ class StreamFiller:
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), shard)] += 1
-            return self._refill(turn, decode)
+            return self._refill(turn, decode=decode)
 
-    def _refill(self, turn: int, decode: Callable[[Record, int], None]) -> int:
+    def _refill(self, turn: int, *, decode: Callable[[Record, int], None]) -> int:
         """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
         for stream, other in self._substitutes(turn):
             own = stream == self.stream
@@ -157,12 +159,12 @@ class StreamDataset(IterableDataset[Part | Failure]):
             source = SequentialReader(self.order.mixture.manifest, segments, self.retries)
             fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
             for batch in range(first, self.order.layout.steps):
-                yield self._part(fillers, epoch, batch)
+                yield self._part(fillers, epoch=epoch, batch=batch)
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
 
-    def _part(self, fillers: list[StreamFiller], epoch: int, batch: int) -> Part:
+    def _part(self, fillers: list[StreamFiller], *, epoch: int, batch: int) -> Part:
         rows = self.order.layout.rows * len(fillers)
         image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
         captions: list[str] = []
@@ -179,7 +181,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
         corrupt: Counter[tuple[str, str]] = Counter()
         sample_id = np.array(
-            [i for filler in fillers for i in filler.fill(batch, decode, corrupt=corrupt)], dtype=np.int64
+            [i for filler in fillers for i in filler.fill(batch, decode=decode, corrupt=corrupt)], dtype=np.int64
         )
         hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
         return Part(

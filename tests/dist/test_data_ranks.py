@@ -129,7 +129,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signal
     assert nobody_left(child)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_leaves_the_trainer_its_batches(tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C or a launcher's request to stop: the trainer that handles it still gets batches, then all end."""
     child = start(tmp_path, "graceful")

@@ -64,7 +64,7 @@ def ids_of(group: list[Loader], steps: int) -> list[list[int]]:
     return [[i for one in group for i in next(one).sample_id.tolist()] for _ in range(steps)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=cases())
 def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("case")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.report.evaluations import Score
-from pipeline.report.figures import SERIES, Bar, Line, bar_chart, line_chart, short
+from pipeline.report.figures import SERIES, Bar, Line, bar_chart, line_chart
 from pipeline.report.run import Run
 
 MAIN = ("loss", "normalizer_gap", "normalizer_gap_cold", "tau", "lr", "samples_per_second", "data_wait")

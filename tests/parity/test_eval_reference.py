@@ -27,6 +27,15 @@ from tests.evaluation_suite import association_rows, write_suite
 TOLERANCE = 1e-6
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Single images are too small to share: on a busy machine threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def model() -> EvaluationModel:
     towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=3)

@@ -1,0 +1,192 @@
+"""The ways a run is started on a cluster: two nodes under deepspeed, Slurm with pre-emption, the container file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, environment
+from tests.shards import write_shards
+from tests.towers import write_tiny
+
+CLUSTER = ROOT / "jobs" / "cluster"
+SBATCH = CLUSTER / "train.sbatch"
+STEPS, BATCH = 8, 8
+
+# Stands for Slurm on one machine: two tasks of one node; what it starts is noted, so that the test can signal it.
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+export SLURM_NTASKS=2
+PIDS=()
+for i in 0 1; do
+    SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & PIDS+=($!)
+done
+echo "${PIDS[@]}" > "$FAKE/pids.tmp"; mv "$FAKE/pids.tmp" "$FAKE/pids"
+CODE=0
+for pid in "${PIDS[@]}"; do wait "$pid"; c=$?; ((c > CODE)) && CODE=$c; done
+exit $CODE
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == requeue ]]; then echo "$2" >> "$FAKE/requeued"; else echo 127.0.0.1; fi
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    write_shards(folder / "shards", [20, 30, 15])
+    write_tiny(folder)
+    (folder / "recipe.yaml").write_text(
+        json.dumps(
+            {
+                "output": str(folder / "run"),
+                "samples": STEPS * BATCH,
+                "batch_size": BATCH,
+                "model": {"arch": str(folder / "tiny-towers.json")},
+                "data": {"sources": str(folder / "shards"), "streams": 4, "shuffle_buffer": 10, "workers": 0},
+                "objective": {"name": "openclip"},
+                "schedule": {"warmup_steps": 2},
+                "engine": {"deepspeed": "zero1_fp32", "device": "cpu"},
+                "telemetry": {"every": 1, "tensorboard": False},
+            }
+        )
+    )
+    return folder
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `srun` and `scontrol` are ours."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        path = tmp_path / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": str(_job_id()), "SLURM_JOB_NODELIST": "node-a"}
+    return {**environment(), **job, "PATH": path, "FAKE": str(tmp_path), "PYTHON": sys.executable}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _job_id() -> int:
+    """A number of a job whose port (the template's rule: 20000 + number) nobody listens on."""
+    for number in range(os.getpid() % 10_000, 20_000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 20_000 + number)) != 0:
+                return number
+    raise AssertionError("every port is taken")
+
+
+def steps(run: Path) -> list[int]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["step"] for record in lines if record["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_two_nodes_under_deepspeed(base: Path, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
+    launcher = str(Path(sys.executable).parent / "deepspeed")
+    common = ["--master_addr", "127.0.0.1", "--master_port", str(_free_port()), "--module", "jobs.train"]
+    settings = ["--recipe", str(base / "recipe.yaml"), f"output={tmp_path / 'run'}"]
+    nodes = [
+        subprocess.Popen(
+            [launcher, "--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(node), *common, *settings],
+            cwd=ROOT,
+            env={**environment(), "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        outputs = [node.communicate(timeout=300)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-3000:] for text in outputs)
+    assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
+    meta = json.loads((tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json").read_text())
+    assert meta["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_slurm_requeues_after_a_signal_and_finishes(base: Path, slurm: dict[str, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    long = f"samples={4000 * BATCH}"
+    job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
+    first = subprocess.Popen([*job, long], cwd=ROOT, env=slurm, stdout=subprocess.PIPE, text=True)
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and '"step": 2,' in metrics.read_text()):
+        assert first.poll() is None, first.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for pid in (tmp_path / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGUSR1)
+    output = first.communicate(timeout=120)[0]
+    assert first.returncode == 75, output
+    assert (tmp_path / "requeued").read_text().split() == [slurm["SLURM_JOB_ID"]]
+    stopped_at = steps(run)[-1]
+    again = subprocess.run([*job, f"samples={(stopped_at + 3) * BATCH}"], cwd=ROOT, env=slurm, capture_output=True,
+                           text=True, timeout=300)  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert steps(run) == list(range(1, stopped_at + 4))
+    assert len((tmp_path / "requeued").read_text().split()) == 1
+
+
+@pytest.mark.parametrize(("code", "checkpoint", "requeued"), [(75, False, True), (1, False, False), (1, True, True),
+                                                               (2, True, False), (0, True, False)])  # fmt: skip
+def test_what_slurm_queues_again(
+    code: int, checkpoint: bool, requeued: bool, base: Path, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """The template's decision alone: srun is replaced by a script that ends as told."""
+    write = f"mkdir -p {tmp_path}/run/checkpoints; echo step-00000005 > {tmp_path}/run/checkpoints/latest"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{write if checkpoint else ':'}\nexit {code}\n")
+    done = subprocess.run(["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={tmp_path / 'run'}"], env=slurm,
+                          capture_output=True, text=True, timeout=30)  # fmt: skip
+    assert done.returncode == code
+    assert (tmp_path / "requeued").exists() == requeued, done.stdout
+
+
+def test_the_template_is_sound_and_dry_runs(base: Path) -> None:
+    subprocess.run(["bash", "-n", str(SBATCH)], check=True)
+    settings = ["output=/shared/a b", "optimizer.lr=1e-3"]
+    done = subprocess.run(["bash", str(SBATCH), "r.yaml", *settings], capture_output=True, text=True, check=True,
+                          env={**environment(), "DRY_RUN": "1", "CONTAINER": "/shared/neuclip.sif"})  # fmt: skip
+    assert done.stdout.split() == [
+        "apptainer", "exec", "--nv", "/shared/neuclip.sif", "python", "-m", "jobs.train", "--recipe", "r.yaml",
+        "--resume", "latest", "output=/shared/a\\", "b", "optimizer.lr=1e-3",
+    ]  # fmt: skip
+    without = subprocess.run(["bash", str(SBATCH), "r.yaml"], capture_output=True, text=True, env=environment())
+    assert without.returncode != 0
+    assert "output=DIR" in without.stderr
+
+
+def test_the_container_file_copies_what_exists_and_what_is_needed() -> None:
+    text = (CLUSTER / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for name in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"pipeline", "data_prep", "jobs", "ds_configs", "pyproject.toml", "constraints.txt"} <= copied
+    assert text.count("--constraint constraints.txt") == text.count("pip install")
+
+
+def test_the_example_hostfile_is_read_by_deepspeed() -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert dict(fetch_hostfile(str(CLUSTER / "train-hostfile"))) == {"node-a": 8, "node-b": 8}

@@ -48,7 +48,9 @@ def is_whole(body: bytes, kind: str) -> bool:
     scan, and bytes after the end (many cameras add some) are allowed.
     """
     if kind in ("JPEG", "MPO"):
-        return body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
+        tail = body[-64:]  # nearly always enough, and a search through the whole file costs as much as its header
+        near = b"\xff\xd9" in tail and b"\xff\xda" not in tail
+        return near or body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
     if kind == "PNG":
         return b"IEND" in body[-4096:]
     if kind == "GIF":

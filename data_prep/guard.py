@@ -13,6 +13,7 @@ per-host limits across machines (they hold per machine: each process takes its s
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
 from typing import Literal
@@ -69,19 +70,25 @@ class AddressFilter:
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = [ipaddress.ip_network(text, strict=False) for text in allowed]
+        self._refusal = functools.lru_cache(maxsize=65_536)(self._judge)
 
     def check(self, text: str) -> None:
         """Raises: FetchError (refused address) when `text`, an IP address, is special and not explicitly allowed."""
+        refusal = self._refusal(text)
+        if refusal:
+            raise FetchError(reasons.REFUSED_ADDRESS, refusal)
+
+    def _judge(self, text: str) -> str | None:
+        """Why an address is refused, or None; a pure function of the text, so that its answers can be kept."""
         address = ipaddress.ip_address(text.partition("%")[0])
         if any(address in network for network in self._allowed):
-            return
+            return None
         inner = _inner(address)
         if inner is not None:
-            self.check(str(inner))
-            return
+            return self._judge(str(inner))
         metadata = any(address in network for network in _METADATA)
-        if not address.is_global or address.is_multicast or metadata:
-            raise FetchError(reasons.REFUSED_ADDRESS, f"{address} is {_kind(address)}")
+        special = not address.is_global or address.is_multicast or metadata
+        return f"{address} is {_kind(address)}" if special else None
 
     def connect(
         self,

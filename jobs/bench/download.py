@@ -66,10 +66,10 @@ def command(urls: int, rounds: int, shard_size: int, processes: int, threads: in
     """Time both ways by turns and print the ratio of their medians."""
     wall: dict[str, list[float]] = {"ours": [], "direct": []}
     busy: dict[str, list[float]] = {"ours": [], "direct": []}
-    with tempfile.TemporaryDirectory() as temporary, _server() as base:
+    with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
         folder = Path(temporary)
         table = folder / "urls.parquet"
-        _write_table(table, base, urls)
+        write_table(table, base, urls)
         scripts = {"ours": folder / "ours.py", "direct": folder / "direct.py"}
         scripts["ours"].write_text(_OURS)
         scripts["direct"].write_text(_DIRECT)
@@ -100,7 +100,8 @@ def _time(script: Path, words: list[str]) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def _write_table(path: Path, base: str, urls: int) -> None:
+def write_table(path: Path, base: str, urls: int) -> None:
+    """A table of that many URLs of the server."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -112,7 +113,8 @@ def _write_table(path: Path, base: str, urls: int) -> None:
 
 
 @contextmanager
-def _server() -> Iterator[str]:
+def serve_photographs() -> Iterator[str]:
+    """The base URL of a server process that answers at once."""
     context = multiprocessing.get_context("spawn")
     port = context.Queue()
     process = context.Process(target=_serve, args=(port,), daemon=True)

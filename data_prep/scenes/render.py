@@ -19,6 +19,7 @@ SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced: smoot
 RADIUS = {"small": (0.15, 0.17), "medium": (0.23, 0.25), "large": (0.38, 0.42)}
 GROUP_RADIUS = (0.14, 0.16)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
+DARK_EDGE, LIGHT_EDGE = (16, 16, 20), (235, 235, 235)  # an outline as in clip art: shapes look alike in every colour
 Placement = tuple[Item, float, float, float]  # item, centre x, centre y, radius; shares of the side
 
 
@@ -74,24 +75,24 @@ def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
 
 
 def _paste(image: Image.Image, item: Item, where: tuple[float, float, float], draws: Draws) -> None:
-    """Draw one object on the image: an edge in a dark or light tone, the colour inside it, the texture on that."""
+    """Draw one object on the image: its outline, the colour inside it, the texture on that."""
     x, y, radius = where
     side = max(4, round(2 * radius * image.width))
     angle = draws.between(-0.12, 0.12)
     size = side * SUPERSAMPLING
     whole = _mask(item.shape, size, 1.0, angle)
-    inner = _mask(item.shape, size, 0.62 if item.texture == "hollow" else 0.9, angle)
+    inner = _mask(item.shape, size, 0.6 if item.texture == "hollow" else 0.84, angle)
     colour = _shaded(COLOURS[item.colour][0], draws)
     left, top = round(x * image.width - side / 2), round(y * image.height - side / 2)
     if item.texture == "hollow":
         image.paste(colour, (left, top), ImageChops.subtract(whole, inner).reduce(SUPERSAMPLING))
         return
-    light = sum(colour) > 330
-    edge = tuple(c // 2 for c in colour) if light else tuple(128 + c // 2 for c in colour)
+    edge = DARK_EDGE if sum(colour) > 150 else LIGHT_EDGE
     image.paste(edge, (left, top), whole.reduce(SUPERSAMPLING))
     image.paste(colour, (left, top), inner.reduce(SUPERSAMPLING))
     if item.texture != "plain":
         pattern = ImageChops.multiply(_pattern(item.texture, size, draws), inner)
+        light = sum(colour) > 330
         second = tuple(c // 5 for c in colour) if light else tuple(200 + c // 5 for c in colour)
         image.paste(second, (left, top), pattern.reduce(SUPERSAMPLING))
 

@@ -14,6 +14,7 @@ from pipeline.config import section
 from pipeline.data.config import DataConfig
 from pipeline.engine import EngineConfig, deepspeed_settings
 from pipeline.errors import UserError
+from pipeline.in_training import InTrainingConfig
 from pipeline.model import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.optim import OptimizerConfig, ScheduleConfig
@@ -46,6 +47,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    evaluation: InTrainingConfig = InTrainingConfig()
     plan: PlanConfig = PlanConfig()
 
     @property

@@ -49,6 +49,17 @@ class Telemetry:
         if self._progress is not None:
             self._progress.update(step, scalars)
 
+    def evaluation(self, *, step: int, scores: Mapping[str, float]) -> None:
+        """Scores of the weights after `step` steps."""
+        if not self._is_main:
+            return
+        self._write({"kind": "evaluation", "step": step, "time": round(time.time(), 3), **_rounded(scores)})
+        if self._board is not None:
+            for name, value in scores.items():
+                self._board.add_scalar(f"evaluation/{name}", value, step)
+        if self._progress is not None:
+            self._progress.say(f"Evaluation at step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+
     def event(self, message: str, **facts: Any) -> None:
         """Something that happened, for the terminal and the record."""
         if not self._is_main:
@@ -156,7 +167,7 @@ def _open_at(path: Path, first_step: int) -> TextIO:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if record.get("kind") != "train" or record["step"] <= first_step:
+            if record.get("kind") not in ("train", "evaluation") or record["step"] <= first_step:
                 kept.append(line + "\n")
     path.write_text("".join(kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")

@@ -20,6 +20,7 @@ from pipeline.data.loader import Batch, Loader, build_loader
 from pipeline.data.tokenize import fast_tokenizer
 from pipeline.engine import Engine
 from pipeline.errors import UserError
+from pipeline.in_training import InTraining
 from pipeline.model import Architecture, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective
 from pipeline.optim import lr_scale
@@ -49,6 +50,7 @@ class Trainer:
     telemetry: Telemetry
     writer: CheckpointWriter
     probe: GradientProbe | None = None
+    in_training: InTraining | None = None
     step: int = 0
     skipped: int = 0
 
@@ -71,6 +73,9 @@ class Trainer:
                     self._tell_epoch(batch)
                 if ends or self.step % self.run.checkpoint.every == 0:
                     self.save(batch)
+                if self.in_training and (ends or self.step % self.run.evaluation.every == 0):
+                    scores = self.in_training(dict(self.engine.state.weights()), step=self.step)
+                    self.telemetry.evaluation(step=self.step, scores=scores)
         self.writer.wait()
         if self.step < self.run.total_steps:
             self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
@@ -236,6 +241,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
                                   on_event=telemetry.event)  # fmt: skip
         stack.callback(writer.wait)
         trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, writer)
+        if run.evaluation.suite is not None:
+            trainer.in_training = InTraining(run.evaluation, run=folder, model=run.model, world=world)
         for note in notes:
             telemetry.event(note)
         if checkpoint is not None:

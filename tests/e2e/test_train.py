@@ -200,3 +200,28 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
     skipped = {event["step"]: event["sample_ids"] for event in events if "sample_ids" in event}
     assert skipped[2] == found["ids 2"]
     assert skipped[3] == found["ids 3"]
+
+
+@pytest.mark.slow
+def test_evaluation_in_training_gives_the_checkpoints_scores(base: Path) -> None:
+    from data_prep.scenes import ScenesConfig, write_suite
+    from pipeline.evaluation import evaluate
+    from pipeline.evaluation.suite import open_suite
+
+    write_suite(ScenesConfig(pairs=50, held_out=24, retrieval_pairs=10, image_size=32), base / "suite")
+    arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
+    run("jobs.train", *arguments, ranks=2)
+    lines = map(json.loads, (base / "watched" / "metrics.jsonl").read_text().splitlines())
+    scores = {record["step"]: record for record in lines if record["kind"] == "evaluation"}
+    assert list(scores) == [6, 12]
+    tasks = {entry.task.key for entry in open_suite(base / "suite").entries}
+    assert tasks <= scores[12].keys()
+    # The checkpoint's own evaluation finds every result done.
+    (again,) = evaluate(str(base / "watched" / "checkpoints" / f"step-{STEPS:08d}"), suite=base / "suite")
+    assert set(again.reused) == tasks
+    assert {task: result.score for task, result in again.results.items()} == {
+        task: pytest.approx(scores[12][task], rel=1e-8) for task in tasks
+    }
+    missing = run("jobs.train", *settings(base, "blind", "evaluation.suite=/nowhere"), check=False)
+    assert missing.returncode == 2
+    assert "/nowhere" in missing.stderr

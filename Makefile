@@ -29,8 +29,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/neuclip demo
 
+# Two files at a time, one thread each: most tests wait for processes that they start.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,240 @@
+"""Samples per second of our training step against open_clip_train's, on the same model, batch and synthetic data.
+
+    python -m jobs.bench.train --arch ViT-B-32 --image-size 64 --batch 32
+    python -m jobs.bench.train --arch ViT-B-16 --batch 640 --rounds 10                   on a GPU
+    python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8
+
+The opponent is `train_one_epoch` of the installed package, as its own `main` sets it up (AdamW in two groups, ClipLoss,
+amp in bf16). Ours are whole steps as the trainer takes them, with pixels as uint8 that are normalised on the device, in
+a DeepSpeed engine: once with the openclip objective, which does the same job, and once with neuclip, whose extra time
+is the normalizer network's. Contestants take turns in rounds of a few steps in one process with one rank, so that other
+users of the machine meet all of them; what counts is the ratio within a round. On a GPU time is wall time; on a CPU it
+is the process's CPU time, which others hardly disturb. Data loading is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.data.decode import normalize
+from pipeline.engine import Engine, EngineConfig
+from pipeline.model import ModelConfig, build_towers
+from pipeline.objectives import build_objective
+from pipeline.optim import OptimizerConfig
+from pipeline.step import TrainStep
+from pipeline.versions import versions
+from pipeline.world import World, start_world
+
+OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
+DATASET = 1_000_000
+SEED = 0
+
+Rounds = Callable[[int], None]
+"""Takes a number of steps."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """One global batch: uint8 pixels [B, 3, S, S] and tokens [B, L], on the host."""
+
+    pixels: Tensor
+    text: Tensor
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="ViT-B-32")
+    parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (both sides cache features)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--prototypes", type=int, default=4096)
+    parser.add_argument("--inner-steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a contestant per round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--grad-checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
+    return parser.parse_args()
+
+
+def make_data(args: argparse.Namespace) -> Data:
+    """Random pixels and texts of a fixed seed."""
+    config = ModelConfig(arch=args.arch, image_size=args.image_size)
+    _, architecture = build_towers(config, seed=SEED, device="meta")
+    generator = torch.Generator().manual_seed(SEED)
+    size, length = architecture.image_size, int(architecture.model_cfg["text_cfg"].get("context_length", 77))
+    pixels = torch.randint(0, 256, (args.batch, 3, size, size), generator=generator, dtype=torch.uint8)
+    text = torch.randint(1, 49406, (args.batch, length), generator=generator)
+    text[:, -1] = 49407
+    return Data(pixels, text, architecture.mean, architecture.std)
+
+
+def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) -> Rounds:
+    """Our step, as `Trainer` takes it."""
+    config = ModelConfig(arch=args.arch, image_size=args.image_size, grad_checkpointing=args.grad_checkpointing)
+    towers, architecture = build_towers(config, seed=SEED)
+    micro = args.batch // args.accumulate if args.accumulate > 1 else None
+    settings = {"prototypes": args.prototypes, "inner_steps": args.inner_steps} if objective == "neuclip" else {}
+    method = build_objective(
+        {"name": objective, **settings},
+        dim=architecture.dim,
+        batch_size=args.batch,
+        dataset_size=DATASET,
+        total_steps=10**6,
+        world=world,
+        device=world.device,
+    )
+    engine = Engine(
+        towers.to(world.device),
+        config=EngineConfig(deepspeed=f"zero{args.stage}_{args.precision}", micro_batch=micro),
+        optimizer=OPTIMIZER,
+        world=world,
+        global_batch=args.batch,
+        compile_towers=args.compile,
+    )
+    engine.train()
+    take_step = TrainStep(engine, method, world=world, seed=SEED, local_batch=args.batch, micro_batch=micro)
+    ids = torch.arange(args.batch)
+    taken = 0
+
+    def run(steps: int) -> None:
+        nonlocal taken
+        for _ in range(steps):
+            image = normalize(data.pixels.to(world.device, non_blocking=True), mean=data.mean, std=data.std)
+            text = data.text.to(world.device, non_blocking=True)
+            result = take_step((image, text), sample_ids=ids.to(world.device), step=taken, lr_scale=1e-3)
+            assert result.applied
+            taken += 1
+
+    return run
+
+
+class Loader:
+    """What open_clip_train expects of a data loader: micro-batches of normalised pixels and tokens."""
+
+    def __init__(self, data: Data, *, micro_batch: int) -> None:
+        image = normalize(data.pixels, mean=data.mean, std=data.std).float()
+        self.batches = list(zip(image.split(micro_batch), data.text.split(micro_batch), strict=True))
+        self.num_samples = len(data.pixels)
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i in range(self.num_batches):
+            yield self.batches[i % len(self.batches)]
+
+
+def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.device) -> Rounds:
+    """The package's own training loop."""
+    import open_clip
+    from open_clip_train.train import train_one_epoch
+
+    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True).to(device)
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    free = [p for name, p in named if p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name or "logit" in name]
+    decayed = [p for _, p in named if not any(p is other for other in free)]
+    groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": OPTIMIZER.weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr * 1e-3, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    trained: Any = torch.compile(model) if args.compile else model
+    loader = Loader(data, micro_batch=args.batch // args.accumulate)
+    settings = SimpleNamespace(
+        device=str(device),
+        precision="amp_bf16" if args.precision == "bf16" else "fp32",
+        distill=False,
+        accum_freq=args.accumulate,
+        skip_scheduler=True,
+        grad_clip_norm=None,
+        horovod=False,
+        rank=0,
+        local_rank=0,
+        log_local=False,
+        log_every_n_steps=10**9,
+        batch_size=args.batch // args.accumulate,
+        world_size=1,
+        wandb=False,
+    )
+    source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
+    loss = open_clip.ClipLoss()
+
+    def run(steps: int) -> None:
+        loader.num_batches = steps * args.accumulate
+        train_one_epoch(trained, source, loss, 0, optimizer, None, None, None, settings)
+
+    return run
+
+
+def seconds(run: Rounds, steps: int, device: torch.device) -> float:
+    """Time of some steps, to the end of the device's work: of the wall on a GPU, of all threads on a CPU."""
+    if device.type == "cpu":
+        start = time.process_time()
+        run(steps)
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(steps)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    with start_world(device=args.device) as world:
+        data = make_data(args)
+        contestants = {
+            "open_clip_train": open_clip_train(args, data, device=world.device),
+            "openclip": ours(args, data, objective="openclip", world=world),
+            "neuclip": ours(args, data, objective="neuclip", world=world),
+        }
+        names = list(contestants)
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(args.rounds + 1):
+            # Each round begins with another contestant, so that none always follows the same one.
+            for name in names[number % 3 :] + names[: number % 3]:
+                taken = seconds(contestants[name], args.steps, world.device)
+                if number:
+                    times[name].append(taken / args.steps)
+        report(args, times, device=world.device)
+
+
+def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: torch.device) -> None:
+    """Medians over rounds; ratios are medians of the ratios within rounds."""
+    size = f" at {args.image_size} px" if args.image_size else ""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{args.arch}{size}, batch {args.batch} in {args.accumulate}, {args.precision}, ZeRO-{args.stage}, {where}")
+    print(
+        ", ".join(f"{name} {version}" for name, version in versions(("torch", "deepspeed", "open_clip_torch")).items())
+    )
+    print(f"{'':<18}{'ms/step':>10}{'samples/s':>12}{'/ open_clip_train':>20}{'lowest':>9}{'highest':>9}")
+    theirs = times["open_clip_train"]
+    for name, found in times.items():
+        ratios = [b / a for a, b in zip(found, theirs, strict=True)]
+        median = statistics.median(found)
+        print(
+            f"{name:<18}{median * 1e3:>10.1f}{args.batch / median:>12.1f}{statistics.median(ratios):>20.3f}"
+            f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
+        )
+    extra = [b / a - 1 for a, b in zip(times["openclip"], times["neuclip"], strict=True)]
+    print(f"neuclip takes {statistics.median(extra):+.1%} of openclip's time ({args.prototypes} prototypes, "
+          f"{args.inner_steps} inner steps)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

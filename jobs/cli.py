@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 import traceback
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str) -> None:
     """Run a click command and end the process: 0 done, 2 the user's to mend, 70 ours to mend, 130 interrupted."""
+    # Threads of OpenMP that spin while they wait take the cores from loading workers and from other ranks.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:

@@ -55,6 +55,7 @@ def ingest(scenes: Any, data: Path) -> None:
     """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted."""
     from data_prep.config import DownloadConfig
     from data_prep.download import download
+    from data_prep.report import write_report as write_ingestion_report
     from data_prep.scenes import serve_scenes, write_url_table
     from jobs.download import ProgressBar, summary
     from pipeline.config import merge, parse, read_yaml
@@ -76,6 +77,7 @@ def ingest(scenes: Any, data: Path) -> None:
         with ProgressBar() as progress:
             manifest = download(parse(DownloadConfig, merge(read_yaml(INGESTION), given)), on_progress=progress)
     click.echo(summary(manifest, shards))
+    click.echo(f"What was fetched and what was not: {write_ingestion_report(shards)}")
 
 
 def make_suite(scenes: Any, folder: Path) -> None:

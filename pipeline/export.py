@@ -11,6 +11,7 @@ Towers of the last line map normalised images [B, 3, H, W] or tokens [B, L] to u
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -184,6 +185,7 @@ def _export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) ->
 def _export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
     import onnxruntime
 
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it tells of every constant that it does not fold
     path = folder / f"{side}.onnx"
     shapes: Any = ({0: torch.export.Dim("batch")},)
     with _traceable():

@@ -29,7 +29,7 @@ BUCKET = 500_000_000
 class PlanConfig:
     """What `neuclip plan` assumes about machine and data. Training does not read it."""
 
-    gpus: int = Field(default=8, ge=1)
+    gpus: int = Field(default=1, ge=1)
     peak_tflops: float = Field(default=989.0, gt=0)
     """Dense bf16 rate of one GPU: H100 and H200 989, A100 312, L40S 362, T4 (fp16) 65."""
     gpu_gib: float = Field(default=80.0, gt=0)

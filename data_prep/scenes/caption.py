@@ -23,10 +23,10 @@ from data_prep.scenes.vocabulary import (
     words,
 )
 
-# How much a web caption says, and how often: a third are terse and name one or two things. An attribute is said with
+# How much a web caption says, and how often: half are terse and name one or two things. An attribute is said with
 # probability detail ** EASE: what is easy to see is left out more often, else nothing would teach what is hard to see.
-DETAIL = (0.3, 0.75, 1.0), (0.35, 0.45, 0.2)
-EASE = {"background": 2.0, "colour": 1.0, "size": 1.0, "texture": 0.5, "position": 0.5}
+DETAIL = (0.15, 0.5, 1.0), (0.5, 0.4, 0.1)
+EASE = {"background": 2.0, "colour": 0.8, "size": 1.5, "texture": 0.2, "position": 0.3}
 OPENINGS = ("", "a photo of ", "an image of ", "picture of ", "a drawing of ", "photo: ", "look at ")
 
 
@@ -85,8 +85,8 @@ def _noun(item: Item, draws: Draws, *, detail: float, many: bool = False) -> str
         adjectives.append(draws.favoured(TEXTURES[item.texture], 0.7))
     if draws.chance(detail ** EASE["colour"]):
         adjectives.append(draws.favoured(words(COLOURS, item.colour), 0.7))
-    generic = draws.chance(0.25 * (1 - detail))
-    noun = draws.pick(GENERIC) if generic else draws.favoured(SHAPES[item.shape], 0.7)
+    generic = draws.chance(0.08 * (1 - detail))
+    noun = draws.pick(GENERIC) if generic else draws.favoured(SHAPES[item.shape], 0.85)
     return " ".join([*draws.shuffled(adjectives), _plural(noun) if many else noun])
 
 

@@ -16,7 +16,7 @@ from data_prep.scenes.shapes import outline
 from data_prep.scenes.vocabulary import COLOURS, POSITIONS, Colour
 
 SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced: smooth edges at small sizes
-RADIUS = {"small": (0.15, 0.17), "medium": (0.23, 0.25), "large": (0.38, 0.42)}
+RADIUS = {"small": (0.18, 0.20), "medium": (0.28, 0.30), "large": (0.42, 0.46)}
 GROUP_RADIUS = (0.14, 0.16)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
 DARK_EDGE, LIGHT_EDGE = (16, 16, 20), (235, 235, 235)  # an outline as in clip art: shapes look alike in every colour

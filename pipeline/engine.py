@@ -131,7 +131,7 @@ class Engine:
         return features
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
-        """torch's fused attention is slow backward in bf16 on CPUs: the plain one took 0.65 of a step's time there."""
+        """torch's fused attention is slow backward in bf16 on CPUs; the plain one is faster there."""
         if self.bf16 and self.world.device.type == "cpu":
             return sdpa_kernel(SDPBackend.MATH)
         return contextlib.nullcontext()

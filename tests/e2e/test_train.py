@@ -172,8 +172,6 @@ def test_refused_before_any_work(base: Path, two_ranks: Path) -> None:
 
 @pytest.mark.slow
 def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None:
-    from pipeline.objectives import objective_names
-
     kept = [
         s
         for s in settings(base, "unused", "samples=48", "checkpoint.every=3")
@@ -181,11 +179,11 @@ def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None
     ]
     out = base / "objectives"
     run("tests.e2e.every_objective", str(out), *kept, timeout=600)
-    agree = json.loads((out / "agree.json").read_text())
-    assert all(agree.values()), agree
-    # Other tests register toys of their own in this process.
-    assert {name for name in objective_names() if not name.startswith("toy")} <= agree.keys() | {"poisoned"}
-    assert len(agree) >= 11
+    # The names in full: in this process, other tests register toys of their own.
+    names = (
+        "amorlip fastclip_v0 fastclip_v1 fastclip_v2 fastclip_v3 isogclr neuclip neuclip_literal openclip siglip sogclr"
+    )
+    assert json.loads((out / "agree.json").read_text()) == dict.fromkeys(names.split(), True)
 
 
 @pytest.mark.slow

@@ -169,10 +169,7 @@ class CheckpointWriter:
         final = self.folder / name_of(snapshot.step)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        latest = self.folder / "latest.tmp"
-        latest.write_text(final.name + "\n")
-        _flush_and_hash(latest)
-        os.replace(latest, self.folder / "latest")
+        _write_atomically(self.folder / "latest", final.name + "\n")
         _flush_folder(self.folder)
         self._prune()
         size = sum(entry["bytes"] for entry in files.values())
@@ -237,10 +234,13 @@ class Checkpoint:
         return rows
 
 
-def find_checkpoint(run: Path, which: str, *, on_event: Callable[[str], None]) -> Checkpoint | None:
+def find_checkpoint(
+    run: Path, which: str, *, on_event: Callable[[str], None], not_after: int | None = None
+) -> Checkpoint | None:
     """The checkpoint to resume from: `latest` takes the newest good one; anything else names a folder.
 
     Every file's size and hash are checked. Damaged checkpoints are reported to `on_event` and passed over.
+    Args: not_after: `latest` passes over later steps than this one.
     Raises: UserError when a folder was named and is damaged or no checkpoint, or `latest` finds only damaged ones.
     """
     if which != "latest":
@@ -250,6 +250,7 @@ def find_checkpoint(run: Path, which: str, *, on_event: Callable[[str], None]) -
             raise UserError(f"Cannot resume from {path}: {problem}")
         return Checkpoint(path, _read_meta(path))
     found = sorted((run / "checkpoints").glob(f"{PREFIX}*"), reverse=True)
+    found = [path for path in found if not_after is None or step_of(path) <= not_after]
     for path in found:
         problem = damage(path)
         if problem is None:
@@ -258,6 +259,16 @@ def find_checkpoint(run: Path, which: str, *, on_event: Callable[[str], None]) -
     if found:
         raise UserError(f"All {len(found)} checkpoints below {run} are damaged. Start again with a new output folder.")
     return None
+
+
+def abandon_after(run: Path, step: int) -> None:
+    """Remove checkpoints of later steps than `step`: the run went back to it, and would resume from them. One rank."""
+    folder = run / "checkpoints"
+    _write_atomically(folder / "latest", name_of(step) + "\n")
+    for path in folder.glob(f"{PREFIX}*"):
+        if step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
+    _flush_folder(folder)
 
 
 def damage(path: Path) -> str | None:
@@ -304,6 +315,13 @@ def _flush_and_hash(path: Path) -> str:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sha256(path)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _flush_and_hash(temporary)
+    os.replace(temporary, path)
 
 
 def _flush_folder(path: Path) -> None:

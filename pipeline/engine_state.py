@@ -93,6 +93,11 @@ class EngineState:
                     value.copy_(weights[name])
             if counter:
                 self._load_moments(moments, counter)
+            else:  # from before the first update: there are no moments, whatever has come since
+                for state in self._torch_optimizer.state.values():
+                    for value in state.values():
+                        if isinstance(value, Tensor):
+                            value.zero_()
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
         """Live tensors by name, in the order of open_clip's state dict (a state dict proper is detached at stage 3)."""

@@ -39,6 +39,9 @@ class RunConfig:
     seed: int = Field(default=0, ge=0)
     max_skipped_steps: int = Field(default=10, ge=0)
     """Stop after this many steps in a row whose loss or gradient was not finite."""
+    max_rollbacks: int = Field(default=0, ge=0)
+    """Instead of stopping, go back to the newest good checkpoint from before those steps and train on with the data
+    behind them, at most this many times in a run; the step count goes back too, the data does not."""
     data: DataConfig
     objective: ObjectiveConfig
     model: ModelConfig = ModelConfig()

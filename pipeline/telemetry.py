@@ -68,6 +68,16 @@ class Telemetry:
         if self._progress is not None:
             self._progress.say(message)
 
+    def rewind(self, step: int) -> None:
+        """The run went back to `step`: forget the figures of later steps, keep the events."""
+        if not self._is_main:
+            return
+        self._file.close()
+        self._file = _open_at(self._run / METRICS_NAME, step)
+        if self._board is not None:
+            self._board.close()
+            self._board = _tensorboard(self._run, step)
+
     def close(self) -> None:
         if not self._is_main:
             return

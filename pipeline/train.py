@@ -7,19 +7,20 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, find_checkpoint
+from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, abandon_after, find_checkpoint
 from pipeline.config import dump, flatten, to_tree
 from pipeline.data.decode import normalize
 from pipeline.data.loader import Batch, Loader, build_loader
 from pipeline.data.tokenize import fast_tokenizer
 from pipeline.engine import Engine
 from pipeline.errors import UserError
+from pipeline.faults import Faults
 from pipeline.in_training import InTraining
 from pipeline.model import Architecture, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective
@@ -51,8 +52,8 @@ class Trainer:
     writer: CheckpointWriter
     probe: GradientProbe | None = None
     in_training: InTraining | None = None
+    faults: Faults = field(default_factory=Faults)
     step: int = 0
-    skipped: int = 0
 
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
@@ -64,13 +65,16 @@ class Trainer:
                     batch = next(self.loader)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
+                if batch.position.batch == self.loader.steps_per_epoch:
+                    self._tell_epoch(batch)
+                if self._must_go_back():
+                    self._go_back()
+                    continue
                 self.step += 1
                 asked_to_stop = result.stop
                 ends = asked_to_stop or self.step == self.run.total_steps
                 if ends or self.step % self.run.telemetry.every == 0:
                     self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
-                if batch.position.batch == self.loader.steps_per_epoch:
-                    self._tell_epoch(batch)
                 if ends or self.step % self.run.checkpoint.every == 0:
                     self.save(batch)
                 if self.in_training and (ends or self.step % self.run.evaluation.every == 0):
@@ -98,6 +102,7 @@ class Trainer:
             facts={
                 "samples": self.step * self.run.batch_size,
                 "data": self.loader.state_dict(batch.position),
+                "faults": self.faults.state_dict(),
                 "config": to_tree(self.run),
                 "world_size": self.world.size,
                 "versions": versions(),
@@ -108,6 +113,10 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of any ZeRO stage and number of ranks."""
         self.loader.load_state_dict(checkpoint.meta["data"])
+        self.faults.load_state_dict(checkpoint.meta.get("faults", Faults().state_dict()))
+        self._restore_training(checkpoint)
+
+    def _restore_training(self, checkpoint: Checkpoint) -> None:
         self.engine.state.load(
             weights=checkpoint.weights(), moments=checkpoint.moments(), counter=checkpoint.meta["counter"]
         )
@@ -120,11 +129,11 @@ class Trainer:
         image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
         text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop)
+        self.faults.note(applied=result.applied)
         if result.applied:
-            self.skipped = 0
             self._check_probe()
         else:
-            self._skip(batch, result)
+            self._tell_skipped(batch, result)
         return result
 
     def _check_probe(self) -> None:
@@ -133,19 +142,44 @@ class Trainer:
             self.probe = None
             self.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
 
-    def _skip(self, batch: Batch, result: StepResult) -> None:
-        self.skipped += 1
+    def _tell_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
         what = (
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )
         self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
-        if self.skipped > self.run.max_skipped_steps:
+
+    def _must_go_back(self) -> bool:
+        return self.faults.check(
+            step=self.step, max_skipped_steps=self.run.max_skipped_steps, max_rollbacks=self.run.max_rollbacks
+        )
+
+    def _go_back(self) -> None:
+        """To the newest good checkpoint from before the steps that could not be applied; the data goes on."""
+        here, bad = self.step + 1, self.faults.in_a_row
+        self.writer.wait()  # its last checkpoint may be the one
+        notes: list[str] = []
+        folder = Path(self.run.output)
+        checkpoint = _choose_checkpoint(folder, "latest", self.world, notes, not_after=here - bad)
+        for note in notes:
+            self.telemetry.event(note)
+        if checkpoint is None:
             raise UserError(
-                f"{self.skipped} steps in a row could not be applied, up to step {self.step} (max_skipped_steps = "
-                f"{self.run.max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. Resume "
-                "from an earlier checkpoint with a smaller optimizer.lr."
+                f"{bad} steps in a row could not be applied, and no checkpoint is older than step {here - bad}, the "
+                "first of them: there is nothing to go back to. Start again with a smaller optimizer.lr."
             )
+        self._restore_training(checkpoint)
+        self.faults.in_a_row = 0
+        self.faults.rollbacks += 1
+        self.world.barrier()  # all have read it
+        if self.world.is_main:
+            abandon_after(folder, self.step)
+        self.telemetry.rewind(self.step)
+        self.telemetry.event(
+            f"Rolled back to {checkpoint.path.name} after {bad} steps that could not be applied; the data goes on "
+            f"behind them (roll-back {self.faults.rollbacks} of {self.run.max_rollbacks}).",
+            step=here, rollbacks=self.faults.rollbacks, checkpoint=checkpoint.path.name,
+        )  # fmt: skip
 
     def _scalars(self, result: StepResult, batch: Batch, scale: float, meter: Meter) -> dict[str, float]:
         """This step's figures, read from the device in one go."""
@@ -160,6 +194,7 @@ class Trainer:
             **dict(zip(metrics, values, strict=True)),
             "lr": self.run.optimizer.lr * scale,
             **({} if norm is None else {"gradient_norm": norm}),
+            **self.faults.scalars(),
             "corrupt_samples": self.loader.report(position).replaced,
             **meter.read(),
         }
@@ -273,14 +308,16 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
     world.barrier()
 
 
-def _choose_checkpoint(folder: Path, resume: str | None, world: World, notes: list[str]) -> Checkpoint | None:
+def _choose_checkpoint(
+    folder: Path, resume: str | None, world: World, notes: list[str], *, not_after: int | None = None
+) -> Checkpoint | None:
     """Rank 0 chooses and verifies; all ranks take the same. Raises: UserError on every rank."""
     found: Checkpoint | None = None
     problem = ""
     if world.is_main:
         try:
             if resume is not None:
-                found = find_checkpoint(folder, resume, on_event=notes.append)
+                found = find_checkpoint(folder, resume, on_event=notes.append, not_after=not_after)
             elif any((folder / "checkpoints").glob("step-*")):
                 problem = f"{folder} holds checkpoints: add --resume latest to continue, or choose another output."
         except UserError as error:

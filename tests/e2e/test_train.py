@@ -205,6 +205,27 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stage", "ranks"), [("zero0_fp32", 0), ("zero2_bf16", 2)])
+def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, ranks: int) -> None:
+    out = base / f"back-{stage}"
+    write_shards(out / "shards", [100, 100])  # one epoch: no sample comes twice
+    more = (f"engine.deepspeed={stage}", f"data.sources={out / 'shards'}")
+    kept = [s for s in settings(base, "unused", *more) if not s.startswith(("objective.", "output="))]
+    run("tests.e2e.rolled_back_run", str(out), *kept, ranks=ranks)
+    found = json.loads((out / "found.json").read_text())
+    assert found["same"]
+    assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0}
+    assert "as often as max_rollbacks allows" in found["stopped"]
+    lines = list(map(json.loads, (out / "itself" / "metrics.jsonl").read_text().splitlines()))
+    (event,) = [line for line in lines if line["kind"] == "event" and "rollbacks" in line]
+    # The checkpoint at step 8 was written between bad steps, so the one before them counts.
+    assert (event["checkpoint"], event["step"]) == ("step-00000006", 10)
+    figures = {line["step"]: (line["rollbacks"], line["skipped_steps"]) for line in lines if line["kind"] == "train"}
+    assert list(figures) == list(range(1, STEPS + 1))
+    assert (figures[6], figures[7], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
+
+
+@pytest.mark.slow
 def test_evaluation_in_training_gives_the_checkpoints_scores(base: Path) -> None:
     from data_prep.scenes import ScenesConfig, write_suite
     from pipeline.evaluation import evaluate

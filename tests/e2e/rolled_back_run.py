@@ -1,0 +1,97 @@
+"""A run with samples that turn the loss NaN: it goes back by itself, and ends as if somebody had done so by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.objectives import ObjectiveOutput, register
+from pipeline.objectives.openclip import OpenClip, OpenClipConfig
+from pipeline.recipe import RunConfig, load_recipe
+from pipeline.train import prepare_folder, setup
+from pipeline.world import World, start_world
+
+POISON: set[int] = set()
+BAD_STEPS = (7, 8, 9)
+
+
+@register("poisonous", OpenClipConfig)
+class Poisonous(OpenClip):
+    """`openclip`, but NaN for batches that hold one of the samples in POISON on any rank."""
+
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
+        output = super().compute(image, text, sample_ids=sample_ids, step=step)
+        if not POISON & set(sample_ids.tolist()):
+            return output
+        return ObjectiveOutput(output.loss * torch.nan, output.grad_image, output.grad_text, output.metrics)
+
+
+def choose_poison(run: RunConfig, world: World) -> None:
+    """One sample of each of the batches that the steps BAD_STEPS would see."""
+    with setup(run, world=world, resume=None) as trainer:
+        for step in range(max(BAD_STEPS) + 1):
+            batch = next(trainer.loader)
+            if step in BAD_STEPS:
+                POISON.add(int(batch.sample_id[0]))
+
+
+def by_hand(out: str, run: RunConfig, world: World) -> None:
+    """From the checkpoint at step 6 of `out`, draw the batches up to the last bad one, and train on."""
+    folder = Path(run.output, "checkpoints")
+    if world.is_main:
+        folder.mkdir()
+        shutil.copytree(Path(out, "checkpoints", "step-00000006"), folder / "step-00000006")
+    world.barrier()
+    with setup(run, world=world, resume="latest") as trainer:
+        assert trainer.step == 6
+        for _ in range(6, max(BAD_STEPS) + 1):
+            next(trainer.loader)
+        assert trainer.fit() == 0
+
+
+def main() -> None:
+    out, *overrides = sys.argv[1:]
+    torch.set_num_threads(1)
+    found: dict[str, object] = {}
+    with start_world(device="cpu") as world:
+
+        def recipe(name: str, *more: str) -> RunConfig:
+            kept = ["objective.name=poisonous", "max_skipped_steps=2", "checkpoint.keep_last=9", *more]
+            run = load_recipe(None, [*overrides, f"output={out}/{name}", *kept])
+            prepare_folder(run, world=world)
+            return run
+
+        choose_poison(recipe("plan"), world)
+        run = recipe("itself", "max_rollbacks=1", "checkpoint.every=2")
+        with setup(run, world=world, resume=None) as trainer:
+            assert trainer.fit() == 0
+        by_hand(run.output, recipe("hand", "checkpoint.every=2"), world)
+        limited = recipe("limited", "max_rollbacks=1", "samples=400")
+        POISON.update(range(1000))
+        if world.is_main:
+            shutil.copytree(run.output, limited.output, dirs_exist_ok=True)
+        world.barrier()
+        with setup(limited, world=world, resume="latest") as trainer:
+            found["restored"] = trainer.faults.state_dict()
+            try:
+                trainer.fit()
+            except UserError as error:
+                found["stopped"] = str(error)
+        if world.is_main:
+            ends = [
+                load_file(Path(out, name, "checkpoints", "step-00000012", "open_clip_model.safetensors"))
+                for name in ("itself", "hand")
+            ]
+            found["same"] = all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+            Path(out, "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

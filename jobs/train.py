@@ -9,7 +9,13 @@ from __future__ import annotations
 import click
 
 
-@click.command(name="train", epilog="Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint.")
+EXIT_CODES = (
+    "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank stands still or "
+    "is gone (printed: which rank, at which step and phase)."
+)
+
+
+@click.command(name="train", epilog=EXIT_CODES)
 @click.option("--recipe", type=click.Path(dir_okay=False), help="YAML file with the run's settings.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")

@@ -48,7 +48,7 @@ class EngineConfig:
     """Compare the engine's first gradient with plain autograd, and refuse to train on a mismatch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_minutes: float = Field(default=30.0, gt=0.0)
-    """Limit of one collective before the ranks give up on each other."""
+    """Limit of one phase of a step, collectives included, before the ranks tell who is behind and give up."""
 
 
 def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: int) -> dict[str, Any]:

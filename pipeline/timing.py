@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,9 +21,13 @@ class Phases:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.on_enter: Callable[[str], None] | None = None
+        """Is told every phase's name when it begins."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if self.on_enter is not None:
+            self.on_enter(name)
         with torch.profiler.record_function(name):
             if self._cuda:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

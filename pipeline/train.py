@@ -21,6 +21,7 @@ from pipeline.data.tokenize import fast_tokenizer
 from pipeline.engine import Engine
 from pipeline.errors import UserError
 from pipeline.faults import Faults
+from pipeline.heartbeat import Heartbeat
 from pipeline.in_training import InTraining
 from pipeline.model import Architecture, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective
@@ -59,12 +60,19 @@ class Trainer:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
         meter = Meter(self.run.batch_size, self.take_step.phases)
         asked_to_stop = False
-        with stop_signals() as signals:
+        limit = 60 * self.run.engine.timeout_minutes
+        with (
+            stop_signals() as signals,
+            Heartbeat(Path(self.run.output), world=self.world, timeout_seconds=limit) as heartbeat,
+        ):
+            self.take_step.phases.on_enter = heartbeat.mark
             while self.step < self.run.total_steps and not asked_to_stop:
+                heartbeat.mark("data", step=self.step)
                 with meter.waiting():
                     batch = next(self.loader)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
+                heartbeat.mark("records")
                 if batch.position.batch == self.loader.steps_per_epoch:
                     self._tell_epoch(batch)
                 if self._must_go_back():
@@ -76,11 +84,14 @@ class Trainer:
                 if ends or self.step % self.run.telemetry.every == 0:
                     self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
                 if ends or self.step % self.run.checkpoint.every == 0:
+                    heartbeat.mark("checkpoint")
                     self.save(batch)
                 if self.in_training and (ends or self.step % self.run.evaluation.every == 0):
+                    heartbeat.mark("evaluation")
                     scores = self.in_training(dict(self.engine.state.weights()), step=self.step)
                     self.telemetry.evaluation(step=self.step, scores=scores)
-        self.writer.wait()
+            heartbeat.mark("last checkpoint")
+            self.writer.wait()
         if self.step < self.run.total_steps:
             self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
             return EXIT_PREEMPTED
@@ -291,7 +302,9 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
 
 def train(run: RunConfig, *, resume: str | None = None) -> int:
     """Train one run on this rank, from process group to last checkpoint. Returns the exit code."""
-    with start_world(timeout_minutes=run.engine.timeout_minutes, device=run.engine.device) as world:
+    # The collectives' own limit is the second line: by then the heartbeats have told who is behind.
+    minutes = 1.5 * run.engine.timeout_minutes + 1.0
+    with start_world(timeout_minutes=minutes, device=run.engine.device) as world:
         prepare_folder(run, world=world)
         with setup(run, world=world, resume=resume) as trainer:
             return trainer.fit()

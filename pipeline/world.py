@@ -115,6 +115,13 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
             dist.destroy_process_group()
 
 
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error came from a collective: another rank is gone, or it timed out."""
+    names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    said = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
+    return said or isinstance(error, dist.DistError)
+
+
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

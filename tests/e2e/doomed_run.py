@@ -10,14 +10,19 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from jobs.cli import run
 from jobs.train import command
 
 
-def doom(place: str, count: int) -> None:
-    """Patch `module:object.attribute` so that its `count`-th call ends the process."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doom(place: str, count: int, fate: Callable[[], None] = die) -> None:
+    """Patch `module:object.attribute` so that its `count`-th call ends the process, or whatever its fate is."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     owner: Any = importlib.import_module(module)
@@ -30,7 +35,7 @@ def doom(place: str, count: int) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            fate()
         return original(*args, **kwargs)
 
     setattr(owner, name, fatal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,27 @@ def test_ten_deaths_change_no_bit(base: Path, two_ranks: Path) -> None:  # noqa:
     run("jobs.train", *arguments, "--resume", "latest", ranks=2)
     assert equal(weights(base / "mortal"), weights(two_ranks)), deaths
     assert not list((base / "mortal" / "checkpoints").glob(".*")), f"leftovers of {STEPS} steps"
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
+    arguments = settings(base, "asleep", "engine.probe=false", "engine.timeout_minutes=0.1")
+    done = run(
+        "tests.e2e.sleeping_run", "pipeline.engine:Engine.forward", "3", "1", "25", *arguments, ranks=2, check=False
+    )
+    assert done.returncode != 0
+    told = done.stderr
+    assert "The others wait for rank 1." in told, told[-3000:]
+    assert re.search(r"rank 0 \(.*\): step 2, objective, for \d+ s$", told, re.MULTILINE), told[-3000:]
+    assert re.search(r"rank 1 \(.*\): step 2, forward, for \d+ s; BEHIND$", told, re.MULTILINE), told[-3000:]
+    assert "sleeping_run.py" in told  # the sleeper's own stack
+    assert re.search(r"exitcode\s*: 76 ", told), told[-3000:]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_named(base: Path) -> None:  # noqa: F811
+    arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1")
+    done = run("tests.e2e.doomed_run", "pipeline.engine:Engine.forward", "3", "1", *arguments, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "Rank 0: lost contact to another rank" in done.stderr
+    assert "rank 1 without any sign of life" in done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import click
 
-
 EXIT_CODES = (
     "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank stands still or "
     "is gone (printed: which rank, at which step and phase)."

@@ -1,13 +1,16 @@
 """The main job, end to end, on the built-in corpus: URLs -> shards -> training -> evaluation -> report.
 
-Every stage is the real one. What is done stays done: called again, the demo continues where it stopped.
+Every stage is the real one. What is done stays done: called again, the demo continues where it stopped; a
+corpus of other settings, or drawn by another version of the code, is made anew.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +38,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     data = Path(f"{output}-data")
     run = load_recipe(RECIPE, [f"output={output}", f"data.sources={data / 'shards'}", *overrides])
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
+    keep_or_clear(scenes, data, Path(output))
     stages = Stages(Path(output))
     with stages.timed("corpus and ingestion"):
         ingest(scenes, data)
@@ -49,6 +53,34 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     report = write_report(output)
     click.echo(f"\nAll done. Open {report}")
     return 0
+
+
+def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
+    """Clear the data of another corpus (other settings, or another version of the code that draws it).
+
+    What was trained on it is kept under another name: it is neither continued on this corpus nor lost.
+    """
+    from data_prep.scenes import corpus_digest
+    from pipeline.data.manifest import MANIFEST_NAME
+
+    mark, digest = data / "corpus.sha256", corpus_digest(scenes, INGESTION)
+    if mark.exists() and mark.read_text().strip() == digest:
+        return
+    made = [data / name for name in ("shards", "suite", "urls.parquet", "port")]
+    if any(path.exists() for path in made):
+        click.echo(f"Ingestion: {data} holds a corpus of other settings or another version: it is made anew.")
+        manifest = data / "shards" / MANIFEST_NAME
+        if run.exists():
+            old = json.loads(manifest.read_text())["digest"] if manifest.exists() else uuid.uuid4().hex
+            aside = run.with_name(f"{run.name}-corpus-{old[:8]}")
+            if aside.exists():
+                aside = run.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
+            run.rename(aside)
+            click.echo(f"Training: what was trained on it is now {aside}.")
+        for path in made:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    data.mkdir(parents=True, exist_ok=True)
+    mark.write_text(digest + "\n")
 
 
 def ingest(scenes: Any, data: Path) -> None:

@@ -15,6 +15,7 @@ from data_prep.scenes.faults import ALWAYS_FAILS, Fault, count_faults, fault_of
 from data_prep.scenes.server import serve_scenes, url
 from data_prep.scenes.suite import write_suite
 from data_prep.scenes.url_table import uid, write_url_table
+from data_prep.scenes.version import corpus_digest
 
 __all__ = [
     "ALWAYS_FAILS",
@@ -22,6 +23,7 @@ __all__ = [
     "Fault",
     "FaultRates",
     "ScenesConfig",
+    "corpus_digest",
     "count_faults",
     "fault_of",
     "serve_scenes",

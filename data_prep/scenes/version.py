@@ -1,0 +1,21 @@
+"""Which corpus a folder holds: a digest of the settings and of the code that draws and publishes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from data_prep.scenes.config import ScenesConfig
+from pipeline.config import to_tree
+
+
+def corpus_digest(config: ScenesConfig, *further: Path) -> str:
+    """SHA-256, 64 hex digits, of the settings, this package's source files and `further` files.
+
+    Equal digests mean the same images, captions and faults, up to the versions of numpy and Pillow.
+    """
+    digest = hashlib.sha256(json.dumps(to_tree(config), sort_keys=True).encode())
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), *further):
+        digest.update(f"\n{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,72 @@
+"""The demo keeps the data of its own corpus, and only that."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from data_prep.scenes import ScenesConfig, corpus_digest, version
+from jobs.demo import keep_or_clear
+
+SCENES = ScenesConfig(pairs=1000)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """The data and run folders of a finished demo."""
+    data, run = tmp_path / "demo-data", tmp_path / "demo"
+    keep_or_clear(SCENES, data, run)
+    for name in ("shards", "suite"):
+        (data / name).mkdir()
+    (data / "shards" / "manifest.json").write_text('{"digest": "0123456789abcdef"}')
+    for name in ("urls.parquet", "port"):
+        (data / name).write_text("1234")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+    return data, run
+
+
+def test_the_same_corpus_is_kept(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = folders
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
+    keep_or_clear(SCENES, data, run)
+    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
+    assert (run / "metrics.jsonl").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_other_settings_or_no_mark_make_it_anew(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = folders
+    keep_or_clear(dataclasses.replace(SCENES, pairs=2000), data, run)
+    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
+    assert not run.exists()
+    assert (run.with_name("demo-corpus-01234567") / "metrics.jsonl").exists(), "what was trained is lost"
+    assert "made anew" in capsys.readouterr().out
+
+    (data / "corpus.sha256").unlink()
+    (data / "port").write_text("1234")
+    keep_or_clear(SCENES, data, run)
+    assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
+
+
+def test_an_interrupted_clearing_is_finished_by_the_next(folders: tuple[Path, Path]) -> None:
+    data, run = folders
+    other = dataclasses.replace(SCENES, seed=1)
+    (data / "shards" / "manifest.json").unlink()  # stopped in the middle of the removal
+    keep_or_clear(other, data, run)
+    assert (data / "corpus.sha256").read_text().strip() != corpus_digest(other)  # the recipe counts as well
+    assert not (data / "shards").exists()
+
+
+def test_the_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = corpus_digest(SCENES)
+    package = tmp_path / "scenes"
+    package.mkdir()
+    for path in Path(version.__file__).parent.glob("*.py"):
+        (package / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(version, "__file__", str(package / "version.py"))
+    assert corpus_digest(SCENES) == before, "the place of the code counts"
+    (package / "render.py").write_text("# other pictures\n")
+    assert corpus_digest(SCENES) != before

@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTABLE := $(VENV)/.testable
 export DS_BUILD_OPS := 0
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -26,11 +27,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# What only tests ask for: the distributors Spark and Ray (0.7 GB), and ONNX files.
+$(TESTABLE): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,scale,onnx]'
+	touch $@
+
 demo: $(READY)
 	$(BIN)/neuclip demo
 
 # Two files at a time, one thread each: most tests wait for processes that they start.
-test: $(READY)
+test: $(TESTABLE)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)

@@ -39,6 +39,9 @@ DISTRIBUTORS = {
 }
 # Shards that one Spark job is handed at a time.
 _SPARK_SHARDS = 1000
+_LOOPBACK = "127.0.0.1"
+# Only names of shards pass through Ray's store; by default it would take 30% of the machine's memory.
+_RAY_STORE_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -145,19 +148,39 @@ def run(job: Job) -> None:
 
 @contextmanager
 def _cluster(fetch: FetchConfig) -> Iterator[None]:
-    """Join the cluster that was named, or start one on this machine; img2dataset uses the session it finds."""
+    """Join the cluster that was named, or start one on this machine; img2dataset uses the session it finds.
+
+    A cluster of our own listens on the loopback address only, and has no pages of its own.
+    """
     if fetch.distributor == "pyspark":
         from pyspark.sql import SparkSession
 
         session = SparkSession.builder.master(fetch.master or f"local[{fetch.processes}]").appName("neuclip download")
+        if not fetch.master:
+            own: dict[str, Any] = {
+                "spark.driver.host": _LOOPBACK,
+                "spark.driver.bindAddress": _LOOPBACK,
+                "spark.ui.enabled": "false",
+            }
+            session = session.config(map=own)
         with session.getOrCreate():
             yield
     elif fetch.distributor == "ray":
         import ray
 
-        ray.init(address=fetch.master) if fetch.master else ray.init(num_cpus=fetch.processes)
-        yield
-        ray.shutdown()
+        if fetch.master:
+            ray.init(address=fetch.master)
+        else:
+            ray.init(
+                num_cpus=fetch.processes,
+                include_dashboard=False,
+                object_store_memory=_RAY_STORE_BYTES,
+                _node_ip_address=_LOOPBACK,
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown()
     else:
         yield
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from data_prep import checks, probe
 from data_prep.config import DownloadConfig
 from data_prep.folder import Folder, Record, tar_name, total_failures
 from data_prep.hub import pin
+from data_prep.journal import Journal
 from data_prep.monitor import ALLOW_HINT
 from data_prep.plan import Plan, load_plan, make_plan
 from data_prep.reasons import REFUSED_ADDRESS, is_transient
@@ -54,16 +51,21 @@ def download(
     """
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
-    with _alone(folder, config.fetch.worker), _session(folder, config):
+    with _alone(folder, config.fetch.worker), Journal(folder, config.fetch) as journal:
+
+        def show(progress: Progress) -> None:
+            journal.beat()
+            on_progress(progress)
+
         folder.config.write_text(dump(config), encoding="utf-8")
         if retry_failed:
-            _retry(config, folder, plan, on_progress)
+            _retry(config, folder, plan, show)
         mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
         finished = set(folder.finished())
         missing = tuple(shard for shard in mine if shard not in finished)
         if missing:
             total = sum(plan.rows_of(shard) for shard in missing)
-            fetch(config, missing, total=total, on_progress=on_progress)
+            fetch(config, missing, total=total, on_progress=show)
         left = plan.shards - len(folder.finished())
         if left:
             raise PartDone(
@@ -171,27 +173,3 @@ def _alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[N
         except OSError as error:
             raise UserError(f"Another download is working in {folder.root}: wait for it, or stop it.") from error
         yield
-
-
-@contextmanager
-def _session(folder: Folder, config: DownloadConfig) -> Iterator[None]:
-    """Note beside the manifest when and where this run worked."""
-    started = datetime.now(UTC)
-    clock = time.monotonic()
-    outcome = "finished"
-    try:
-        yield
-    except BaseException as error:
-        outcome = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        line = {
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - clock, 1),
-            "host": socket.gethostname(),
-            "worker": config.fetch.worker,
-            "distributor": config.fetch.distributor,
-            "outcome": outcome,
-        }
-        with folder.sessions.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")

@@ -25,6 +25,9 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
 
     Run it again to continue after any interruption. Loopback and private addresses are refused unless named in
     guard.allow_addresses.
+
+    Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes nothing but the plan; all settings
+    with their defaults are in data_prep/config.py, and what a run used is in OUTPUT/download.yaml.
     """
     from data_prep.config import DownloadConfig
     from data_prep.download import PartDone, download, prepare

@@ -39,10 +39,10 @@ def command(
         _remove(folder, Path(remove))
         return 0
     if duplicates:
-        _duplicates(folder, Path(duplicates))
+        _duplicates(folder, _writable(duplicates))
         return 0
     if overlap:
-        _overlap(folder, overlap[0], Path(overlap[1]))
+        _overlap(folder, overlap[0], _writable(overlap[1]))
         return 0
     from data_prep import verify
     from pipeline.data.manifest import load_manifest
@@ -64,6 +64,17 @@ def command(
     same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"
     click.echo(f"Rebuilt {wrong:,} shards with {same}; {again.n:,} samples now, {manifest.n:,} before.")
     return 0
+
+
+def _writable(path: str) -> Path:
+    """The file for a list, found impossible before an hour is spent on the list."""
+    from pipeline.errors import UserError
+
+    if not Path(path).absolute().parent.is_dir():
+        raise UserError(f"Cannot write {path}: its folder does not exist. Make it, or name another file.")
+    if Path(path).is_dir():
+        raise UserError(f"Cannot write {path}: it is a folder. Name a file for the list of keys.")
+    return Path(path)
 
 
 def _duplicates(folder: str, output: Path) -> None:

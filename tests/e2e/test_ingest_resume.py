@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -102,6 +103,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
     download(settings(tmp_path / "undisturbed", table))
     for name in ("manifest.json", "shards/00003.tar"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert outcomes(folder) == ["killed", "finished"]
 
 
 @pytest.mark.slow
@@ -151,6 +153,7 @@ def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) ->
 
     down[0] = False
     assert download(config).n == 108
+    assert [outcome.split(":")[0] for outcome in outcomes(folder)] == ["Paused", "finished"]
 
 
 @pytest.mark.slow
@@ -203,6 +206,11 @@ def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_p
         with pytest.raises(UserError, match="Another download is working"):
             download(config)
         process.communicate(b"\n")
+
+
+def outcomes(folder: Folder) -> list[str]:
+    """How the sessions of a folder ended, in order."""
+    return [json.loads(line)["outcome"] for line in folder.sessions.read_text().splitlines()]
 
 
 def _wait(until: object, seconds: float = 60) -> None:

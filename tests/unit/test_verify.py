@@ -186,6 +186,13 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
 
 
+@pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])
+def test_a_list_that_cannot_be_written_is_refused_before_the_search(copied: Path, option: list[str]) -> None:
+    arguments = [str(copied), *option, str(copied / "nowhere" / "list.txt")]
+    with pytest.raises(UserError, match="its folder does not exist"):
+        CliRunner().invoke(command, arguments, catch_exceptions=False)
+
+
 def test_exact_duplicates_by_another_kind_of_hash(site: Site, tmp_path: Path) -> None:
     bodies = [jpeg(side=30), jpeg(side=31), jpeg(side=30)]
     columns = {

@@ -1,0 +1,61 @@
+"""A killed session is told of as well, with the time that it worked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep import journal
+from data_prep.config import FetchConfig
+from data_prep.folder import Folder
+from data_prep.journal import Journal
+from pipeline.errors import UserError
+
+
+def lines(folder: Folder) -> list[dict]:
+    return [json.loads(line) for line in folder.sessions.read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that `journal` sees."""
+    now = [1000.0]
+    monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    folder = Folder(tmp_path)
+    folder.make()
+    return folder
+
+
+def work(folder: Folder, clock: list[float], seconds: float, error: BaseException) -> None:
+    with Journal(folder, FetchConfig()):
+        clock[0] += seconds
+        raise error
+
+
+def test_killed_stopped_and_finished_sessions_each_have_one_line(folder: Folder, clock: list[float]) -> None:
+    killed = Journal(folder, FetchConfig())
+    killed.__enter__()
+    for _ in range(30):  # ends here without a word
+        clock[0] += 1
+        killed.beat()
+    assert not folder.sessions.exists()
+
+    for error, seconds in ((KeyboardInterrupt(), 2), (UserError("Paused: no network."), 0)):
+        with pytest.raises(type(error)):
+            work(folder, clock, seconds, error)
+    with Journal(folder, FetchConfig(distributor="ray")):
+        clock[0] += 7
+    assert [(line["outcome"], line["seconds"]) for line in lines(folder)] == [
+        ("killed", 30.0),
+        ("KeyboardInterrupt", 2.0),
+        ("Paused: no network.", 0.0),
+        ("finished", 7.0),
+    ]
+    assert lines(folder)[-1]["distributor"] == "ray"

@@ -53,7 +53,7 @@ class TrainStep:
         size = micro_batch or local_batch
         self.chunks = [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
         self.cached = len(self.chunks) > 1
-        self.phases = Phases(world.device)
+        self.phases = world.phases or Phases(world.device)
         self.on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from pipeline.config import section
 
 METRICS_NAME = "metrics.jsonl"
+STEPWISE = ("train", "evaluation", "distribution")
+"""Kinds of records that belong to a step, and go when the run goes back before it."""
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @section
@@ -24,6 +30,15 @@ class TelemetryConfig:
     tensorboard: bool = True
     progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
     """"auto": a bar on a terminal, plain lines elsewhere."""
+    histograms_every: int | None = Field(default=1000, ge=1)
+    """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
+    images_every: int | None = Field(default=1000, ge=1)
+    """A grid of the batch's first images with their captions, in TensorBoard; None: never."""
+    images: int = Field(default=16, ge=1)
+    profile: tuple[int, int] | None = None
+    """torch's profiler from the first to the last of these steps (counted from 0): RUN/profile/, on rank 0."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device, for the MFU; None: of the GPU's data sheet where it is known, else there is no MFU."""
 
 
 class Telemetry:
@@ -59,6 +74,27 @@ class Telemetry:
                 self._board.add_scalar(f"evaluation/{name}", value, step)
         if self._progress is not None:
             self._progress.say(f"Evaluation at step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+
+    def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
+        """Histograms in TensorBoard, quantiles (of the finite values) in the records. values: tensors on the CPU."""
+        if not self._is_main:
+            return
+        quantiles = {}
+        for name, value in values.items():
+            finite = value[torch.isfinite(value)].flatten()
+            if finite.numel():
+                found = np.quantile(finite.numpy(), QUANTILES)
+                quantiles[name] = [float(f"{q:.6g}") for q in found]
+                if self._board is not None:
+                    self._board.add_histogram(f"distribution/{name}", finite, step)
+        self._write({"kind": "distribution", "step": step, "quantiles": list(QUANTILES), **quantiles})
+
+    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
+        """One uint8 [H, W, 3] picture of some of the batch, and its captions."""
+        if not self._is_main or self._board is None:
+            return
+        self._board.add_image("batch/images", grid, step, dataformats="HWC")
+        self._board.add_text("batch/captions", "\n".join(f"{i}. {text}" for i, text in enumerate(captions, 1)), step)
 
     def event(self, message: str, **facts: Any) -> None:
         """Something that happened, for the terminal and the record."""
@@ -177,7 +213,7 @@ def _open_at(path: Path, first_step: int) -> TextIO:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if record.get("kind") not in ("train", "evaluation") or record["step"] <= first_step:
+            if record.get("kind") not in STEPWISE or record["step"] <= first_step:
                 kept.append(line + "\n")
     path.write_text("".join(kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")

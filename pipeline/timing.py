@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -52,7 +53,11 @@ class Phases:
 
 
 class Meter:
-    """Samples per second, and the shares of time in data wait and in each phase, since the last reading."""
+    """Samples per second, and the shares of time in data wait and in each phase, since the last reading.
+
+    forward, objective, backward and optimizer follow each other; npn and communication (our own collectives; the
+    engine's are in backward and optimizer) are parts of them.
+    """
 
     def __init__(self, batch_size: int, phases: Phases) -> None:
         self._batch_size, self._phases = batch_size, phases
@@ -74,6 +79,8 @@ class Meter:
             "data_wait": self._waited / elapsed,
             **{f"time_{name}": seconds / elapsed for name, seconds in phases.items()},
         }
+        # Peak resident memory of this process; the kernel counts KiB.
+        rates["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if torch.cuda.is_available():
             rates["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()

@@ -25,12 +25,14 @@ from pipeline.heartbeat import Heartbeat
 from pipeline.in_training import InTraining
 from pipeline.model import Architecture, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective
+from pipeline.observation import Observer
 from pipeline.optim import lr_scale
 from pipeline.probe import GradientProbe
 from pipeline.recipe import CONFIG_NAME, RunConfig, check_run
 from pipeline.step import StepResult, TrainStep
 from pipeline.telemetry import Telemetry
 from pipeline.timing import Meter
+from pipeline.utilization import Utilization
 from pipeline.versions import versions
 from pipeline.world import World, start_world
 
@@ -50,6 +52,8 @@ class Trainer:
     objective: Objective
     take_step: TrainStep
     telemetry: Telemetry
+    observer: Observer
+    utilization: Utilization
     writer: CheckpointWriter
     probe: GradientProbe | None = None
     in_training: InTraining | None = None
@@ -70,6 +74,7 @@ class Trainer:
                 heartbeat.mark("data", step=self.step)
                 with meter.waiting():
                     batch = next(self.loader)
+                self.observer.before(self.step)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
                 heartbeat.mark("records")
@@ -80,6 +85,8 @@ class Trainer:
                     continue
                 self.step += 1
                 asked_to_stop = result.stop
+                self.observer.after(self.step, result=result, image=batch.image, text=batch.text,
+                                    lasting=self.objective.distributions)  # fmt: skip
                 ends = asked_to_stop or self.step == self.run.total_steps
                 if ends or self.step % self.run.telemetry.every == 0:
                     self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
@@ -198,6 +205,7 @@ class Trainer:
         values = torch.stack([value.float() for value in metrics.values()]).tolist()
         norm = self.engine.gradient_norm()
         position = batch.position
+        rates = meter.read()
         return {
             "samples": self.step * self.run.batch_size,
             "epoch": position.epoch + position.batch / self.loader.steps_per_epoch,
@@ -207,7 +215,8 @@ class Trainer:
             **({} if norm is None else {"gradient_norm": norm}),
             **self.faults.scalars(),
             "corrupt_samples": self.loader.report(position).replaced,
-            **meter.read(),
+            **rates,
+            **self.utilization.scalars(rates["samples_per_second"]),
         }
 
     def _tell_epoch(self, batch: Batch) -> None:
@@ -283,10 +292,15 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         telemetry = Telemetry(folder, config=run.telemetry, total_steps=run.total_steps,
                               first_step=checkpoint.step if checkpoint else 0, is_main=world.is_main)  # fmt: skip
         stack.callback(telemetry.close)
+        observer = Observer(folder, config=run.telemetry, telemetry=telemetry, world=world,
+                            tokenizer=architecture.tokenize)  # fmt: skip
+        utilization = Utilization(run.model, device=world.device, ranks=world.size, bf16=engine.bf16,
+                                  peak_tflops=run.telemetry.peak_tflops)  # fmt: skip
         writer = CheckpointWriter(folder, config=run.checkpoint, world=world, architecture=architecture,
                                   on_event=telemetry.event)  # fmt: skip
         stack.callback(writer.wait)
-        trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, writer)
+        trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, observer,
+                          utilization, writer)  # fmt: skip
         if run.evaluation.suite is not None:
             trainer.in_training = InTraining(run.evaluation, run=folder, model=run.model, world=world)
         for note in notes:

@@ -10,7 +10,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.timing import Phases
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Counter[str] = field(default_factory=Counter, compare=False)
+    phases: Phases | None = field(default=None, compare=False)
+    """Where the time of collectives is counted, and of other parts that have no clock of their own."""
 
     @property
     def is_main(self) -> bool:
@@ -41,24 +44,24 @@ class World:
         x_b = x_b.detach().contiguous()
         if self.size == 1:
             return x_b
-        self._count("all_gather", x_b)
         gathered = x_b.new_empty((self.size, *x_b.shape))
-        dist.all_gather(list(gathered.unbind(0)), x_b)
+        with self._communication("all_gather", x_b):
+            dist.all_gather(list(gathered.unbind(0)), x_b)
         return gathered.flatten(0, 1) if x_b.dim() else gathered
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """The sum, max or min of `x` over the ranks, as a new tensor; the same bits on every rank."""
         x = x.detach().clone()
         if self.size > 1:
-            self._count("all_reduce", x)
-            dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()))
+            with self._communication("all_reduce", x):
+                dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()))
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Rank `source`'s `x`, written into `x` on every rank."""
         if self.size > 1:
-            self._count("broadcast", x)
-            dist.broadcast(x, source)
+            with self._communication("broadcast", x):
+                dist.broadcast(x, source)
         return x
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -78,9 +81,14 @@ class World:
         """This rank's rows of a gathered `[K * local, ...]` tensor."""
         return slice(self.rank * local, (self.rank + 1) * local)
 
-    def _count(self, collective: str, x: Tensor) -> None:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time inside under `name`, where this world has a clock; a range in torch's profiler anyway."""
+        return self.phases(name) if self.phases is not None else torch.profiler.record_function(name)
+
+    def _communication(self, collective: str, x: Tensor) -> AbstractContextManager[None]:
         self.traffic[f"{collective}.calls"] += 1
         self.traffic[f"{collective}.bytes"] += x.numel() * x.element_size()
+        return self.phase("communication")
 
 
 @contextmanager
@@ -109,7 +117,7 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
     if owned:
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
-        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen)
+        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
     finally:
         if owned and dist.is_initialized():
             dist.destroy_process_group()

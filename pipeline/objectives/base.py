@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -51,12 +51,14 @@ class ObjectiveOutput:
 
     loss: scalar, the same on every rank. grad_image, grad_text: [b, d] fp32, d(global loss)/d(local features): the
     true gradient, not divided by K. metrics: detached scalars, the same on every rank, left on the device.
+    distributions: values per anchor that are worth a histogram, the tensors that were there anyway.
     """
 
     loss: Tensor
     grad_image: Tensor
     grad_text: Tensor
     metrics: Mapping[str, Tensor]
+    distributions: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Objective(ABC):
@@ -124,6 +126,10 @@ class Objective(ABC):
 
         Args: sample_ids: [b] int64, the very tensor that `compute` will be given.
         """
+
+    def distributions(self) -> dict[str, Tensor]:
+        """Values of the lasting state that are worth a histogram, computed when asked."""
+        return {}
 
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""

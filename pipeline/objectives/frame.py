@@ -187,7 +187,11 @@ class SoftmaxObjective(FramedObjective):
         with record_function("objective.gradient"):
             grad_image, grad_text = self._feature_gradients(batch, decision)
         metrics = {"loss": decision.loss, **decision.metrics}
-        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics), decision
+        names = ("of_image", "of_text")
+        kinds = (("log_normalizer", decision.log_normalizer), ("log_batch_normalizer", batch.log_g))
+        seen = {f"{kind}_{name}": pair[i] for kind, pair in kinds for i, name in enumerate(names)}
+        seen["similarity_of_pair"] = batch.positive
+        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics, seen), decision
 
     def _gather(self, own: Pair, *, fetched: Any, step: int) -> Batch:
         features = (self.world.all_gather(own[0]), self.world.all_gather(own[1]))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.profiler import record_function
 
 from pipeline.config import section
 from pipeline.objectives import prototypes
@@ -79,7 +78,7 @@ class NeuClip(GlobalTemperatureObjective):
     def decide(self, batch: Batch) -> Decision:
         config, tau = self.config, self.temperature.value()
         anchors = anchors_of(batch, config, tau=tau)
-        with record_function("objective.npn"):
+        with self.world.phase("npn"):
             prediction = self.npn.advance(batch, anchors)
         alpha, ratio = [], []
         for side in (0, 1):
@@ -140,6 +139,13 @@ class NeuClip(GlobalTemperatureObjective):
     def apply(self, pending: Decision, *, lr_scale: float) -> None:
         super().apply(pending, lr_scale=lr_scale)
         self.npn.commit(pending.update)
+
+    def distributions(self) -> dict[str, Tensor]:
+        tensors = self.npn.tensors()
+        if "npn.live" not in tensors:
+            return {}
+        weight = tensors["npn.weight"][:, : int(tensors["npn.live"])]
+        return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
     def own_state(self) -> dict[str, Tensor]:
         return {**super().own_state(), **self.npn.tensors()}

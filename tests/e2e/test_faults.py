@@ -55,7 +55,7 @@ def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None
     assert done.returncode != 0
     told = done.stderr
     assert "The others wait for rank 1." in told, told[-3000:]
-    assert re.search(r"rank 0 \(.*\): step 2, objective, for \d+ s$", told, re.MULTILINE), told[-3000:]
+    assert re.search(r"rank 0 \(.*\): step 2, communication, for \d+ s$", told, re.MULTILINE), told[-3000:]
     assert re.search(r"rank 1 \(.*\): step 2, forward, for \d+ s; BEHIND$", told, re.MULTILINE), told[-3000:]
     assert "sleeping_run.py" in told  # the sleeper's own stack
     assert re.search(r"exitcode\s*: 76 ", told), told[-3000:]

@@ -205,6 +205,46 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
 
 
 @pytest.mark.slow
+def test_pictures_histograms_utilization_and_a_profile_can_be_read_back(base: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wanted = (
+        "tensorboard=true",
+        "images_every=6",
+        "histograms_every=4",
+        "images=5",
+        "profile=[3,4]",
+        "peak_tflops=1e-3",
+    )
+    run("jobs.train", *settings(base, "observed"), *(f"telemetry.{setting}" for setting in wanted))
+    board = EventAccumulator(str(base / "observed" / "tensorboard"))
+    board.Reload()
+    tags = board.Tags()
+    assert [event.step for event in board.Images("batch/images")] == [6, 12]
+    assert (board.Images("batch/images")[0].width, board.Images("batch/images")[0].height) == (4 * 160, 2 * 200)
+    (text, _) = board.Tensors("batch/captions/text_summary")
+    assert text.tensor_proto.string_val[0].decode().splitlines()[4].startswith("5. ")
+    names = {"log_normalizer_of_image", "log_batch_normalizer_of_text", "prototype_norm_for_text",
+             "gradient_of_image_feature", "similarity_of_pair"}  # fmt: skip
+    assert {f"distribution/{name}" for name in names} <= set(tags["histograms"])
+    lines = list(map(json.loads, (base / "observed" / "metrics.jsonl").read_text().splitlines()))
+    quantiles = {line["step"]: line for line in lines if line["kind"] == "distribution"}
+    assert list(quantiles) == [4, 8, 12]
+    for event in board.Histograms("distribution/prototype_norm_for_text"):
+        histogram, quoted = event.histogram_value, quantiles[event.step]["prototype_norm_for_text"]
+        assert histogram.num == 16
+        assert [histogram.min, histogram.max] == pytest.approx([quoted[0], quoted[-1]], rel=1e-5)
+    shares = records(base / "observed")[STEPS]
+    assert 0 < shares["time_npn"] < shares["time_objective"] < 1
+    rates = [record["mfu"] / record["samples_per_second"] for record in records(base / "observed").values()]
+    assert rates == pytest.approx([rates[0]] * STEPS, rel=1e-6)
+    assert {event.step for event in board.Scalars("train/mfu")} == set(range(1, STEPS + 1))
+    trace = json.loads((base / "observed" / "profile" / "steps-3-4.json").read_text())
+    for phase in ("forward", "objective", "backward", "optimizer", "npn"):
+        assert sum(event.get("name") == phase and event.get("ph") == "X" for event in trace["traceEvents"]) == 2, phase
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [("zero0_fp32", 0), ("zero2_bf16", 2)])
 def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, ranks: int) -> None:
     out = base / f"back-{stage}"

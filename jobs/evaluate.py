@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.evaluator import Evaluation
 
 EXIT_SOME_FAILED = 1
+KEY_WIDTH = 51  # the longest key of the benchmark has 50 letters
 
 
 @click.command("evaluate", context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,6 +54,8 @@ def command(
         opened = opened.only(tasks)
     with start_processes(device) as processes:
         say = click.echo if processes[0].rank == 0 else (lambda text: None)
+        for line in _heading(checkpoints):
+            say(line)
         evaluations = evaluate(
             checkpoints,
             suite=opened,
@@ -67,16 +70,32 @@ def command(
 
 
 def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
-    lines = []
-    for evaluation in evaluations:
-        if key in evaluation.failures:
-            lines.append(f"{key:<44} FAILED   {evaluation.failures[key]}")
-            continue
-        result, timing = evaluation.results[key], evaluation.timings.get(key)
+    """A task's line, with one column of scores per checkpoint; below it what failed, and for whom."""
+    cells = ["FAILED" if key in e.failures else f"{e.results[key].score:.4f}" for e in evaluations]
+    lines = [f"{key:<{KEY_WIDTH}}" + "".join(f"{cell:>8}" for cell in cells)]
+    scored = [e for e in evaluations if key in e.results]
+    if scored:
+        result = scored[0].results[key]
         chance = f"(chance {result.chance:.4f})" if result.chance is not None else ""
-        speed = f"{timing['images_per_second']:8.0f} images/s" if timing else "unchanged"
-        lines.append(f"{key:<44} {result.score:.4f}   {result.main_metric} {chance} {speed}")
+        timing = next((e.timings[key] for e in scored if key in e.timings), None)
+        speed = f"{timing['images_per_second']:,.0f} images/s" if timing else "unchanged"
+        lines[0] += f"   {f'{result.main_metric} {chance}':<40} {speed:>14}"
+    reasons: dict[str, list[int]] = {}
+    for number, evaluation in enumerate(evaluations, 1):
+        if key in evaluation.failures:
+            reasons.setdefault(evaluation.failures[key], []).append(number)
+    for reason, numbers in reasons.items():
+        whose = "" if len(numbers) == len(evaluations) else "".join(f"[{number}] " for number in numbers)
+        lines.append(f"    {whose}{reason}")
     return lines
+
+
+def _heading(sources: Sequence[str]) -> list[str]:
+    """Which column is whose, where there are several."""
+    if len(sources) == 1:
+        return []
+    columns = "".join(f"{f'[{number}]':>8}" for number in range(1, len(sources) + 1))
+    return [*(f"[{number}] {source}" for number, source in enumerate(sources, 1)), " " * KEY_WIDTH + columns]
 
 
 def _summary(evaluation: Evaluation) -> list[str]:

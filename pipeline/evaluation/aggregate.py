@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pipeline.evaluation.results import TaskResult
 from pipeline.evaluation.tasks import AGGREGATES
 
+SHOWN_MISSING = 6
+
 
 @dataclass(frozen=True)
 class Aggregate:
@@ -55,4 +57,6 @@ def describe(value: Aggregate) -> str:
     if value.complete:
         return f"{value.name}: {value.score:.4f}{note}"
     mean = f"their mean is {value.partial_mean:.4f}{note}"
-    return f"INCOMPLETE {value.name}: {value.tasks} of {value.expected} tasks, {mean}"
+    more = f" and {len(value.missing) - SHOWN_MISSING} more" if len(value.missing) > SHOWN_MISSING else ""
+    without = f"without {', '.join(value.missing[:SHOWN_MISSING])}{more}"
+    return f"INCOMPLETE {value.name}: {value.tasks} of {value.expected} tasks, {without}; {mean}"

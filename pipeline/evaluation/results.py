@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.data import TaskData, TaskError
+from pipeline.evaluation.record import TaskScore
 from pipeline.model import EvaluationModel
 
 PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
@@ -40,17 +41,9 @@ OUTCOMES_SUFFIX = ".outcomes.npz"
 
 
 @dataclass(frozen=True)
-class TaskResult:
-    """A task's score and its provenance; `score` is `metrics[main_metric]`, `chance` that of guessing."""
+class TaskResult(TaskScore):
+    """A task's score and its provenance. official: the data has the official counts. inputs: all it depends on."""
 
-    task: str
-    name: str
-    protocol: str
-    main_metric: str
-    score: float
-    metrics: Mapping[str, float]
-    chance: float | None
-    samples: int
     official: bool
     inputs: Mapping[str, Any]
 

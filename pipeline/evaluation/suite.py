@@ -53,7 +53,8 @@ class Suite:
         known = {name: entry.task.key for entry in self.entries for name in (entry.task.key, entry.task.stem)}
         for key in keys:
             if key not in known:
-                raise UserError(f"There is no task {key!r} in {self.folder}. {suggest(key, tuple(known))}")
+                allowed = tuple(entry.task.key for entry in self.entries)
+                raise UserError(f"There is no task {key!r} in {self.folder}. {suggest(key, allowed)}")
         wanted = {known[key] for key in keys}
         return replace(self, entries=tuple(entry for entry in self.entries if entry.task.key in wanted))
 

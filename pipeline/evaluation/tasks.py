@@ -42,6 +42,15 @@ def _classes(key: str, name: str, samples: int, classes: int, main_metric: str =
     return Task(key, name, samples=samples, classes=classes, main_metric=main_metric)
 
 
+def _pairs(key: str, name: str, samples: int, folders: tuple[str, ...]) -> Task:
+    return Task(key, name, protocol="retrieval", samples=samples, main_metric="mean_recall@1", folders=folders)
+
+
+def _worst(key: str, name: str, samples: int, classes: int, main_metric: str, fields: tuple[str, ...]) -> Task:
+    """The score is that of the worst group of the first field."""
+    return Task(key, name, samples=samples, classes=classes, main_metric=main_metric, fields=fields, group=fields[0])
+
+
 PER_CLASS = "mean_per_class_recall"
 _WILDCAM = ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y")
 
@@ -76,21 +85,12 @@ _TABLE = (
     _classes("stl10", "STL-10", 8_000, 10),
     _classes("sun397", "SUN397", 108_754, 397),
     _classes("vtab/svhn", "SVHN", 26_032, 10),
-    Task(
-        "retrieval/flickr_1k_test_image_text_retrieval",
-        "Flickr",
-        protocol="retrieval",
-        samples=1_000,
-        main_metric="mean_recall@1",
-        folders=("wds_flickr30k", "flickr30k", "flickr"),
-    ),
-    Task(
+    _pairs("retrieval/flickr_1k_test_image_text_retrieval", "Flickr", 1_000, ("wds_flickr30k", "flickr30k", "flickr")),
+    _pairs(
         "retrieval/mscoco_2014_5k_test_image_text_retrieval",
         "MSCOCO",
-        protocol="retrieval",
-        samples=5_000,
-        main_metric="mean_recall@1",
-        folders=("wds_mscoco_captions", "wds_mscoco_captions_test", "mscoco_captions", "mscoco"),
+        5_000,
+        ("wds_mscoco_captions", "wds_mscoco_captions_test", "mscoco_captions", "mscoco"),
     ),
     Task(
         "misc/winogavil",
@@ -101,33 +101,9 @@ _TABLE = (
     ),
     Task("wilds/iwildcam", "iWildCam", samples=42_791, classes=182, main_metric="F1-macro_all", fields=_WILDCAM),
     Task("wilds/camelyon17", "Camelyon17", samples=85_054, classes=2, fields=("hospital", "slide", "y")),
-    Task(
-        "wilds/fmow",
-        "FMoW",
-        samples=22_108,
-        classes=62,
-        main_metric="acc_worst_region",
-        fields=("region", "year", "y"),
-        group="region",
-    ),
-    Task(
-        "fairness/dollar_street",
-        "Dollar Street",
-        samples=3_503,
-        classes=58,
-        main_metric="acc_top5_wg",
-        fields=("income_ds", "income_meta", "region"),
-        group="income_ds",
-    ),
-    Task(
-        "fairness/geode",
-        "GeoDE",
-        samples=12_488,
-        classes=40,
-        main_metric="acc_wg",
-        fields=("region", "country"),
-        group="region",
-    ),
+    _worst("wilds/fmow", "FMoW", 22_108, 62, "acc_worst_region", ("region", "year", "y")),
+    _worst("fairness/dollar_street", "Dollar Street", 3_503, 58, "acc_top5_wg", ("income_ds", "income_meta", "region")),
+    _worst("fairness/geode", "GeoDE", 12_488, 40, "acc_wg", ("region", "country")),
 )
 
 TASKS: dict[str, Task] = {task.key: task for task in _TABLE}

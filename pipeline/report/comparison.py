@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.evaluation.tasks import AGGREGATES
 from pipeline.report.bootstrap import Difference, difference, resample
 from pipeline.report.evaluations import Evaluation, Score
 from pipeline.report.run import Run
@@ -84,8 +85,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 def groups_of(evaluations: Sequence[Evaluation | None]) -> dict[str, tuple[str, ...]]:
     """The aggregates to show: the official ones that some run has all tasks of; else means over the tasks all share."""
-    from pipeline.evaluation.tasks import AGGREGATES
-
     have = [{score.task for score in e.scores} if e else set() for e in evaluations]
     official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
     if official:

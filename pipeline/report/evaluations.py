@@ -11,22 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.evaluation.record import TaskScore
+from pipeline.evaluation.tasks import TASKS
+
 SUMMARY, TIMINGS = "summary.json", "timings.json"
 NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
 
 
 @dataclass(frozen=True)
-class Score:
-    """One task's result. chance: the score of guessing, None where it has no simple form."""
+class Score(TaskScore):
+    """One task's result, read from `path`. inputs: what it was computed with."""
 
-    task: str
-    name: str
-    protocol: str
-    main_metric: str
-    score: float
-    metrics: Mapping[str, float]
-    chance: float | None
-    samples: int
     inputs: Mapping[str, Any]
     path: Path
 
@@ -115,6 +110,8 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             scores.append(_score(tree, path))
         else:
             notes.append(f"{folder.name}/{path.name} is not a task's result and is left out.")
+    table = {key: position for position, key in enumerate(TASKS)}
+    scores.sort(key=lambda score: table.get(score.task, len(table)))
     summary = _read_json(folder / SUMMARY)
     return Evaluation(
         checkpoint=folder.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,7 +158,9 @@ def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationMode
     assert family["score"] is None
     assert (family["tasks"], family["expected"], family["complete"]) == (2, 7, False)
     assert "imagenetv2" in family["missing"]
-    assert describe(aggregate(found.results)["ImageNet & Variants"]).startswith("INCOMPLETE")
+    line = describe(aggregate(found.results)["ImageNet & Variants"])
+    assert re.match(r"INCOMPLETE .*: 2 of 7 tasks, without imagenet_sketch, imagenetv2, imagenet-o, ", line)
+    assert "and 30 more" in describe(aggregate(found.results)["DataComp Average"]).partition("without")[2]
 
 
 def test_features_that_are_not_finite_fail_only_their_checkpoint(
@@ -295,7 +298,11 @@ def test_command_line(suite: Path, tmp_path: Path) -> None:
     corrupt_one_image(write_classification(broken, TASKS["mnist"]))
     failed = CliRunner().invoke(command, [*arguments[:2], str(broken), *arguments[3:]], standalone_mode=False)
     assert failed.return_value == 1
-    assert "FAILED   Corrupt image" in failed.output
+    assert re.search(r"FAILED\n +Corrupt image", failed.output)
+    other = save_checkpoint(tmp_path / "step-00000002", 1)
+    both = CliRunner().invoke(command, [str(other), *arguments, "--task", "imagenet1k"], standalone_mode=False)
+    assert f"[1] {other}\n[2] {folder}\n" in both.output
+    assert re.search(r"\nimagenet1k( +0\.\d{4}){2} +acc1", both.output), "one line per task, a column per checkpoint"
     refused = CliRunner().invoke(command, [*arguments, "batch_sise=3"], standalone_mode=False)
     assert isinstance(refused.exception, UserError)
     assert "batch_size" in str(refused.exception)

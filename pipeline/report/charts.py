@@ -117,8 +117,8 @@ def _marked(points: list, label: str, colour: str) -> Line:
     return Line(x, y, label=label, colour=colour, marked=True)
 
 
-def retrieval_chart(score: Score) -> Chart:
-    """Recall at 1, 5 and 10 in both directions."""
+def retrieval_chart(score: Score, *, named: bool = False) -> Chart:
+    """Recall at 1, 5 and 10 in both directions. named: with the task's name, where there are several."""
     bars = []
     for direction, prefix, colour in (("image → text", "text", "series-1"), ("text → image", "image", "series-2")):
         for k in (1, 5, 10):
@@ -126,8 +126,9 @@ def retrieval_chart(score: Score) -> Chart:
             if value is not None:
                 times = _times(value * score.samples / k)
                 bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f} %", remark=times, colour=colour))
+    title = f"{score.label}: retrieval" if named else "Retrieval"
     return Chart(
-        f"Retrieval among {score.samples:,} pairs", bar_chart(bars, limit=1.0), "Chance is k / number of images."
+        f"{title} among {score.samples:,} pairs", bar_chart(bars, limit=1.0), "Chance is k / number of images."
     )
 
 

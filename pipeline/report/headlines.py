@@ -46,12 +46,14 @@ def _scores(run: Run) -> list[Tile]:
         chances = [s.chance for s in zero_shot if s.chance is not None]
         against = f", chance {100 * math.fsum(chances) / len(chances):.1f} %" if len(chances) == len(zero_shot) else ""
         found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f} %", f"mean of {len(zero_shot)} tasks{against}"))
-    for score in latest.of("retrieval")[:1]:
-        for label, side in (("Image → text R@1", "text"), ("Text → image R@1", "image")):
+    retrieval = latest.of("retrieval")
+    for score in retrieval[:1]:
+        of = f"{score.label}: " if len(retrieval) > 1 else ""
+        for label, side in ((f"{of}image → text R@1", "text"), (f"{of}text → image R@1", "image")):
             value = score.metrics.get(f"{side}_retrieval_recall@1")
             if value is not None:
                 times = f"{value * score.samples:.0f}× chance, {score.samples:,} pairs"
-                found.append(Tile(label, f"{100 * value:.1f} %", times))
+                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f} %", times))
     return found
 
 

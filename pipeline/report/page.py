@@ -50,14 +50,13 @@ def _context(run: Run) -> dict[str, Any]:
     latest = run.latest
     zero_shot = latest.of("classification") if latest else []
     retrieval = latest.of("retrieval") if latest else []
-    scores = [charts.score_chart(zero_shot)] if zero_shot else []
-    scores += [charts.retrieval_chart(score) for score in retrieval]
     return {
         "run": run,
         "title": run.name,
         "subtitle": " · ".join(_subtitle(run)),
         "tiles": tiles(run),
-        "score_charts": scores,
+        "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
+        "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
         "progress": charts.progress_chart(run),
         "score_rows": score_rows(run),
         "examples": [_embedded(example) for example in latest.examples] if latest else [],

@@ -4,7 +4,7 @@
         open_clip_config.json, open_clip_model.safetensors   the model, as open_clip loads it (fp32 master weights)
         moments.safetensors       the encoders' optimizer state by parameter name
         objective.safetensors     temperature, normalizer network, ...
-        rows-R.safetensors        per-sample state, one file per rank that wrote it
+        rows-R-I.safetensors      per-sample state, files of one block each from every rank
         checkpoint.json           step, samples, data position, recipe, versions; size and SHA-256 of every file
 
 A checkpoint is written to a hidden folder by a background thread, hashed, flushed to disk and renamed into place; the
@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ class Snapshot:
     moments: Mapping[tuple[str, str], Tensor]
     counter: int
     objective: Mapping[str, Tensor]
-    rows: Mapping[str, tuple[int, Tensor]]
+    rows: Mapping[str, tuple[int, Iterable[Tensor]]]
+    """Per-sample state of this rank: first sample id, and rows in blocks that are asked for as they are written."""
     logit: tuple[float, float]
     facts: Mapping[str, Any]
     """JSON-able: samples seen, data position, resolved recipe, versions."""
@@ -124,10 +125,11 @@ class CheckpointWriter:
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:
         rank = self._world.rank
         written: list[Path] = []
-        if snapshot.rows:
-            path = temporary / f"rows-{rank:05d}.safetensors"
-            save_file({f"{name}/{start}": rows for name, (start, rows) in snapshot.rows.items()}, path)
-            written.append(path)
+        for name, (start, blocks) in snapshot.rows.items():
+            for rows in blocks:
+                written.append(temporary / f"rows-{rank:05d}-{len(written):05d}.safetensors")
+                save_file({f"{name}/{start}": rows}, written[-1])
+                start += len(rows)
         if self._world.is_main:
             scale, bias = snapshot.logit
             written += save_open_clip(

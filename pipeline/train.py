@@ -115,7 +115,7 @@ class Trainer:
             moments=moments,
             counter=state.counter(),
             objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
-            rows={name: (first, rows.cpu().clone()) for name, (first, rows) in self.objective.row_state_dict().items()},
+            rows=self.objective.row_blocks(),
             logit=(scale, bias),
             facts={
                 "samples": self.step * self.run.batch_size,

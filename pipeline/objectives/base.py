@@ -6,7 +6,7 @@ Shape legend: B global batch, b local batch, d feature dimension, n dataset size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -134,6 +134,13 @@ class Objective(ABC):
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""
         return {}
+
+    def row_blocks(self) -> dict[str, tuple[int, Iterable[Tensor]]]:
+        """`row_state_dict` as it is now, rows in blocks one after the other, to be read once and from any thread.
+
+        Training may go on meanwhile, and no second copy of the state is made.
+        """
+        return {name: (first, [rows.cpu().clone()]) for name, (first, rows) in self.row_state_dict().items()}
 
     def load_row_state_dict(self, read: Callable[[str, int, int], Tensor]) -> None:  # noqa: B027 (most methods have none)
         """Restore per-sample state on any number of ranks: `read(name, start, stop)` gives those rows."""

@@ -10,7 +10,7 @@ u.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -116,6 +116,9 @@ class EstimatorObjective(SoftmaxObjective):
 
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         return {ROWS: (self.table.start, self.table.owned())}
+
+    def row_blocks(self) -> dict[str, tuple[int, Iterable[Tensor]]]:
+        return {ROWS: (self.table.start, self.table.snapshot())}
 
     def load_row_state_dict(self, read: Callable[[str, int, int], Tensor]) -> None:
         self.table.load(ROWS, read)

@@ -11,7 +11,9 @@ and a write is copied to pinned memory at commit and reaches the table before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.world import World
 
+BLOCK = 2**22
+"""Rows that are read or written at once."""
 Placement = tuple[torch.device, torch.device]
 
 
@@ -55,6 +59,8 @@ class PerSampleTable:
         self._fetching: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
         self._unwritten: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
         self._places: Tensor | None = None
+        self._lock = threading.Lock()
+        self._snapshots: weakref.WeakSet[TableSnapshot] = weakref.WeakSet()
 
     def prefetch(self, sample_ids: Tensor) -> None:
         """Gather a coming batch's ids and start their copy to the table's home.
@@ -95,11 +101,20 @@ class PerSampleTable:
         self._flush()
         return self.values[:-1]
 
+    def snapshot(self) -> TableSnapshot:
+        """The owned rows as they are now, to be read block by block from any thread while training goes on."""
+        self._flush()
+        snapshot = TableSnapshot(self.values, self._lock)
+        self._snapshots.add(snapshot)
+        return snapshot
+
     def load(self, name: str, read: Callable[[str, int, int], Tensor]) -> None:
         """Replace the owned rows with `read(name, start, stop)`, piece by piece. Raises: UserError on other columns."""
         self._unwritten = self._fetching = None
-        for start in range(self.start, self.stop, 2**22):
-            stop = min(start + 2**22, self.stop)
+        if any(not snapshot.finished for snapshot in self._snapshots):
+            raise RuntimeError("rows are being saved: wait for the checkpoint before loading another")
+        for start in range(self.start, self.stop, BLOCK):
+            stop = min(start + BLOCK, self.stop)
             rows = read(name, start, stop)
             if tuple(rows.shape) != (stop - start, len(self.columns)):
                 raise UserError(
@@ -142,4 +157,43 @@ class PerSampleTable:
         places, rows = places[order], rows[order]
         last = torch.ones_like(places, dtype=torch.bool)
         last[:-1] = places[1:] != places[:-1]
-        self.values[torch.where(last, places, self.values.shape[0] - 1)] = rows
+        with self._lock:
+            for snapshot in self._snapshots:
+                snapshot.keep(places)
+            self.values[torch.where(last, places, self.values.shape[0] - 1)] = rows
+
+
+class TableSnapshot:
+    """A table's rows at one moment, without a second table: a row that is about to change is set aside before.
+
+    Iterating gives the rows in blocks, as copies on the host, once. Memory: one block, and the rows that training
+    writes meanwhile.
+    """
+
+    def __init__(self, values: Tensor, lock: threading.Lock, *, block: int = BLOCK) -> None:
+        self._values, self._lock, self._block = values, lock, block
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._next = 0  # rows before this one have been read
+        self.finished = False
+
+    def keep(self, places: Tensor) -> None:
+        """These rows of the table are about to change; the caller holds the lock."""
+        if not self.finished:
+            ahead = places[(places >= self._next) & (places < len(self._values) - 1)]
+            self._kept.append((ahead, self._values[ahead]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        try:
+            for start in range(0, len(self._values) - 1, self._block):
+                stop = min(start + self._block, len(self._values) - 1)
+                with self._lock:
+                    rows = self._values[start:stop].to("cpu", copy=True)
+                    self._next, kept = stop, list(self._kept)
+                for places, before in reversed(kept):  # of several changes of a row, the first one's counts
+                    here = (places >= start) & (places < stop)
+                    rows[(places[here] - start).cpu()] = before[here].cpu()
+                yield rows
+        finally:
+            with self._lock:
+                self.finished = True
+                self._kept.clear()

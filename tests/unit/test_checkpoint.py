@@ -15,6 +15,7 @@ from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot, da
 from pipeline.errors import UserError
 from pipeline.model import Architecture, ModelConfig, build_towers, load_for_evaluation, weights_digest
 from pipeline.world import World
+from tests.launch import run
 from tests.towers import write_tiny
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
@@ -45,7 +46,7 @@ def snapshot(towers: Towers, step: int) -> Snapshot:
         moments={("visual.proj", "exp_avg"): torch.full((2, 3), float(step))},
         counter=step,
         objective={"log_scale.value": torch.tensor(2.5)},
-        rows={"u": (0, torch.arange(10.0))},
+        rows={"u": (0, iter([torch.arange(4.0), torch.arange(4.0, 10.0)]))},
         logit=(2.5, 0.0),
         facts={"samples": 8 * step},
     )
@@ -73,7 +74,7 @@ def test_rows_of_several_ranks_join(tmp_path: Path, towers: Towers) -> None:
 
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
-    save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001.safetensors")
+    save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
     assert ck.Checkpoint(path, {}).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
 
 
@@ -123,6 +124,16 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     assert "No space left" in events[0]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "latest"}
     assert write(tmp_path, towers, [3])[0].startswith("Checkpoint step-00000003 written")
+
+
+@pytest.mark.slow
+def test_a_table_is_written_in_the_memory_of_a_few_blocks() -> None:
+    done = run("jobs.bench.table_checkpoint", "--rows", str(2**25))
+    shares = {
+        line.split()[0]: float(line.partition("share ")[2].split(",")[0]) for line in done.stdout.splitlines()[1:]
+    }
+    assert shares["clone"] > 0.9
+    assert shares["blocks"] < 0.6
 
 
 def test_leftovers_of_a_killed_write_are_swept(tmp_path: Path, towers: Towers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -69,6 +70,67 @@ def test_rows_move_to_another_number_of_ranks():
         part.load("per_sample", lambda name, start, stop: saved[start:stop])
         parts.append(part.owned())
     assert torch.equal(torch.cat(parts), saved)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_stays_what_it_was_while_the_table_changes(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = table(50)
+
+    def change(repeated=False):
+        ids = torch.randint(50, (9,), generator=generator) if repeated else torch.randperm(50, generator=generator)[:9]
+        rows.lookup(ids)
+        rows.write(torch.randn(9, 2, generator=generator))
+
+    change()
+    before = rows.owned().clone()
+    change()
+    expected = rows.owned().clone()
+    assert not torch.equal(expected, before)
+    snapshot = rows.snapshot()
+    snapshot._block = 7
+    blocks = []
+    for block in snapshot:
+        blocks.append(block)
+        change(repeated=True)
+        change()
+    assert [len(block) for block in blocks] == [7] * 7 + [1]
+    assert torch.equal(torch.cat(blocks), expected)
+    assert not torch.equal(rows.owned(), expected)
+
+
+def test_a_snapshot_read_by_another_thread_is_of_one_moment():
+    rows = table(4000)
+    ids = torch.arange(4000)
+
+    def write(value):
+        rows.lookup(ids)
+        rows.write(torch.full((4000, 2), float(value)))
+        rows.owned()
+
+    write(-1)
+    for value in range(20):
+        snapshot, found = rows.snapshot(), []
+        snapshot._block = 50
+        thread = threading.Thread(target=lambda s=snapshot, f=found: f.extend(s))
+        thread.start()
+        write(value)
+        thread.join()
+        assert torch.equal(torch.cat(found), torch.full((4000, 2), float(value - 1)))
+
+
+def test_a_snapshot_that_nobody_reads_keeps_nothing_for_long():
+    rows = table()
+    abandoned = rows.snapshot()
+    rows.lookup(torch.tensor([1]))
+    rows.write(torch.ones(1, 2))
+    rows.owned()
+    assert abandoned._kept
+    with pytest.raises(RuntimeError, match="wait for the checkpoint"):
+        rows.load("per_sample", lambda name, start, stop: torch.zeros(stop - start, 2))
+    del abandoned
+    rows.load("per_sample", lambda name, start, stop: torch.zeros(stop - start, 2))
+    assert not rows._snapshots
 
 
 @pytest.mark.slow

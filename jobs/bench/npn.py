@@ -62,7 +62,7 @@ def closed_form(anchors: list[Anchors], weight: Tensor, *, steps: int, workspace
             gradient, _ = prototypes.unit_gradient(
                 anchors[side], weight[side], objective="unified", workspace=workspace
             )
-            descend_(weight[side], gradient, slots, optimizer=optimizer, number=step + 1, workspace=workspace)
+            descend_(weight[side], gradient, slots, optimizer=optimizer, number=step + 1)
     return weight
 
 

@@ -18,7 +18,7 @@ from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Pair
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam, Buffered, InnerOptimizer
-from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.prototypes import Anchors, UnitGradient
 from pipeline.objectives.workspace import Workspace
 
 BothSides = tuple[Anchors, Anchors]
@@ -85,7 +85,7 @@ class PrototypeNpn(Npn):
         # Host tensors: prototypes in use; features ever written to the queue; inner updates ever made.
         self.live, self.queued, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(3))
         self._next_live = self._next_updates = 0
-        self._held_back: list[Tensor] = []
+        self._held_back: list[UnitGradient] = []
 
     @property
     def inner_steps(self) -> int:
@@ -150,10 +150,10 @@ class PrototypeNpn(Npn):
         counters = {"queue": self.queue, "live": self.live, "queued": self.queued, "updates": self.updates}
         return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
 
-    def _update(self, side: int, gradient: Tensor, *, number: int) -> None:
+    def _update(self, side: int, gradient: UnitGradient, *, number: int) -> None:
         weight = self.weight(side)
         slots = {slot: self.state.working[slot][side, : self._next_live] for slot in self.optimizer.slots}
-        descend_(weight, gradient, slots, optimizer=self.optimizer, number=number, workspace=self.workspace)
+        descend_(weight, gradient, slots, optimizer=self.optimizer, number=number)
         if self.config.renormalize:
             weight.div_(weight.norm(dim=1, keepdim=True))
 
@@ -211,17 +211,16 @@ class PrototypeNpn(Npn):
 
 def descend_(
     weight_md: Tensor,
-    gradient_md: Tensor,
+    gradient: UnitGradient,
     slots: Mapping[str, Tensor],
     *,
     optimizer: InnerOptimizer,
     number: int,
-    workspace: Workspace,
 ) -> None:
-    """One optimizer step on prototypes from the gradient with respect to W / |W|, which is overwritten."""
+    """One optimizer step on prototypes, in place."""
     for rows in prototypes.pieces(weight_md):
-        gradient = prototypes.to_tangent_(gradient_md[rows], weight_md[rows], workspace)
-        optimizer.step(weight_md[rows], gradient, {name: slot[rows] for name, slot in slots.items()}, updates=number)
+        tangent = gradient.tangent(weight_md, rows)
+        optimizer.step(weight_md[rows], tangent, {name: slot[rows] for name, slot in slots.items()}, updates=number)
 
 
 def anchors_of(batch: Batch, config: Any, *, tau: Tensor) -> BothSides:

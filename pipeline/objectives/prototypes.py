@@ -4,10 +4,11 @@
 
 Shape legend: B anchors, d feature dimension, m prototypes, R rows of a block. Anchors are unit-norm features.
 
-What an update costs beside its two GEMMs are passes over [B, m] and [m, d]. So whatever is constant along a row or a
-column makes no pass of its own: 1/|W_j| and 1/tau scale the similarities together, the positive s_ii and the residuals
-r_i go to the scalars of the row, and the anchors (small) carry the rows' weights into the second GEMM. On a CPU the
-passes follow each other on pieces that stay in a core's cache.
+What an update costs beside its two GEMMs are passes over [B, m] and [m, d], and on a CPU they are the part that is easy
+to do badly. So whatever is constant along a row or a column makes no pass of its own: 1/(|W_j| tau) goes into the
+prototypes' copy for the GEMM, s_ii to the scalars of the row, and the anchors (small) carry the residuals r_i into the
+second GEMM. What is left are three fused kernels of PyTorch: softmax, weight normalisation with its own backward (which
+is the projection to the tangent of each row), and AdaGrad. Pieces that a core's cache can hold go through them in turn.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pipeline.objectives.workspace import Workspace
 MAX_LOG_RATIO = 30.0
 # Elements of one [R, m] block, which bounds the memory and feeds a GEMM.
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
-# Elements of a piece that consecutive passes find in a CPU core's own cache.
-_CPU_PIECE = 2**19
+# Elements per thread of a piece that consecutive passes find in a CPU's caches.
+_CPU_PIECE = 2**18
 
 NpnObjective = Literal["unified", "separate"]
 
@@ -62,69 +63,81 @@ class Anchors:
 
 
 @dataclass(frozen=True)
+class UnitGradient:
+    """G, dL/d(W / |W|), [m, d], and |W_j|, [m, 1]; buffers of the workspace, which the next gradient overwrites.
+
+    product: bf16 where it is one GEMM's result in bf16, else in the precision of W.
+    """
+
+    product: Tensor
+    norms: Tensor
+
+    def clone(self) -> UnitGradient:
+        return UnitGradient(self.product.clone(), self.norms.clone())
+
+    def tangent(self, weight_md: Tensor, rows: slice) -> Tensor:
+        """dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|, of these rows: the backward of W / |W|."""
+        norms, gradient = self.norms[rows], self.product[rows].to(weight_md.dtype)
+        backward = torch.ops.aten._weight_norm_interface_backward
+        result: Tensor = backward(gradient, weight_md[rows], torch.ones_like(norms), norms, 0)[0]
+        return result
+
+
+@dataclass(frozen=True)
 class _Block:
-    """Softmax over the prototypes for R anchors: softmax_ij = exponentials_ij / total_i."""
+    """Softmax over the prototypes for R anchors."""
 
     rows: slice
-    exponentials: Tensor  # [R, m], fp32 or bf16; a buffer that the next block overwrites
-    total: Tensor
+    softmax: Tensor  # [R, m], fp32 or bf16; a buffer that the next block overwrites
     alpha: Tensor
     share: Tensor  # of the sum in alpha that is not eps
 
 
 def log_normalizer(anchors: Anchors, weight_md: Tensor, *, workspace: Workspace | None = None) -> Tensor:
     """alpha of each anchor, [B]."""
-    return torch.cat([block.alpha for block in _softmax_blocks(anchors, weight_md, workspace or Workspace())])
+    space = workspace or Workspace()
+    scaled, _ = _scaled_directions(anchors, weight_md, space)
+    return torch.cat([block.alpha for block in _softmax_blocks(anchors, scaled, space)])
 
 
-def loss_gradient(
-    anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified", workspace: Workspace | None = None
-) -> tuple[Tensor, Tensor]:
-    """dL/dW, [m, d] (a buffer of the workspace), and alpha under this W, [B].
+def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified") -> tuple[Tensor, Tensor]:
+    """dL/dW, [m, d], and alpha under this W, [B].
 
     unified: L of equation (12), dL/d alpha_i = tau r_i / B, r_i = 1 - (eps + g_i) / exp(alpha_i).
     separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2.
     With P_ij = r_i exp(z_ij - log m - alpha_i) / B and G_j = sum_i P_ij e_i, both are
     dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|; for `separate` r_i = (alpha_i - log(eps + g_i)) / tau.
     """
-    space = workspace or Workspace()
-    gradient, alpha = unit_gradient(anchors, weight_md, objective=objective, workspace=space)
-    for rows in pieces(weight_md):
-        to_tangent_(gradient[rows], weight_md[rows], space)
-    return gradient, alpha
+    gradient, alpha = unit_gradient(anchors, weight_md, objective=objective, workspace=Workspace())
+    return torch.cat([gradient.tangent(weight_md, rows) for rows in pieces(weight_md)]), alpha
 
 
 def unit_gradient(
     anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective, workspace: Workspace
-) -> tuple[Tensor, Tensor]:
-    """G of `loss_gradient`, the gradient with respect to W / |W|, and alpha."""
-    size = anchors.positive.shape[0]
-    gradient, alphas = workspace.take("gradient", tuple(weight_md.shape), like=weight_md), []
-    for block in _softmax_blocks(anchors, weight_md, workspace):
-        part = anchors.take(block.rows)
-        pull = _residual(part, block.alpha, objective) * block.share / (size * block.total)
+) -> tuple[UnitGradient, Tensor]:
+    """G of `loss_gradient`, from which its tangent is dL/dW, and alpha."""
+    size, shape = anchors.positive.shape[0], tuple(weight_md.shape)
+    scaled, norms = _scaled_directions(anchors, weight_md, workspace)
+    total, alphas = workspace.take("gradient", shape, like=weight_md), []
+    for block in _softmax_blocks(anchors, scaled, workspace):
+        part, alone = anchors.take(block.rows), block.softmax.shape[0] == size
+        pull = _residual(part, block.alpha, objective) * block.share / size
         weighted, first = part.features * pull[:, None], block.rows.start == 0
         if anchors.low is None:
-            torch.addmm(gradient, block.exponentials.T, weighted, beta=0.0 if first else 1.0, out=gradient)
+            torch.addmm(total, block.softmax.T, weighted, beta=0.0 if first else 1.0, out=total)
         else:
-            product = _matmul_low(block.exponentials.bfloat16().T, weighted.bfloat16(), "low_gradient", workspace)
-            gradient.copy_(product) if first else gradient.add_(product)
+            product = _matmul_low(block.softmax.bfloat16().T, weighted.bfloat16(), "low_gradient", workspace)
+            if alone:
+                total = product
+            else:
+                total.copy_(product) if first else total.add_(product)
         alphas.append(block.alpha)
-    return gradient, torch.cat(alphas)
-
-
-def to_tangent_(gradient_md: Tensor, weight_md: Tensor, space: Workspace) -> Tensor:
-    """Gradient with respect to W from that with respect to W / |W|, row by row, in place."""
-    inverse = 1.0 / weight_md.norm(dim=1)
-    product = torch.mul(gradient_md, weight_md, out=space.take("row_products", tuple(weight_md.shape), like=weight_md))
-    radial = product.sum(1).mul_(inverse.pow(3))
-    return gradient_md.mul_(inverse[:, None]).addcmul_(weight_md, radial[:, None], value=-1.0)
+    return UnitGradient(total, norms), torch.cat(alphas)
 
 
 def pieces(matrix: Tensor) -> list[slice]:
     """Rows of a matrix in pieces that several passes can share: on a CPU small ones, elsewhere all at once."""
-    rows = matrix.shape[0]
-    step = rows if matrix.is_cuda else max(1, _CPU_PIECE // matrix.shape[1])
+    rows, step = matrix.shape[0], _piece_rows(matrix)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -137,10 +150,11 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
-    for block in _softmax_blocks(anchors.full_precision(), weight_md, Workspace()):
+    full, space = anchors.full_precision(), Workspace()
+    scaled, _ = _scaled_directions(full, weight_md, space)
+    for block in _softmax_blocks(full, scaled, space):
         part = anchors.take(block.rows)
-        weight = block.share / block.total  # times the exponentials: d alpha / d z
-        mean_prototype = (block.exponentials @ unit) * weight[:, None]
+        mean_prototype = (block.softmax @ unit) * block.share[:, None]
         to_own[block.rows] = (mean_prototype - block.share[:, None] * partners_bd[block.rows]) / anchors.tau
         to_partner[block.rows] = -block.share[:, None] * part.features / anchors.tau
         cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
@@ -148,41 +162,54 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     return to_own, to_partner, torch.cat(to_tau)
 
 
-def _softmax_blocks(anchors: Anchors, weight_md: Tensor, space: Workspace) -> Iterator[_Block]:
-    """Softmax over the prototypes in blocks of anchors; memory O(R m). The next block overwrites the last one's z."""
-    size, m = anchors.positive.shape[0], weight_md.shape[0]
-    scale = 1.0 / (weight_md.norm(dim=1) * anchors.tau)
-    low = None
-    if anchors.low is not None:
-        low = space.take("low_weight", tuple(weight_md.shape), like=weight_md, dtype=torch.bfloat16).copy_(weight_md)
-    step = max(1, (_GPU_BLOCK if weight_md.is_cuda else _CPU_BLOCK) // m)
+def _scaled_directions(anchors: Anchors, weight_md: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
+    """W_j / (|W_j| tau), [m, d], in the precision of the GEMMs, and |W_j|, [m, 1]."""
+    m, dtype = weight_md.shape[0], weight_md.dtype if anchors.low is None else torch.bfloat16
+    scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
+    norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / anchors.tau).expand(m, 1).contiguous()
+    for rows in pieces(weight_md):
+        direction, norms[rows] = torch._weight_norm_interface(weight_md[rows], gain[rows], 0)
+        scaled[rows] = direction
+    return scaled, norms
+
+
+def _softmax_blocks(anchors: Anchors, scaled_md: Tensor, space: Workspace) -> Iterator[_Block]:
+    """Softmax over the prototypes in blocks of anchors; memory O(R m). A block overwrites the one before."""
+    size, m = anchors.positive.shape[0], scaled_md.shape[0]
+    step = max(1, (_GPU_BLOCK if scaled_md.is_cuda else _CPU_BLOCK) // m)
     for start in range(0, size, step):
         rows = slice(start, min(start + step, size))
-        if low is None:
-            out = space.take("products", (rows.stop - rows.start, m), like=weight_md)
-            products = torch.mm(anchors.features[rows], weight_md.T, out=out)
+        if anchors.low is None:
+            out = space.take("products", (rows.stop - rows.start, m), like=scaled_md)
+            z = torch.mm(anchors.features[rows], scaled_md.T, out=out)
         else:
-            assert anchors.low is not None
-            products = _matmul_low(anchors.low[rows], low.T, "low_products", space)
-        top, total = _exponentiate_(products, scale, space)
-        log_mean = top + total.log() - math.log(m) - anchors.positive[rows] / anchors.tau
+            z = _matmul_low(anchors.low[rows], scaled_md.T, "low_products", space)
+        log_mean = _softmax_(z, like=anchors.positive, space=space) - math.log(m) - anchors.positive[rows] / anchors.tau
         alpha = torch.logaddexp(log_mean, log_mean.new_tensor(anchors.log_eps))
-        yield _Block(rows, products, total, alpha, torch.exp(log_mean - alpha))
+        yield _Block(rows, z, alpha, torch.exp(log_mean - alpha))
 
 
-def _exponentiate_(products: Tensor, scale: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
-    """Replace cosines times |W_j|, [R, m], by exp(z - top), z = products * scale; returns row maxima and row sums."""
-    tops, totals = [], []
-    for rows in pieces(products):
-        z = part = products[rows]
-        if part.dtype != scale.dtype:
-            z = space.take("piece", tuple(part.shape), like=scale).copy_(part)
-        top = z.mul_(scale).amax(1)
-        totals.append(z.sub_(top[:, None]).exp_().sum(1))
-        tops.append(top)
-        if z is not part:
-            part.copy_(z)
-    return torch.cat(tops), torch.cat(totals)
+def _softmax_(z: Tensor, *, like: Tensor, space: Workspace) -> Tensor:
+    """Replace z, [R, m], by its softmax over the columns; returns log sum_j exp(z_ij), [R]; both computed as `like`.
+
+    A row's largest probability is one over its sum of exp(z_ij - max_j z_ij): the sum takes no further exponentials.
+    """
+    log_sums = []
+    for part in z.split(_piece_rows(z)):
+        wide = part
+        if part.dtype != like.dtype:
+            wide = space.take("piece", tuple(part.shape), like=like).copy_(part)
+        top = wide.amax(1)
+        torch.softmax(wide, 1, out=wide)
+        log_sums.append(top - wide.amax(1).log_())
+        if wide is not part:
+            part.copy_(wide)
+    return torch.cat(log_sums)
+
+
+def _piece_rows(matrix: Tensor) -> int:
+    rows, columns = matrix.shape
+    return rows if matrix.is_cuda else max(1, _CPU_PIECE * torch.get_num_threads() // columns)
 
 
 def _residual(anchors: Anchors, alpha: Tensor, objective: NpnObjective) -> Tensor:

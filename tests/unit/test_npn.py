@@ -47,6 +47,7 @@ def written_loss(anchors, text, weight, objective):
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
 def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 11 * 5)  # blocks of five anchors
+    monkeypatch.setattr(prototypes, "_CPU_PIECE", 16 * 3)  # pieces of a few rows
     anchors, text = make_anchors(batch_size)
     weight = make_weight(11).requires_grad_()
     expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]

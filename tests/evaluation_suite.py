@@ -187,6 +187,15 @@ def _write_table(folder: Path, rows: list[dict[str, Any]], layout: str, *, image
 LAYOUTS = {"flickr": "save_to_disk", "mscoco": "parquet", "winogavil": "csv+zip"}
 
 
+def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Path:
+    """The classification tasks `keys`, whose 37 samples fill no batch evenly, and Flickr and WinoGAViL in a layout."""
+    for key in keys:
+        write_classification(root, TASKS[key], samples=37)
+    write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout=flickr)
+    write_association(root, layout=winogavil)
+    return root
+
+
 def write_suite(root: Path, *, seed: int = 0, layouts: dict[str, str] | None = None) -> Path:
     """All 38 tasks below `root`; layouts: of flickr, mscoco and winogavil."""
     chosen = {**LAYOUTS, **(layouts or {})}

@@ -79,10 +79,15 @@ class Watcher:
 
     def run(self, stop: threading.Event, *, once: bool = False) -> None:
         """Work until `stop` is set; with `once` until nothing waits and no lease of a dead watcher is left."""
+        found = sum(step_of(path) % self.config.every == 0 for run in self.runs for path in finished_checkpoints(run))
+        self._tell(f"{found:,} checkpoints on {self.suite.name}, {found - len(self.waiting()):,} of them dealt with.")
         while not stop.is_set():
             if self.step():
                 continue
             if once and not self._in_doubt():
+                left = len(self.waiting())
+                if left:
+                    self._tell(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
                 return
             stop.wait(min(self.config.interval, self.config.ttl / 4) if once else self.config.interval)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tarfile
@@ -15,36 +14,22 @@ import pytest
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.evaluator import EvaluationConfig
 from pipeline.evaluation.tasks import TASKS
-from pipeline.model import ModelConfig, build_towers, save_open_clip
-from tests.evaluation_suite import write_association, write_classification, write_retrieval
+from tests.checkpoints import contents, save_checkpoint
+from tests.evaluation_suite import write_classification, write_one_of_each
+from tests.launch import free_port
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000010"
-    folder.mkdir(parents=True)
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=0)
-    state = towers.clip.state_dict()
-    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "step-00000010", 0)
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("suite")
-    for key in ("imagenet1k", "wilds/fmow"):
-        write_classification(root, TASKS[key], samples=37)
-    write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout="save_to_disk")
-    write_association(root, layout="parquet")
-    return root
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return write_one_of_each(root, "imagenet1k", "wilds/fmow", flickr="save_to_disk", winogavil="parquet")
 
 
 LAUNCHERS = {
@@ -61,11 +46,6 @@ def launch(launcher: str, arguments: list[str]) -> subprocess.CompletedProcess[s
     module = ["-m" if launcher == "torchrun" else "--module", "jobs.evaluate"]
     command = [sys.executable, *LAUNCHERS[launcher], *port, *module, *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "timings.json")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.mark.slow

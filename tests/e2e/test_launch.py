@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.launch import ROOT, environment, free_port
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -76,12 +76,6 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {**environment(), **job, "PATH": path, "FAKE": str(tmp_path), "PYTHON": sys.executable}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _job_id() -> int:
     """A number of a job whose port (the template's rule: 20000 + number) nobody listens on."""
     for number in range(os.getpid() % 10_000, 20_000):
@@ -101,7 +95,7 @@ def test_two_nodes_under_deepspeed(base: Path, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     launcher = str(Path(sys.executable).parent / "deepspeed")
-    common = ["--master_addr", "127.0.0.1", "--master_port", str(_free_port()), "--module", "jobs.train"]
+    common = ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--module", "jobs.train"]
     settings = ["--recipe", str(base / "recipe.yaml"), f"output={tmp_path / 'run'}"]
     nodes = [
         subprocess.Popen(

@@ -16,20 +16,11 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.session import EvaluationConfig
 from pipeline.evaluation.suite import open_suite
 from pipeline.evaluation.tasks import TASKS
-from pipeline.model import ModelConfig, build_towers, save_open_clip
+from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 
 STEPS = tuple(range(100, 900, 100))
 SECONDS = 240.0
-
-
-def save(run: Path, step: int) -> None:
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=step)
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    state = towers.clip.state_dict()
-    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
-    (folder / "checkpoint.json").write_text(json.dumps({"step": step, "files": {}}))
 
 
 def start(run: Path, suite: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -52,7 +43,7 @@ def test_kill_9_loses_nothing_and_nothing_is_done_twice(tmp_path: Path) -> None:
     for key in ("cifar10", "wilds/fmow"):
         write_classification(suite, TASKS[key], samples=300)
     for step in STEPS[:-1]:
-        save(run, step)
+        save_step(run, step)
     ledger = run / "evaluation-ledger" / open_suite(suite).identity
     logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
     watchers = [start(run, suite, logs[0])]
@@ -66,7 +57,7 @@ def test_kill_9_loses_nothing_and_nothing_is_done_twice(tmp_path: Path) -> None:
         ]
         assert held
         watchers += [start(run, suite, log) for log in logs[1:]]
-        save(run, STEPS[-1])  # training goes on
+        save_step(run, STEPS[-1])  # training goes on
         wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), logs=logs)
         for watcher in watchers[1:]:
             watcher.send_signal(signal.SIGTERM)

@@ -24,8 +24,9 @@ from pipeline.evaluation.aggregate import aggregate, describe
 from pipeline.evaluation.compute import Compute, microbatches
 from pipeline.evaluation.evaluator import EvaluationConfig
 from pipeline.evaluation.tasks import TASKS
-from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation, save_open_clip
-from tests.evaluation_suite import write_association, write_classification, write_retrieval
+from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from tests.checkpoints import contents, save_checkpoint
+from tests.evaluation_suite import write_classification, write_one_of_each
 
 QUICK = EvaluationConfig(workers=0, micro_batch=16)
 
@@ -43,17 +44,7 @@ def model() -> EvaluationModel:
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("suite")
-    for key in ("imagenet1k", "fairness/dollar_street"):
-        write_classification(root, TASKS[key], samples=37)
-    write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout="parquet")
-    write_association(root, layout="csv+zip")
-    return root
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file that must not change from run to run."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "timings.json")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return write_one_of_each(root, "imagenet1k", "fairness/dollar_street", flickr="parquet", winogavil="csv+zip")
 
 
 @pytest.fixture(scope="module")
@@ -240,13 +231,6 @@ def test_compute_keeps_the_order_and_passes_errors_on() -> None:
         assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
         with pytest.raises(ZeroDivisionError):
             list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
-
-
-def save_checkpoint(folder: Path, seed: int) -> Path:
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=seed)
-    folder.mkdir(parents=True)
-    save_open_clip(folder, state=towers.clip.state_dict(), architecture=architecture, logit_scale=2.6, logit_bias=None)
-    return folder
 
 
 def test_any_checkpoint(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:

@@ -19,7 +19,7 @@ from pipeline.evaluation.suite import Suite, open_suite
 from pipeline.evaluation.tasks import TASKS
 from pipeline.evaluation.watch import LEDGER_FOLDER, WatchConfig, Watcher
 from pipeline.evaluation.world import Alone
-from pipeline.model import ModelConfig, build_towers, save_open_clip
+from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 
 CLUSTER = Path(jobs.__file__).parent / "cluster"
@@ -30,16 +30,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     root = tmp_path_factory.mktemp("mini")
     write_classification(root, TASKS["cifar10"], samples=8)
     return open_suite(root)
-
-
-def save(run: Path, step: int) -> Path:
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=step)
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    state = towers.clip.state_dict()
-    save_open_clip(folder, state=state, architecture=architecture, logit_scale=2.6, logit_bias=None)
-    (folder / "checkpoint.json").write_text(json.dumps({"step": step, "files": {}}))
-    return folder
 
 
 def make_watcher(run: Path, suite: Suite, said: list[str], **settings: object) -> Watcher:
@@ -56,11 +46,11 @@ def evaluated(said: list[str]) -> list[list[int]]:
 
 def test_the_newest_first_and_alone_then_the_past_in_groups(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 200, 300, 400):
-        save(tmp_path, step)
+        save_step(tmp_path, step)
     said: list[str] = []
     watcher = make_watcher(tmp_path, suite, said, together=2)
     assert watcher.step()
-    save(tmp_path, 500)
+    save_step(tmp_path, 500)
     watcher.run(threading.Event(), once=True)
     assert evaluated(said) == [[400], [500], [300, 200], [100]]
     outcomes = watcher.ledgers[tmp_path].outcomes()
@@ -72,14 +62,14 @@ def test_the_newest_first_and_alone_then_the_past_in_groups(tmp_path: Path, suit
 
 def test_oldest_first_and_only_some_steps(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 150, 200, 250):
-        save(tmp_path, step)
+        save_step(tmp_path, step)
     said: list[str] = []
     make_watcher(tmp_path, suite, said, order="oldest", together=1, every=100).run(threading.Event(), once=True)
     assert evaluated(said) == [[100], [200]]
 
 
 def test_half_written_checkpoints_are_not_seen(tmp_path: Path, suite: Suite) -> None:
-    folder = save(tmp_path, 100)
+    folder = save_step(tmp_path, 100)
     (folder / "checkpoint.json").unlink()
     said: list[str] = []
     assert not make_watcher(tmp_path, suite, said).step()
@@ -87,7 +77,7 @@ def test_half_written_checkpoints_are_not_seen(tmp_path: Path, suite: Suite) -> 
 
 def test_a_damaged_checkpoint_is_given_up_and_keeps_none_back(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 200, 300):
-        save(tmp_path, step)
+        save_step(tmp_path, step)
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
     broken.write_bytes(broken.read_bytes()[:1000])
     said: list[str] = []
@@ -101,7 +91,7 @@ def test_a_damaged_checkpoint_is_given_up_and_keeps_none_back(tmp_path: Path, su
 
 
 def test_a_failed_task_is_tried_again_later_and_what_was_done_stays(tmp_path: Path, suite: Suite) -> None:
-    save(tmp_path / "run", 100)
+    save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     write_classification(root, TASKS["cifar10"], samples=8)
     second = write_classification(root, TASKS["mnist"], samples=8)
@@ -122,7 +112,7 @@ def test_a_failed_task_is_tried_again_later_and_what_was_done_stays(tmp_path: Pa
 def test_an_interrupted_watcher_releases_its_lease(
     tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, 100)
+    save_step(tmp_path, 100)
     watcher = make_watcher(tmp_path, suite, [])
 
     def interrupt(*_: object, **__: object) -> None:
@@ -180,7 +170,7 @@ def test_templates_call_the_program_as_it_is(path: Path) -> None:
 
 
 def test_some_tasks_done_are_not_all_tasks_done(tmp_path: Path) -> None:
-    save(tmp_path / "run", 100)
+    save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     for key in ("cifar10", "mnist"):
         write_classification(root, TASKS[key], samples=8)

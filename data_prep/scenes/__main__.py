@@ -1,4 +1,10 @@
-"""The server process: settings on standard input, the base URL on standard output; ends when standard input does."""
+"""The corpus on a local web server.
+
+    python -m data_prep.scenes --table urls.parquet --pairs 2000       # for people: until Ctrl-C
+
+With `--serve-stdin` it is the server process that `serve_scenes` starts: settings on standard input, the base URL on
+standard output; it ends when standard input does.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,19 @@ import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
+
+import click
 
 from data_prep.scenes.config import ScenesConfig
-from data_prep.scenes.server import HOST, SceneServer
+from data_prep.scenes.server import HOST, SERVE_STDIN, SceneServer, serve_scenes
+from data_prep.scenes.url_table import write_url_table
 from pipeline.config import parse
+from pipeline.errors import UserError
 
 
-async def _main() -> None:
+async def _serve() -> None:
     settings = json.loads(sys.stdin.readline())
     service = SceneServer(parse(ScenesConfig, settings["config"]))
     try:
@@ -26,6 +38,32 @@ async def _main() -> None:
     server.close()
 
 
+@click.command()
+@click.option("--table", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Parquet file to write.")
+@click.option("--pairs", default=2_000, show_default=True, type=click.IntRange(min=1), help="URLs in the table.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
+def command(table: Path, pairs: int, seed: int, port: int) -> None:
+    """Publish the corpus on 127.0.0.1, as the demo does, and write the table of its URLs; until Ctrl-C."""
+    config = ScenesConfig(pairs=pairs, seed=seed)
+    try:
+        with serve_scenes(config, port=port) as base:
+            write_url_table(config, base, table)
+            click.echo(f"{pairs:,} URLs on {base}, listed in {table}. Stop with Ctrl-C. To fetch them, elsewhere:")
+            click.echo(
+                f"neuclip download --recipe jobs/recipes/download/scenes.yaml source.table={table} output=FOLDER"
+            )
+            while True:
+                time.sleep(3600)
+    except UserError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("Stopped.")
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; when to end is the parent's choice
-    asyncio.run(_main())
+    if sys.argv[1:] == [SERVE_STDIN]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; when to end is the parent's
+        asyncio.run(_serve())
+    else:
+        command(prog_name="python -m data_prep.scenes")

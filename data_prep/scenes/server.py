@@ -22,6 +22,7 @@ from pipeline.config import to_tree
 from pipeline.errors import UserError
 
 HOST = "127.0.0.1"
+SERVE_STDIN = "--serve-stdin"
 _STATUS = {
     Fault.NOT_FOUND: HTTPStatus.NOT_FOUND,
     Fault.FORBIDDEN: HTTPStatus.FORBIDDEN,
@@ -38,7 +39,7 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
     Raises: UserError when the server cannot start, for example because the port is taken.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "data_prep.scenes"],
+        [sys.executable, "-m", "data_prep.scenes", SERVE_STDIN],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -224,3 +224,20 @@ def test_url_table(tmp_path, base: str) -> None:
         wrong += hashlib.sha256(body).hexdigest() != row["sha256"]
     counts = count_faults(CONFIG, range(CONFIG.pairs))
     assert wrong == counts[Fault.WRONG_HASH] + counts[Fault.HTML] > 0
+
+
+def test_the_corpus_is_served_for_people(tmp_path: Path) -> None:
+    table = tmp_path / "urls.parquet"
+    command = [sys.executable, "-u", "-m", "data_prep.scenes", "--table", str(table), "--pairs", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("20 URLs on http://127.0.0.1:")
+            urls = pq.read_table(table).column("url").to_pylist()
+            assert len(urls) == 20
+            good = next(n for n in range(20) if fault_of(ScenesConfig(), n) is Fault.NONE)
+            assert urllib.request.urlopen(urls[good], timeout=10).read(2) == b"\xff\xd8"
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.stdout.read().endswith("Stopped.\n")
+    assert process.returncode == 0

@@ -92,7 +92,7 @@ def score_rows(run: Run) -> list[dict[str, str]]:
     """The table of all scores of the latest checkpoint, in the order of the suite."""
     rows = []
     for score in run.latest.scores if run.latest else ():
-        times = f"{score.times_chance:.1f}×" if score.times_chance else "–"
+        times = f"{score.times_chance:.1f}×" if score.times_chance is not None else "–"
         rows.append(
             {
                 "task": score.label,

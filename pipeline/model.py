@@ -43,6 +43,7 @@ class ModelConfig:
     patch_dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
     grad_checkpointing: bool = False
     sync_batchnorm: bool = False
+    """Batch norms use the statistics of all ranks' rows (with engine.micro_batch: of all ranks' micro-batches)."""
     compile: bool = False
 
 
@@ -116,12 +117,10 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             clip = _create(name, pretrained=pretrained, pretrained_text=False, device=device, **kwargs)
     model_cfg = open_clip.get_model_config(name)
     architecture = _describe(name, clip, model_cfg, source=name)
-    use_fp32_batch_norms(clip)
+    use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     towers = Towers(clip)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]
-    if config.sync_batchnorm:
-        towers = nn.SyncBatchNorm.convert_sync_batchnorm(towers)
     return towers, architecture
 
 

@@ -91,6 +91,13 @@ class World:
         return self.phase("communication")
 
 
+def joined_world() -> World:
+    """The ranks of the process group that this process has joined, for layers deep in a model; else one rank."""
+    if not dist.is_initialized():
+        return World()
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
+
+
 @contextmanager
 def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Iterator[World]:
     """Join the process group named by the launcher's environment, or be a group of one, and leave it at the end.

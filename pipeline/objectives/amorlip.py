@@ -7,9 +7,10 @@ open is this project's own choice, marked "ours" below. Not a reproduction of Am
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -18,14 +19,19 @@ from pipeline.objectives import mlp
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.inner_optimizer import Adam, Buffered
+from pipeline.objectives.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
 from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
+
+Divergence = Literal["squared_log", "kl", "js"]
 
 
 @section
 class AmorLipConfig(TemperatureConfig):
     """Settings as published with AmorLIP's code (rho and tau_lr: its CC12M values), but for ratio_cap, which is ours.
 
+    divergence: what the networks minimize, see `slope`: the squared error of the logs, or the Kullback-Leibler or
+    Jensen-Shannon divergence of the distributions that prediction and target define.
     positive_weight: weight of the own pair in the batch's mean. target_share: what the previous epoch's network gives
     to the target in the end; it rises by a cosine over half of the epochs. ema_decay, ema_every: the network in use is
     a moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none.
@@ -36,6 +42,7 @@ class AmorLipConfig(TemperatureConfig):
     rho: float = Field(default=8.5, gt=0)
     npn_lr: float = Field(default=1e-3, gt=0)
     inner_steps: int = Field(default=3, ge=1)
+    divergence: Divergence = "squared_log"
     positive_weight: float = Field(default=1e-3, ge=0)
     target_share: float = Field(default=0.8, ge=0, lt=1)
     ema_decay: float = Field(default=0.92, ge=0, lt=1)
@@ -47,6 +54,24 @@ def target_share_at(epoch: int, *, highest: float, epochs: int) -> float:
     """Share of the previous epoch's network in the target: 0 in the first epoch, `highest` from the middle one on."""
     half = max(1, epochs // 2)
     return highest * 0.5 * (1 - math.cos(math.pi * min(epoch, half) / half))
+
+
+def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Tensor:
+    """Derivative of each anchor's divergence by log lambda, [B]; it is 0 where lambda equals the target T.
+
+    squared_log: (log lambda - log T)^2. The others compare q_j = w_j exp(s_j / tau) / lambda with the same over T, p_j,
+    which sums to 1: kl: sum_j q_j log(q_j / p_j) - q_j + p_j; js: sum_j q_j log(q_j / m_j) / 2 + p_j log(p_j / m_j) / 2
+    with m = (q + p) / 2. Since q_j / p_j = T / lambda for every j, both are functions of that ratio alone; it is held
+    below exp(30). Ours: the last two terms of kl. q need not sum to 1, and without them the least value is not at T but
+    at e T; AmorLIP's code has them not and adds a share of the squared error.
+    """
+    difference = log_lambda - log_target
+    if divergence == "squared_log":
+        return 2 * difference
+    ratio = torch.exp(-difference.clamp(min=-MAX_LOG_RATIO))
+    if divergence == "kl":
+        return difference * ratio
+    return -0.5 * ratio * (math.log(2) + F.logsigmoid(-difference))
 
 
 class PartitionNetworks:
@@ -126,11 +151,12 @@ class PartitionNetworks:
         self._next_updates = 0
 
     def _update(self, side: int, features: Tensor, target: Tensor, *, number: int) -> None:
-        """One step on the squared error of the logs (the separate objective of NeuCLIP, section 5.2)."""
+        """One step on the batch's mean divergence from the target (the separate objective of NeuCLIP, section 5.2)."""
         with torch.enable_grad():
             parameters = {name: value.detach().requires_grad_() for name, value in self._side(side).items()}
-            error = (mlp.forward(parameters, features) - target).square().mean()
-        gradients = torch.autograd.grad(error, list(parameters.values()))
+            log_lambda = mlp.forward(parameters, features)
+        pull = slope(self.config.divergence, log_lambda.detach(), target) / target.shape[0]
+        gradients = torch.autograd.grad(log_lambda, list(parameters.values()), pull)
         for (name, parameter), gradient in zip(self._side(side).items(), gradients, strict=True):
             slots = {slot: self.state.working[f"{name}.{slot}"][side] for slot in self.optimizer.slots}
             self.optimizer.step(parameter, gradient, slots, updates=number)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective, mlp
-from pipeline.objectives.amorlip import target_share_at
+from pipeline.objectives.amorlip import slope, target_share_at
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 
@@ -28,6 +28,62 @@ def test_loss_and_gradients_are_autograd_of_the_written_loss(batch_size, positiv
     ours = [output.grad_image, output.grad_text, objective._pending.tau_gradient]
     assert relative_error(output.loss, loss) < 1e-10
     assert all(relative_error(a, b) < 1e-10 for a, b in zip(ours, expected, strict=True))
+
+
+def written_divergence(divergence, log_lambda, logits):
+    """Sums over the batch's distributions, as `slope` describes them."""
+    log_target = logits.logsumexp(1)
+    if divergence == "squared_log":
+        return (log_lambda - log_target).square().sum()
+    p, q = (torch.exp(logits - total[:, None]) for total in (log_target, log_lambda))
+    if divergence == "kl":
+        return (q * torch.log(q / p) - q + p).sum()
+    middle = (p + q) / 2
+    return (q * torch.log(q / middle) + p * torch.log(p / middle)).sum() / 2
+
+
+@pytest.mark.parametrize("divergence", ["squared_log", "kl", "js"])
+def test_divergences_are_autograd_of_their_sums_and_vanish_at_the_target(divergence):
+    image, text = unit_features(17)
+    logits = image @ text.T / 0.07
+    target = logits.logsumexp(1)
+    log_lambda = (target + torch.linspace(-6, 6, 17).double()).requires_grad_()
+    expected = torch.autograd.grad(written_divergence(divergence, log_lambda, logits), log_lambda)[0]
+    ours = slope(divergence, log_lambda.detach(), target)
+    assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(ours.sign().diff() >= 0, torch.ones(16, dtype=torch.bool))  # one zero: the least value
+    assert slope(divergence, target, target).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("divergence", ["squared_log", "kl", "js"])
+def test_divergences_far_from_the_target_stay_finite_and_keep_their_sign(divergence):
+    """At tau = 0.005 the logs of prediction and target can differ by 2 / tau = 400 in fp32."""
+    difference = torch.tensor([-400.0, -89.0, -31.0, -1.0, 1.0, 31.0, 89.0])
+    found = slope(divergence, difference, torch.zeros(7))
+    assert torch.isfinite(found.square()).all()
+    assert torch.equal(found[:5].sign(), difference[:5].sign())
+    assert (found[5:] >= 0).all()
+
+
+@pytest.mark.parametrize("divergence", ["squared_log", "kl", "js"])
+def test_an_update_follows_the_mean_divergence(divergence):
+    """Adam's first moment after one update from zero is a tenth of the gradient."""
+    settings = {"name": "amorlip", "divergence": divergence, "inner_steps": 1}
+    objective = build_objective(settings, context=context(8))
+    image, text = unit_features(8)
+    objective.compute(image, text, sample_ids=torch.arange(8), step=0)
+    fresh = mlp.initial_parameters(objective.context, restart=0)
+    kappa = objective.config.positive_weight
+    for side, s in enumerate((image @ text.T, text @ image.T)):
+        weights = torch.ones(8, 8).double().fill_diagonal_(kappa) / (7 + kappa)
+        logits = s / objective.temperature.value() + weights.log()
+        parameters = {name: value[side].clone() for name, value in fresh.items()}
+        parameters["head.bias"] = logits.logsumexp(1).mean()[None]
+        parameters = {name: value.requires_grad_() for name, value in parameters.items()}
+        loss = written_divergence(divergence, mlp.forward(parameters, (image, text)[side]), logits) / 8
+        for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+            moment = objective.networks.state.working[f"{name}.moment1"][side]
+            assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
 
 
 def test_networks_restart_each_epoch_and_remember_the_last_average():

@@ -13,6 +13,8 @@ NEUCLIP = {"name": "neuclip", "prototypes": 20, "restart_every": 4}
 VARIANTS = [
     *({"name": name} for name in objective_names() if not name.startswith("neuclip")),
     {"name": "isogclr", "tau_optimizer": "momentum"},
+    {"name": "amorlip", "divergence": "kl"},
+    {"name": "amorlip", "divergence": "js"},
     NEUCLIP,
     {**NEUCLIP, "prototypes": 5},
     {**NEUCLIP, "npn": "queue"},

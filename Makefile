@@ -27,9 +27,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# What only tests ask for: the distributors Spark and Ray (0.7 GB), and ONNX files.
+# What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
+# clip-benchmark, which need none of what it depends on.
 $(TESTABLE): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,scale,onnx]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps clip-benchmark
 	touch $@
 
 demo: $(READY)

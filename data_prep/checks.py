@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep import tables
-from data_prep.config import DownloadConfig
+from data_prep.config import DownloadConfig, FetchConfig
 from data_prep.source import SourceConfig
 from pipeline.errors import UserError
 
@@ -36,6 +39,22 @@ def check_source(config: DownloadConfig) -> list[str]:
     if not rows:
         raise UserError(f"source.table = {source.table!r} has no rows.")
     return [*_check_urls(rows, source), *_check_captions(rows, source), *_check_hashes(rows, source), *_notes(config)]
+
+
+def check_distributor(fetch: FetchConfig) -> None:
+    """Raises: UserError when the chosen distributor cannot start on this machine."""
+    if fetch.distributor == "multiprocessing":
+        return
+    if importlib.util.find_spec(fetch.distributor) is None:
+        raise UserError(
+            f"fetch.distributor = {fetch.distributor!r} needs a package that is not installed here: "
+            "`pip install -c constraints.txt -e '.[scale]'`, or use multiprocessing."
+        )
+    if fetch.distributor == "pyspark" and not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        raise UserError(
+            "fetch.distributor = 'pyspark' needs a Java (17 or later), and there is none on the PATH nor in "
+            "JAVA_HOME: install one, or use multiprocessing or ray."
+        )
 
 
 def first_rows(source: SourceConfig, count: int = CHECKED_ROWS) -> list[dict[str, Any]]:

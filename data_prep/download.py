@@ -49,6 +49,7 @@ def download(
     Raises: UserError before the first URL when the settings, the table or its columns are wrong; Paused when
       success collapses; PartDone when only the shards of other workers are left.
     """
+    checks.check_distributor(config.fetch)
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     with _alone(folder, config.fetch.worker), Journal(folder, config.fetch) as journal:

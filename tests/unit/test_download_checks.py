@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from data_prep import checks, probe
-from data_prep.config import DownloadConfig
+from data_prep.config import DownloadConfig, FetchConfig
 from data_prep.guard import GuardConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
@@ -116,3 +116,17 @@ def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> 
     columns["digest"][:3] = ["0" * 64] * 3
     notes = probe.check_hashes(config_for(tmp_path, columns, hash="digest"))
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
+
+
+def test_a_distributor_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    checks.check_distributor(FetchConfig())
+    for name in ("pyspark", "ray"):
+        with pytest.raises(UserError, match=r"not installed here.*\.\[scale\]"):
+            checks.check_distributor(FetchConfig(distributor=name))
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    checks.check_distributor(FetchConfig(distributor="ray"))
+    with pytest.raises(UserError, match="needs a Java"):
+        checks.check_distributor(FetchConfig(distributor="pyspark"))

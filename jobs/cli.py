@@ -26,6 +26,8 @@ COMMANDS = {
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),
     "export": ("jobs.export", "Write a checkpoint as a folder that open_clip and model hubs load, with a model card."),
+    "normalizers": ("jobs.normalizers", "Measure exact log-normalizers of a run, and how wrong its method's own are."),
+    "study": ("jobs.study", "Run a declared set of runs (the papers' tables at a desk or in full), and render it."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
 }
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130

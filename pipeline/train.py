@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
+from pipeline.assemble import loader_of, objective_of
 from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, abandon_after, find_checkpoint
 from pipeline.config import dump, flatten, to_tree
 from pipeline.data.decode import normalize
-from pipeline.data.loader import Batch, Loader, build_loader
-from pipeline.data.tokenize import fast_tokenizer
+from pipeline.data.loader import Batch, Loader
 from pipeline.engine import Engine
 from pipeline.errors import UserError
 from pipeline.faults import Faults
 from pipeline.heartbeat import Heartbeat
 from pipeline.in_training import InTraining
 from pipeline.model import Architecture, build_towers
-from pipeline.objectives import Objective, ObjectiveContext, build_objective
+from pipeline.objectives import Objective
 from pipeline.observation import Observer
 from pipeline.optim import lr_scale
 from pipeline.probe import GradientProbe
@@ -261,29 +261,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     checkpoint = _choose_checkpoint(folder, resume, world, notes)
     with ExitStack() as stack:
         towers, architecture = build_towers(run.model, seed=run.seed)
-        loader = stack.enter_context(
-            build_loader(
-                run.data,
-                world=world,
-                global_batch=run.batch_size,
-                seed=run.seed,
-                image_size=architecture.image_size,
-                tokenize=fast_tokenizer(architecture.tokenize),
-            )
-        )
-        objective = build_objective(
-            run.objective,
-            context=ObjectiveContext(
-                dim=architecture.dim,
-                batch_size=run.batch_size,
-                dataset_size=loader.n,
-                steps_per_epoch=loader.steps_per_epoch,
-                total_steps=run.total_steps,
-                world=world,
-                device=world.device,
-                seed=run.seed,
-            ),
-        )
+        loader = stack.enter_context(loader_of(run, architecture=architecture, world=world))
+        objective = objective_of(run, loader=loader, architecture=architecture, world=world)
         engine = Engine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
                         global_batch=run.batch_size, compile_towers=run.model.compile)  # fmt: skip
         engine.train()
@@ -314,14 +293,21 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         yield trainer
 
 
-def train(run: RunConfig, *, resume: str | None = None) -> int:
-    """Train one run on this rank, from process group to last checkpoint. Returns the exit code."""
+@contextmanager
+def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
+    """One rank's part of a run, from process group to trainer, ready to `fit`."""
     # The collectives' own limit is the second line: by then the heartbeats have told who is behind.
     minutes = 1.5 * run.engine.timeout_minutes + 1.0
     with start_world(timeout_minutes=minutes, device=run.engine.device) as world:
         prepare_folder(run, world=world)
         with setup(run, world=world, resume=resume) as trainer:
-            return trainer.fit()
+            yield trainer
+
+
+def train(run: RunConfig, *, resume: str | None = None) -> int:
+    """Train one run on this rank to its last checkpoint. Returns the exit code."""
+    with open_run(run, resume=resume) as trainer:
+        return trainer.fit()
 
 
 def prepare_folder(run: RunConfig, *, world: World) -> None:

@@ -71,6 +71,18 @@ class Decision:
     update: Any = None
 
 
+@dataclass(frozen=True)
+class Beliefs:
+    """log-normalizers of this rank's anchors as a method sees them, and their temperatures; [b] each.
+
+    cold: from lasting state alone. in_use: with what the step on their own batch learns before its gradients.
+    """
+
+    cold: Pair
+    in_use: Pair
+    tau: Pair
+
+
 @contextmanager
 def true_fp32() -> Iterator[None]:
     """No TF32 here, whatever the user's loop allows: it would put an error of about 0.05 on h at tau = 0.01."""
@@ -160,18 +172,23 @@ class SoftmaxObjective(FramedObjective):
         """log-normalizers of the batch's anchors from lasting state alone, [B] each; here: the batch's own value."""
         return batch.log_g
 
-    @torch.no_grad()
-    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> Pair:
-        """What the method believes log(eps + g) of these pairs to be, without learning from them, [b] each.
+    def in_use(self, batch: Batch) -> Pair:
+        """log-normalizers that a step on this batch would weigh its gradients with, [B] each."""
+        return self.decide(batch).log_normalizer
 
-        For the estimation error of NeuCLIP, appendix B.6. Collective. A method without state answers with the value
-        within these features, which should then be a batch of the training's size.
+    @torch.no_grad()
+    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> Beliefs:
+        """What the method believes log(eps + g) of these pairs to be, without a lasting trace of having been asked.
+
+        For the estimation error of NeuCLIP, appendix B.6. Collective. `image`, `text`: [b, d] should be this rank's
+        part of a batch of the training's size: methods without state answer with the value within the batch.
         """
         dtype = self.context.dtype
         with true_fp32():
             batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids), step=self.steps)
-            first, second = self.predict(batch)
-        return first[batch.rows], second[batch.rows]
+            pairs = (self.predict(batch), self.in_use(batch), batch.tau)
+        cold, in_use, tau = ((first[batch.rows], second[batch.rows]) for first, second in pairs)
+        return Beliefs(cold, in_use, tau)
 
     def fetch(self, sample_ids: Tensor) -> Any:
         """Per-sample state of the batch, the same on every rank; the method finds it in `batch.fetched`."""

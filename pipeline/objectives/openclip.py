@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config import section
-from pipeline.objectives.frame import Batch, Decision
+from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
 from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
 
@@ -40,3 +40,6 @@ class OpenClip(GlobalTemperatureObjective):
             tau_gradient=tau_gradient,
             metrics={"tau": tau},
         )
+
+    def in_use(self, batch: Batch) -> Pair:
+        return batch.log_g  # the own pair, which this loss adds to the sum, is no part of g

@@ -121,6 +121,25 @@ def test_temperature_stays_in_its_bounds_and_v3_slows_below_the_threshold():
     assert moved[0.029] == pytest.approx(moved[0.031] / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fastclip_v3", "isogclr"])
+def test_tau_can_only_fall_where_rho_is_not_below_log_n(name):
+    """With exact normalizers, n = B: dL/dtau is rho minus a KL divergence of at most log(n - 1), at any features."""
+    one_hot = torch.eye(16, dtype=torch.float64)
+    worst = (one_hot, one_hot.roll(1, 0))  # all weight on one negative: the divergence is log(n - 1)
+    found = {}
+    for rho in (math.log(15), 0.9 * math.log(15)):
+        for features in (unit_features(16), worst):
+            settings = {"name": name, "rho": rho, "gamma_schedule": "constant", "gamma": 1.0, "tau_init": 0.03}
+            objective = build_objective(settings, context=context(16, dataset_size=16))
+            objective.compute(*features, sample_ids=torch.arange(16), step=0)
+            pending = objective._pending
+            gradient = pending.update[1] if name == "isogclr" else pending.tau_gradient
+            found[rho, features is worst] = float(gradient.min())
+    assert found[math.log(15), False] > 0
+    assert abs(found[math.log(15), True]) < 1e-9
+    assert found[0.9 * math.log(15), True] < -0.2
+
+
 def test_temperature_learning_rate_follows_the_schedule():
     objective = build_objective("openclip", context=context(8))
     objective.temperature.update(torch.tensor(1.0).double(), lr_scale=0.0)
@@ -157,16 +176,17 @@ def test_beliefs_come_from_lasting_state_and_change_nothing(name):
     beliefs = objective.log_normalizers(image, text, sample_ids=ids)
     assert all(torch.equal(value, before[key]) for key, value in objective.state_dict().items())
     tau = objective.temperature.value()
+    assert torch.equal(beliefs.tau[0], tau.expand(16))
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         if name == "neuclip":  # the prototypes are this very batch
             positives = (1 + (15 * g)).log() - math.log(16)
-            assert torch.allclose(beliefs[side], positives)
+            assert torch.allclose(beliefs.cold[side], positives)
         elif name == "amorlip":
-            assert (beliefs[side] - g.log()).mean().abs() < 0.5  # a fresh network knows the level only
+            assert (beliefs.cold[side] - g.log()).mean().abs() < 0.5  # a fresh network knows the level only
         else:
-            assert torch.allclose(beliefs[side], g.log(), rtol=1e-6)
+            assert torch.allclose(beliefs.cold[side], g.log(), rtol=1e-6)
     other = objective.log_normalizers(*unit_features(16, seed=1), sample_ids=ids)
     if name == "fastclip_v3":  # u belongs to the sample, not to the features
-        assert torch.equal(other[0], beliefs[0])
+        assert torch.equal(other.cold[0], beliefs.cold[0])
     else:
-        assert not torch.equal(other[0], beliefs[0])
+        assert not torch.equal(other.cold[0], beliefs.cold[0])

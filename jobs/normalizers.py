@@ -1,0 +1,85 @@
+"""`neuclip normalizers RUN`: exact log-normalizers of a run's checkpoints, and how wrong its method's own are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.normalizers import Measurement
+
+RESULT_NAME = "normalizers.jsonl"
+
+
+@click.command(name="normalizers", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.normalizers RUN")
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--samples", type=click.IntRange(min=2), help="Compare about so many anchors only [all; paper: 10,000].")
+@click.option("--save", is_flag=True, help="Write every compared value to RUN/normalizers/step-*.npz.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+def command(run: str, overrides: tuple[str, ...], samples: int | None, save: bool, device: str) -> None:
+    """Exact log-normalizers over the whole dataset, and the error of each method's own (NeuCLIP, appendix B.6).
+
+    RUN is a run's folder, all of whose checkpoints are measured, or one checkpoint. SECTION.KEY=VALUE changes what the
+    checkpoint says of its run, for example data.sources where the shards were moved. Results are appended to
+    normalizers.jsonl beside the checkpoints. "In use": with what the step on an anchor's batch learns first; "cold":
+    from lasting state alone.
+    """
+    from pipeline.config import parse_overrides
+    from pipeline.normalizers import checkpoints_of, measure, run_of, save_rows
+    from pipeline.world import start_world
+
+    with start_world(device=device) as world:
+        tell = click.echo if world.is_main else (lambda message: None)
+        checkpoints = checkpoints_of(Path(run), on_damage=tell)
+        folder = checkpoints[0].path.parent.parent
+        measurements = []
+        for checkpoint in checkpoints:
+            config = run_of(checkpoint, changes=parse_overrides(overrides))
+            measurement, rows = measure(config, checkpoint, world=world, limit=samples)
+            measurements.append(measurement)
+            if world.is_main:
+                with (folder / RESULT_NAME).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(measurement.record()) + "\n")
+                if save:
+                    save_rows(folder / "normalizers" / f"{checkpoint.path.name}.npz", rows)
+        if world.is_main:
+            show(measurements, title=f"{config.objective.name}: error of log-normalizers")
+
+
+def show(measurements: list[Measurement], *, title: str) -> None:
+    """A table on the terminal, and in a sentence what was left out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in (
+        "samples seen",
+        "tau",
+        "exact: mean",
+        "variance",
+        "MSE in use",
+        "MSE cold",
+        "bias in use",
+        "bias cold",
+    ):
+        table.add_column(name, justify="right")
+    for m in measurements:
+        values = (m.tau, m.mean, m.variance, m.in_use.mse, m.cold.mse, m.in_use.bias, m.cold.bias)
+        table.add_row(f"{m.samples:,}", *(f"{value:.4f}" for value in values))
+    Console().print(table)
+    last = measurements[-1]
+    click.echo(
+        f"Exact over {last.pairs:,} pairs ({last.left_over:,} of the dataset fill no batch of {last.batch_size:,} and "
+        f"are left out); {last.rows:,} anchors compared in both directions. A constant at the mean would have the "
+        "variance as its error: read both beside tau, since a model that has not learned is easy to predict."
+    )
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="neuclip normalizers")

@@ -1,0 +1,187 @@
+"""What a study compares: `jobs/studies/NAME.yaml`, and the runs that come of it.
+
+A study crosses `settings` (datasets, regimes) with `arms` (what is compared) and seeds. Both are lists of dotted
+overrides over a recipe; an arm's come after its setting's. Sizes: `desk` (the built-in corpus, a micro model), `smoke`
+(the same, a few steps, few arms: does it work at all) and `paper` (the real datasets and recipes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipeline import config as cfg
+from pipeline.config import section
+from pipeline.errors import UserError
+from pipeline.recipe import RunConfig, load_recipe
+
+FOLDER = Path(__file__).parent
+RECIPES = FOLDER.parent / "recipes"
+SIZES = ("desk", "smoke", "paper")
+# What decides where a run's bytes lie or how it is watched, but not what it computes.
+NOT_IDENTITY = ("output", "data.sources", "evaluation.suite", "telemetry.progress", "telemetry.tensorboard")
+
+
+@section
+class Variant:
+    """A setting or an arm. set: overrides. ranks: processes. corpus: of the built-in ones, by name."""
+
+    title: str = ""
+    set: tuple[str, ...] = ()
+    recipe: str | None = None
+    corpus: str | None = None
+    ranks: int | None = Field(default=None, ge=1)
+
+
+@section
+class Size:
+    """What is particular to a size. arms: instead of the study's own. baseline: instead of the study's own."""
+
+    settings: dict[str, Variant]
+    seeds: tuple[int, ...] = (0,)
+    arms: dict[str, Variant] | None = None
+    baseline: str | None = None
+
+
+@section
+class Study:
+    """A study as declared.
+
+    baseline: the arm that differences are taken to. columns: what the tables show, see `results.COLUMNS`. curves:
+    columns drawn over samples seen. groups: arms that are drawn and listed together; default: all in one.
+    smoke: the arms of the smoke size. alone: its runs must not share the machine, since they are timed.
+    """
+
+    title: str
+    reproduces: str
+    question: str
+    baseline: str
+    columns: tuple[str, ...]
+    curves: tuple[str, ...] = ("average",)
+    arms: dict[str, Variant] = field(default_factory=dict)
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    smoke: tuple[str, ...]
+    alone: bool = False
+    measure: Literal["normalizers", "none"] = "normalizers"
+    desk: Size
+    paper: Size
+
+
+@section
+class Corpus:
+    """A built-in corpus at a size: training pairs and held-out images per task."""
+
+    pairs: int
+    held_out: int
+
+
+@section
+class SizeFacts:
+    """What all studies of one size share. anchors: compared per measurement of normalizers. ranks: unless said
+    otherwise. set: overrides."""
+
+    corpora: dict[str, Corpus] = field(default_factory=dict)
+    anchors: int | None = None
+    ranks: int = Field(default=1, ge=1)
+    set: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One run of a study. key: its folder's name, the same for equal runs of different studies."""
+
+    study: str
+    setting: str
+    arm: str
+    seed: int
+    recipe: Path
+    corpus: str | None
+    ranks: int
+    overrides: tuple[str, ...]
+    run: RunConfig
+    key: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.study}/{self.setting}/{self.arm}/seed{self.seed}"
+
+
+def study_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "sizes")
+
+
+def load_study(name: str) -> Study:
+    """Raises: UserError for an unknown name or a wrong declaration."""
+    if name not in study_names():
+        raise UserError(f"There is no study {name!r}. {cfg.suggest(name, tuple(study_names()))}")
+    return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
+
+
+def load_size(name: str) -> SizeFacts:
+    """What all studies of a size share, from `sizes.yaml`."""
+    return cfg.parse(SizeFacts, cfg.read_yaml(FOLDER / "sizes.yaml")[name], prefix=name)
+
+
+def size_of(study: Study, size: str) -> Size:
+    """The study's settings, arms and seeds at a size; `smoke` is the desk's with fewer arms and one seed."""
+    if size == "paper":
+        return study.paper
+    if size == "desk":
+        return study.desk
+    arms = arms_of(study, "desk")
+    return Size(
+        settings=study.desk.settings,
+        arms={name: arms[name] for name in study.smoke},
+        seeds=study.desk.seeds[:1],
+        baseline=study.smoke[0],
+    )
+
+
+def arms_of(study: Study, size: str) -> dict[str, Variant]:
+    """The arms at a size, by name."""
+    own = size_of(study, size).arms if size != "smoke" else {n: arms_of(study, "desk")[n] for n in study.smoke}
+    return own if own is not None else study.arms
+
+
+def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[Unit]:
+    """All runs of a study in order of declaration, seeds outermost, so that an unfinished study is balanced.
+
+    Raises: UserError when a run's settings are refused, naming the run.
+    """
+    study, facts, at_size = load_study(name), load_size(size), size_of(load_study(name), size)
+    units = []
+    for seed in at_size.seeds:
+        for setting_name, setting in at_size.settings.items():
+            for arm_name, arm in arms_of(study, size).items():
+                given = (*setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
+                recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
+                try:
+                    run = load_recipe(recipe, given)
+                except UserError as error:
+                    raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
+                corpus, ranks = arm.corpus or setting.corpus, arm.ranks or setting.ranks or facts.ranks
+                key = _key(run, corpus=facts.corpora.get(corpus or ""), ranks=ranks, measure=study.measure)
+                units.append(Unit(name, setting_name, arm_name, seed, recipe, corpus, ranks, given, run, key))
+    return units
+
+
+def distinct(units: list[Unit]) -> Iterator[Unit]:
+    """One unit per key: studies share the runs that they have in common."""
+    found: dict[str, Unit] = {}
+    for unit in units:
+        found.setdefault(unit.key, unit)
+    return iter(found.values())
+
+
+def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> str:
+    settings = {key: value for key, value in cfg.flatten(cfg.to_tree(run)).items() if key not in NOT_IDENTITY}
+    facts: dict[str, Any] = {"settings": settings, "ranks": ranks, "measure": measure}
+    facts["corpus"] = cfg.to_tree(corpus) if corpus else settings.get("data.sources")
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return f"{run.objective.name}-seed{run.seed}-{digest[:10]}"

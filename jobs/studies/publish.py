@@ -1,0 +1,154 @@
+"""A study's outcomes as files: `results.json` (the data), and from it alone `results.csv`, `results.md` and figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from jobs.studies import figures
+from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
+from jobs.studies.results import COLUMNS, PAIRED, Outcome, Spread, paired, spread
+
+DATA_NAME = "results.json"
+KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "traffic_bytes_per_step", "normalizers")
+
+
+def publish(
+    name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
+) -> list[Path]:
+    """Write everything about a study into `folder`. Returns the files."""
+    data = {
+        "study": name,
+        "size": size,
+        "command": command,
+        "date": date.today().isoformat(),
+        "machine": {"cpu": _cpu(), "cores": _cores(), "system": platform.system()},
+        "versions": [outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
+        "units": len(units),
+        "overrides": {unit.key: list(unit.overrides) for unit in units},
+        "runs": [_compact(outcome) for outcome in outcomes],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+    return [folder / DATA_NAME, *render(folder)]
+
+
+def render(folder: Path) -> list[Path]:
+    """Tables and figures from `folder/results.json`. Returns the files."""
+    data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+    study, size = load_study(data["study"]), data["size"]
+    outcomes = [Outcome(**run) for run in data["runs"]]
+    drawn = figures.draw(study, size, outcomes)
+    texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def as_csv(outcomes: Sequence[Outcome]) -> str:
+    """One line a run, every column; empty where a run has no such figure."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
+    for o in outcomes:
+        values = [column.value(o.result) for column in COLUMNS.values()]
+        writer.writerow([o.setting, o.arm, o.seed, *("" if v is None else f"{v:.6g}" for v in values), o.key])
+    return stream.getvalue()
+
+
+def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
+    """The generated page of a study: what was asked, how it was made, a table for each setting, the figures."""
+    size = data["size"]
+    at_size, arms = size_of(study, size), arms_of(study, size)
+    baseline = at_size.baseline or study.baseline
+    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
+    how = (
+        f"Size `{size}`; stands for {study.reproduces}. Made with `{data['command']}` on {data['date']}, "
+        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(outcomes)} of {data['units']} "
+        "runs are in. Every figure is the mean ± standard deviation over seeds; differences are taken seed by seed. "
+        "This page is generated from `results.json` by `neuclip study`; do not edit it."
+    )
+    lines = [f"# {study.title}", "", study.question.strip(), "", how]
+    for setting, variant in at_size.settings.items():
+        there = [arm for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)]
+        if there:
+            lines += ["", f"## {variant.title or setting}", ""]
+            lines += table(study, outcomes, setting=setting, arms={arm: arms[arm] for arm in there}, baseline=baseline)
+    for file in drawn:
+        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+    return "\n".join(lines) + "\n"
+
+
+def table(
+    study: Study, outcomes: Sequence[Outcome], *, setting: str, arms: Mapping[str, Variant], baseline: str
+) -> list[str]:
+    """A markdown table of one setting, arms in order of declaration and under their groups."""
+    titles = [_title(column, baseline) for column in study.columns]
+    lines = ["| " + " | ".join(["", "seeds", *titles]) + " |", "|---" + "|---:" * (len(titles) + 1) + "|"]
+    for heading, names in _grouped(study, list(arms)):
+        if heading:
+            lines.append(f"| **{heading}** |" + " |" * (len(titles) + 1))
+        for arm in names:
+            seeds = len({o.seed for o in outcomes if o.setting == setting and o.arm == arm})
+            label = f"`{arm}`" + (f" {arms[arm].title}" if arms[arm].title else "")
+            cells = [_cell(outcomes, setting, arm, column, baseline) for column in study.columns]
+            lines.append("| " + " | ".join([label, str(seeds), *cells]) + " |")
+    return lines
+
+
+def _grouped(study: Study, arms: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Headings and their arms; each arm once, under the first group that names it."""
+    left = dict.fromkeys(arms)
+    for heading, names in study.groups.items():
+        here = [name for name in names if name in left]
+        for name in here:
+            left.pop(name)
+        if here:
+            yield heading, here
+    if left:
+        yield "", list(left)
+
+
+def _title(column: str, baseline: str) -> str:
+    return PAIRED[column][1].format(baseline=baseline) if column in PAIRED else COLUMNS[column].title
+
+
+def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, baseline: str) -> str:
+    if column not in PAIRED:
+        return shown(spread(outcomes, setting, arm, column), COLUMNS[column].form)
+    if arm == baseline:
+        return "–"
+    found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+    return shown(found, "+.1f", unit="%" if column == "extra_time" else "")
+
+
+def shown(value: Spread | None, form: str, unit: str = "") -> str:
+    """`12.3 ± 0.4`; `–` where there is nothing."""
+    if value is None:
+        return "–"
+    return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
+
+
+def _compact(outcome: Outcome) -> dict[str, Any]:
+    return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT}}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "an unnamed CPU"
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,135 @@
+"""All units of a study over the devices at hand: as many processes at a time as there are places for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from jobs.studies.declare import SizeFacts, Unit
+from jobs.studies.unit import RESULT_NAME, SPEC_NAME
+from pipeline.errors import UserError
+
+TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m"
+
+
+def folder_of(unit: Unit, output: Path) -> Path:
+    """OUTPUT/runs/KEY: equal runs of different studies share it."""
+    return output / "runs" / unit.key
+
+
+def is_done(unit: Unit, output: Path) -> bool:
+    return (folder_of(unit, output) / RESULT_NAME).is_file()
+
+
+def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, measure: str, places: Sequence[str] = ()) -> Path:
+    """What `unit.py` needs, in the unit's folder. Args: places: overrides that say where data and suite lie."""
+    folder = folder_of(unit, output)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = {
+        "label": unit.label,
+        "recipe": str(unit.recipe),
+        "overrides": [*unit.overrides, *places, f"output={folder}"],
+        "anchors": facts.anchors,
+        "measure": measure,
+    }
+    (folder / SPEC_NAME).write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
+    """The unit's command. launcher: words before the module's name; {ranks} and {python} are filled in.
+
+    Default: plain Python for one rank, torchrun for several.
+    """
+    template = launcher or (TORCHRUN if unit.ranks > 1 else "{python} -m")
+    words = shlex.split(template.format(ranks=unit.ranks, python=shlex.quote(sys.executable)))
+    return [*words, "jobs.studies.unit", str(folder)]
+
+
+def places_at_hand() -> list[dict[str, str]]:
+    """Environments of runs that may go on at the same time: one a GPU, else one a CPU core."""
+    import torch
+
+    if torch.cuda.is_available():
+        return [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())]
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return [threads for _ in range(len(os.sched_getaffinity(0)))]
+
+
+def run_all(
+    units: Sequence[tuple[Unit, Path]],
+    *,
+    parallel: int | None,
+    launcher: str | None,
+    tell: Callable[[str], None],
+) -> dict[str, int]:
+    """Run units, given with their folders; returns the exit codes of those that failed, by label.
+
+    A failed unit does not stop the others. An interrupt ends the running ones, which can be continued.
+    """
+    places = places_at_hand()
+    count = max(1, min(parallel or len(places), len(units)))
+    free: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for number in range(count):
+        # A single place is given the whole machine; several share it, one device each.
+        free.put(places[number % len(places)] if count > 1 else {})
+    processes: list[subprocess.Popen] = []
+
+    def one(number: int, unit: Unit, folder: Path) -> int:
+        place, began = free.get(), time.monotonic()
+        try:
+            with (folder / "log.txt").open("ab") as log:
+                process = subprocess.Popen(
+                    command_of(unit, folder, launcher=launcher),
+                    env={**os.environ, **place},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                processes.append(process)
+                code = process.wait()
+        finally:
+            free.put(place)
+        what = "done" if code == 0 else f"FAILED with exit code {code}, see {folder / 'log.txt'}"
+        tell(f"{number + 1}/{len(units)} {unit.label}: {what} ({time.monotonic() - began:.0f} s)")
+        return code
+
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            futures = [(unit, pool.submit(one, i, unit, folder)) for i, (unit, folder) in enumerate(units)]
+            codes = {unit.label: future.result() for unit, future in futures}
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()  # a run answers with a checkpoint
+            raise
+    return {label: code for label, code in codes.items() if code}
+
+
+def sbatch(name: str, *, size: str, output: str, count: int, overrides: Sequence[str]) -> str:
+    """A Slurm job array with one task a unit."""
+    if not count:
+        raise UserError(f"Nothing is left to do for {name}: no job array is needed.")
+    rest = " ".join(shlex.quote(text) for text in overrides)
+    return f"""#!/bin/bash
+#SBATCH --job-name=study-{name}
+#SBATCH --array=0-{count - 1}
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --output=study-{name}-%a.log
+# One task runs one unit; a task that is started again continues it. Then: neuclip study {name} --size {size} --render
+trap 'kill -USR1 "$child"; wait "$child"; [ $? -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"' USR1
+neuclip study {name} --size {size} --output {shlex.quote(output)} --unit "$SLURM_ARRAY_TASK_ID" {rest} &
+child=$!
+wait "$child"
+"""

@@ -1,0 +1,150 @@
+"""`neuclip study NAME`: run a declared set of runs, resumable and in parallel, and render its tables and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from jobs.studies.declare import Study, Unit
+
+
+@click.command(name="study")
+@click.argument("name", required=False)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--size", type=click.Choice(["desk", "smoke", "paper"]), default="desk", show_default=True)
+@click.option("--output", help="Folder of runs and results [runs/studies/SIZE]; studies share equal runs in it.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Runs at a time [one a GPU, else one a core].")
+@click.option("--launcher", help="Words before the module, e.g. 'deepspeed --num_gpus {ranks} --module'.")
+@click.option("--list", "list_units", is_flag=True, help="List the runs and what is done, and stop.")
+@click.option("--unit", type=click.IntRange(min=0), help="Run this one of the list only: a task of a job array.")
+@click.option("--slurm", is_flag=True, help="Print a Slurm job array over all runs, and stop.")
+@click.option("--render", "only_render", is_flag=True, help="Render what is done, run nothing.")
+@click.option("--publish", type=click.Path(file_okay=False), help="Write the results below this folder, too.")
+def command(
+    name: str | None,
+    overrides: tuple[str, ...],
+    size: str,
+    output: str | None,
+    parallel: int | None,
+    launcher: str | None,
+    list_units: bool,
+    unit: int | None,
+    slurm: bool,
+    only_render: bool,
+    publish: str | None,
+) -> int:
+    """Reproduce a table or figure of the papers: at a desk on the built-in corpus, or in full on the real data.
+
+    Without NAME: what there is. Started again, a study continues; finished runs are never repeated, and studies share
+    the runs that they have in common. SECTION.KEY=VALUE changes every run, for example evaluation.suite=/data/suite
+    for the paper's size. Exit code 1: some runs failed; the rest is rendered.
+    """
+    from jobs.studies.declare import load_study, study_names, units_of
+
+    if name is None:
+        for each in study_names():
+            click.echo(f"{each:<12} {load_study(each).title}  [{load_study(each).reproduces}]")
+        return 0
+    place = Path(output or f"runs/studies/{size}")
+    study, units = load_study(name), units_of(name, size=size, overrides=overrides)
+    if list_units:
+        show(units, place)
+        return 0
+    if slurm:
+        from jobs.studies.schedule import sbatch
+
+        click.echo(sbatch(name, size=size, output=str(place), count=len(units), overrides=overrides), nl=False)
+        return 0
+    if unit is not None and unit >= len(units):
+        raise click.BadParameter(f"{unit}: {name} has {len(units)} runs at this size, 0 to {len(units) - 1}.")
+    chosen = units if unit is None else [units[unit]]
+    failed = (
+        {} if only_render else run_units(study, chosen, size=size, place=place, parallel=parallel, launcher=launcher)
+    )
+    if unit is None:
+        options = f" --size {size}" if size != "desk" else ""
+        shown = " ".join([f"neuclip study {name}{options}", *overrides])
+        render(name, size=size, units=units, place=place, publish=publish, command=shown)
+    for label, code in failed.items():
+        click.echo(f"FAILED: {label} (exit code {code})", err=True)
+    return 1 if failed else 0
+
+
+def run_units(
+    study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None, launcher: str | None
+) -> dict[str, int]:
+    """Run what is not done yet. Returns the exit codes of failed runs by label."""
+    from jobs.studies.declare import distinct, load_size
+    from jobs.studies.schedule import is_done, run_all, write_spec
+
+    left = [each for each in distinct(units) if not is_done(each, place)]
+    click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
+    if not left:
+        return {}
+    facts = load_size(size)
+    data = prepare_corpora({each.corpus for each in left if each.corpus}, size=size, place=place)
+    prepared = []
+    for each in left:
+        shards, suite = data.get(each.corpus or "", ((), ()))
+        places = (*shards, *(suite if study.measure != "none" else ()))  # what is only timed is not evaluated
+        prepared.append((each, write_spec(each, place, facts=facts, measure=study.measure, places=places)))
+    at_once = 1 if study.alone else parallel
+    return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
+
+
+def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Make the built-in corpora that are asked for, by the demo's own stages.
+
+    Returns overrides that say where the shards and the suite of each lie.
+    """
+    from data_prep.scenes import FaultRates, ScenesConfig
+    from jobs.demo import ingest, make_suite
+    from jobs.studies.declare import load_size
+
+    healthy = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
+    found: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+    for name in sorted(names):
+        corpus = load_size(size).corpora[name]
+        folder = place / "data" / name
+        scenes = ScenesConfig(
+            pairs=corpus.pairs,
+            image_size=48,
+            held_out=corpus.held_out,
+            retrieval_pairs=corpus.held_out,
+            faults=healthy,
+        )
+        ingest(scenes, folder)
+        make_suite(scenes, folder / "suite")
+        found[name] = ((f"data.sources={folder / 'shards'}",), (f"evaluation.suite={folder / 'suite'}",))
+    return found
+
+
+def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:
+    """Tables and figures of what is done."""
+    from jobs.studies.publish import publish as write
+    from jobs.studies.results import read_outcomes
+
+    outcomes = read_outcomes(units, place)
+    for folder in [place / name] + ([Path(publish) / name] if publish else []):
+        files = write(name, size=size, units=units, outcomes=outcomes, folder=folder, command=command)
+        click.echo(f"{len(outcomes)} of {len(units)} runs in {folder}: {', '.join(file.name for file in files)}")
+
+
+def show(units: list[Unit], place: Path) -> None:
+    """The runs by number, as `--unit` counts them."""
+    from jobs.studies.schedule import folder_of, is_done
+
+    for number, each in enumerate(units):
+        state = "done" if is_done(each, place) else "-"
+        click.echo(
+            f"{number:>4}  {state:<5} {each.label:<56} {each.run.samples:>13,} samples  {folder_of(each, place)}"
+        )
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="neuclip study")

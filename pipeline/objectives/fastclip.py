@@ -71,7 +71,7 @@ class FastClipV3(_LearnedTemperatureEstimators):
 
     def __init__(self, config: FastClipV3Config, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        warn_of_large_rho(config.rho, context)
+        warn_of_large_rho(config, context)
 
     def decide(self, batch: Batch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)

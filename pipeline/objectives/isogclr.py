@@ -66,7 +66,7 @@ class ISogClr(EstimatorObjective):
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        warn_of_large_rho(config.rho, context)
+        warn_of_large_rho(config, context)
         # Of the latest batch: the one number that a file with a single logit scale can hold.
         self.batch_tau = torch.tensor(config.tau_init, dtype=context.dtype, device=context.device)
 

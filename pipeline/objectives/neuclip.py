@@ -71,7 +71,7 @@ class NeuClip(GlobalTemperatureObjective):
     def __init__(self, config: NeuClipConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context)
         self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
-        warn_of_large_rho(config.rho, context)
+        warn_of_large_rho(config, context)
         if context.world.is_main:
             _warn_of_stalling(config, context.dim)
 

@@ -92,16 +92,22 @@ class Temperature:
         self.log_scale.value.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
 
 
-def warn_of_large_rho(rho: float, context: ObjectiveContext) -> None:
-    """Say so where rho cannot be reached: the KL divergence of n - 1 weights from uniform is at most log(n - 1)."""
-    n = context.dataset_size
-    if context.world.is_main and n > 2 and rho >= math.log(n - 1):
+def warn_of_large_rho(config: Any, context: ObjectiveContext) -> None:
+    """Say so where `config.rho` cannot be reached, so that tau will fall to its lower bound.
+
+    dL/dtau is rho minus the KL divergence of an anchor's n - 1 weights from uniform, and that is at most log(n - 1). It
+    is no error: a recipe of the papers tried on a few shards is such a run, and its encoders still learn.
+    """
+    n, rho = context.dataset_size, config.rho
+    moves = config.tau_lr > 0 and config.tau_init > config.tau_min
+    if context.world.is_main and moves and n > 2 and rho >= math.log(n - 1):
         log.warning(
-            "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to its lower bound. "
-            "The papers use 0.44 to 0.67 of log n, here %.1f to %.1f.",
+            "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
+            "The papers use 0.44 to 0.67 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
             rho,
             math.log(n - 1),
             n,
+            config.tau_min,
             0.44 * math.log(n),
             0.67 * math.log(n),
         )

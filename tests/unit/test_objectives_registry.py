@@ -136,11 +136,17 @@ def test_the_readmes_snippet_runs():
     assert not torch.equal(tower.weight, before)
 
 
-def test_a_rho_out_of_reach_is_told(caplog):
-    build_objective({"name": "neuclip", "rho": 6.0}, dim=4, batch_size=8, dataset_size=100)
-    assert "log(n - 1) = 4.60" in caplog.text
+@pytest.mark.parametrize("name", ["neuclip", "neuclip_literal", "fastclip_v2", "fastclip_v3", "isogclr"])
+@pytest.mark.filterwarnings("ignore:objective.npn_lr")
+def test_a_rho_out_of_reach_is_told(name, caplog):
+    facts = {"dim": 4, "batch_size": 8, "dataset_size": 100}
+    build_objective({"name": name, "rho": 6.0}, **facts)
+    assert "objective.rho = 6 is not below log(n - 1) = 4.60" in caplog.text
+    assert "set objective.rho to 2.0 to 3.1" in caplog.text
     caplog.clear()
-    build_objective({"name": "neuclip", "rho": 4.0}, dim=4, batch_size=8, dataset_size=100)
+    build_objective({"name": name, "rho": 4.0}, **facts)
+    build_objective({"name": name, "rho": 6.0, "tau_lr": 0.0}, **facts)  # tau is meant to stay
+    build_objective({"name": name, "rho": 6.0}, **{**facts, "dataset_size": 1000})
     assert not caplog.text
 
 

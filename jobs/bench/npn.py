@@ -4,9 +4,11 @@
     python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
 
 Per batch size and round, in turn: autograd with torch.optim.Adagrad in fp32, our closed form in fp32 and with bf16
-GEMMs, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the process's own CPU time is counted, and of
-the rounds the least: other users of the machine only ever add to it. The last line is about precision: what bf16 GEMMs
-cost, as mean squared difference of alpha, beside what the prototypes are off by.
+GEMMs, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the process's own CPU time is counted. Of the
+rounds the least time is printed, since other users of the machine only ever add to it, and the median; ratios are those
+of the least times and, in brackets, the median of the rounds' own ratios. Set OMP_WAIT_POLICY=passive on a shared
+machine, or waiting threads count as work. The last line is about precision: what bf16 GEMMs cost, as mean squared
+difference of alpha, beside what the prototypes are off by.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -92,19 +95,23 @@ def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dt
             torch.mm(z.T, features, out=gradient)
 
 
-def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, float]:
-    """Least milliseconds of each call over interleaved rounds, after one unmeasured round."""
-    best = dict.fromkeys(calls, math.inf)
+def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each call in every one of the interleaved rounds, after one unmeasured round."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(rounds + 1):
         for name, call in calls.items():
-            clock = time.perf_counter if device.type == "cuda" else time.process_time
             start = clock()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if round_number:
-                best[name] = min(best[name], 1e3 * (clock() - start))
-    return best
+                times[name].append(1e3 * (clock() - start))
+    return times
+
+
+def ratio(longer: list[float], shorter: list[float]) -> str:
+    return f"{min(longer) / min(shorter):.2f} ({median(a / b for a, b in zip(longer, shorter, strict=True)):.2f})"
 
 
 def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> None:
@@ -112,7 +119,7 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
     anchors, weight = make_problem(batch, dim, m, device=device)
     low = [Anchors(*(a.features, a.positive, a.log_target, a.tau, a.log_eps, a.features.bfloat16())) for a in anchors]
     spaces = Workspace(), Workspace()
-    best = measure(
+    times = measure(
         {
             "autograd fp32": lambda: autograd(anchors, weight, steps=steps),
             "closed fp32": lambda: closed_form(anchors, weight, steps=steps, workspace=spaces[0]),
@@ -124,12 +131,12 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
         device=device,
     )
     print(f"\nB = {batch}, d = {dim}, m = {m}, {steps} updates of both networks, milliseconds:")
-    print("   ".join(f"{name} {value:.1f}" for name, value in best.items()))
+    print("   ".join(f"{name} {min(rounds):.0f} ({median(rounds):.0f})" for name, rounds in times.items()))
     for name in ("fp32", "bf16"):
-        mine = best[f"closed {name}"]
+        mine = times[f"closed {name}"]
         print(
-            f"closed {name}: {best['autograd fp32'] / mine:.2f} times as fast as autograd fp32; "
-            f"{mine / best[f'GEMMs {name}']:.2f} times its GEMMs alone"
+            f"closed {name}: {ratio(times['autograd fp32'], mine)} times as fast as autograd fp32; "
+            f"{ratio(mine, times[f'GEMMs {name}'])} times its GEMMs alone"
         )
     full = closed_form(anchors, weight, steps=steps, workspace=Workspace())
     rounded = closed_form(low, weight, steps=steps, workspace=Workspace())
@@ -150,7 +157,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"torch {torch.__version__} on {device}, {arguments.threads} threads, least of {arguments.rounds} rounds")
+    print(
+        f"torch {torch.__version__} on {device}, {arguments.threads} threads, "
+        f"least (median) of {arguments.rounds} rounds"
+    )
     for batch in arguments.batch:
         report(batch, arguments, device)
 

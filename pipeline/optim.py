@@ -91,7 +91,9 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     """
     groups, lr = list(groups), config.lr
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps)
+        # On a CPU, temporaries of the engine's flat gigabyte tensors would cost more than the arithmetic.
+        fused = all(p.device.type == "cpu" for group in groups for p in group["params"])
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused or None)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum)

@@ -54,7 +54,7 @@ class Data:
     std: tuple[float, float, float]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="ViT-B-32")
     parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
@@ -66,10 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps of a contestant per round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant, on a CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
-    return parser.parse_args()
+    parser.set_defaults(patch_dropout=None)
+    return parser.parse_args(argv)
 
 
 def make_data(args: argparse.Namespace) -> Data:
@@ -86,7 +88,12 @@ def make_data(args: argparse.Namespace) -> Data:
 
 def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) -> Rounds:
     """Our step, as `Trainer` takes it."""
-    config = ModelConfig(arch=args.arch, image_size=args.image_size, grad_checkpointing=args.grad_checkpointing)
+    config = ModelConfig(
+        arch=args.arch,
+        image_size=args.image_size,
+        grad_checkpointing=args.grad_checkpointing,
+        patch_dropout=args.patch_dropout,
+    )
     towers, architecture = build_towers(config, seed=SEED)
     micro = args.batch // args.accumulate if args.accumulate > 1 else None
     settings = {"prototypes": args.prototypes, "inner_steps": args.inner_steps} if objective == "neuclip" else {}
@@ -179,12 +186,18 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
     return run
 
 
-def seconds(run: Rounds, steps: int, device: torch.device) -> float:
-    """Time of some steps, to the end of the device's work: of the wall on a GPU, of all threads on a CPU."""
+def seconds(run: Rounds, steps: int, device: torch.device, *, threads: int) -> float:
+    """Time of some steps, to the end of the device's work: of the wall on a GPU, of all threads on a CPU.
+
+    Threads that wait for others may spin, so every contestant gets the same number of them, and none may change it.
+    """
+    torch.set_num_threads(threads)
     if device.type == "cpu":
         start = time.process_time()
         run(steps)
-        return time.process_time() - start
+        taken = time.process_time() - start
+        assert torch.get_num_threads() == threads, "a contestant changed its number of threads"
+        return taken
     torch.cuda.synchronize()
     start = time.perf_counter()
     run(steps)
@@ -208,7 +221,7 @@ def main() -> None:
         for number in range(args.rounds + 1):
             # Each round begins with another contestant, so that none always follows the same one.
             for name in names[number % 3 :] + names[: number % 3]:
-                taken = seconds(contestants[name], args.steps, world.device)
+                taken = seconds(contestants[name], args.steps, world.device, threads=args.threads)
                 if number:
                     times[name].append(taken / args.steps)
         report(args, times, device=world.device)

@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective, prototypes
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam
 from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -54,6 +55,18 @@ def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
     gradient, alpha = prototypes.loss_gradient(anchors, weight.detach(), objective=objective)
     assert relative_error(gradient, expected) < 1e-10
     assert relative_error(alpha, prototype_alpha(anchors.features, text, weight, tau=anchors.tau, eps=EPS)) < 1e-12
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
+    anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
+    workspace = Workspace()
+    gradient, _ = prototypes.unit_gradient(
+        anchors, make_weight(96, dtype=torch.float32), objective="unified", workspace=workspace
+    )
+    assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
+    assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # of m d, and blocks are less
 
 
 def test_slopes_of_alpha_are_autograd():

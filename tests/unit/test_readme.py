@@ -1,82 +1,164 @@
-"""The README tells the truth: its commands exist, its recipes parse, its files are there, its snippet runs."""
+"""The documents tell the truth: commands parse with their settings, files are there, quoted messages and keys exist."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-import shlex
 from pathlib import Path
 
 import click
 import pytest
 
+from data_prep.config import DownloadConfig
 from jobs.cli import COMMANDS, cli
+from pipeline.config import keys
+from pipeline.evaluation.session import EvaluationConfig
+from pipeline.objectives import objective_names, parse_objective
+from pipeline.recipe import RunConfig
+from tests.documents import BLOCK, PAGES, ROOT, Line, blocks, check, lines
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-
-
-def blocks(language: str) -> list[str]:
-    return [body for page in PAGES for lang, body in BLOCK.findall(page.read_text()) if lang == language]
-
-
-def commands() -> list[list[str]]:
-    """Every command line of the pages' bash blocks, without comments."""
-    lines = [line for body in blocks("bash") for line in body.replace("\\\n", " ").splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
+FILES = (".json", ".jsonl", ".yaml", ".py", ".html", ".md")
 
 
-def job_calls() -> list[tuple[str, list[str]]]:
-    """(subcommand, arguments) of `neuclip X ...` and `... -m jobs.X ...`."""
-    calls = []
-    for words in commands():
-        module = next((word for word in words if word.startswith("jobs.") and not word.startswith("jobs.bench")), None)
-        if words[0] == "neuclip" and len(words) > 1 and not words[1].startswith("-"):
-            calls.append((words[1], words[2:]))
-        elif module:
-            calls.append((module.removeprefix("jobs."), words[words.index(module) + 1 :]))
-    return calls
+def inline(page: Path) -> list[str]:
+    """Every `code` of a page's text, outside its blocks."""
+    return re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
 def test_the_pages_hold_commands() -> None:
-    assert len(job_calls()) >= 5
-    assert {"make demo", "make test"} <= {" ".join(words) for words in commands()}
+    words = {" ".join(line.words) for line in lines()}
+    assert {"make demo", "make test"} <= words
+    assert {"train", "download", "evaluate", "watch", "plan", "verify"} <= {
+        line.words[1] for line in lines() if line.words[0] == "neuclip"
+    }
+    assert {"deepspeed", "torchrun", "accelerate", "sbatch"} <= {line.words[0] for line in lines()}
 
 
-@pytest.mark.parametrize(("name", "arguments"), job_calls(), ids=lambda value: " ".join(value)[:60])
-def test_every_command_parses(name: str, arguments: list[str]) -> None:
-    assert name in COMMANDS
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
-    if "--help" not in arguments:
-        command.make_context(name, [word for word in arguments if word != "..."], resilient_parsing=False)
-    if "--recipe" in arguments:
-        recipe = arguments[arguments.index("--recipe") + 1]
-        assert recipe == "..." or (ROOT / recipe).is_file(), recipe
+@pytest.mark.filterwarnings("ignore:objective.npn_lr")
+@pytest.mark.parametrize("line", lines(), ids=lambda line: str(line)[:70])
+def test_every_command_parses(line: Line) -> None:
+    check(line)
 
 
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for words in commands():
-        if words[0] == "make":
-            for target in (word for word in words[1:] if "=" not in word):
-                assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+@pytest.mark.parametrize(
+    "words",
+    [
+        "neuclip trian",
+        "neuclip train --recipe jobs/recipes/cc3m.yaml objective.nmae=openclip",
+        "neuclip train --recipe jobs/recipes/none.yaml",
+        "neuclip download source.table=x output=y guard.contcat=z",
+        "neuclip watch runs/a --suite s intervall=3",
+        "neuclip verify data/x image.size=3",
+        "torchrun --nproc-per-node 8 -m jobs.train --recipe jobs/recipes/cc3m.yaml --resum latest",
+        "deepspeed --hostfile none --module jobs.train --recipe jobs/recipes/cc3m.yaml",
+        "sbatch --nodes=2 jobs/cluster/train.sbatch jobs/recipes/cc12m.yaml output=x datas.sources=x",
+        "python -m jobs.bench.train --nonsense 3",
+        "python -m data_prep.scenes --tabel x",
+        "make demmo",
+        "no-such-program",
+    ],
+)
+def test_a_mistaken_command_would_be_found(words: str) -> None:
+    with pytest.raises((Exception, SystemExit)):
+        check(Line("a test", {}, tuple(words.split())))
+
+
+def test_commands_within_the_text_exist() -> None:
+    for page in PAGES:
+        for text in inline(page):
+            words = text.split()
+            if words[0] != "neuclip" or len(words) < 2 or not words[1].islower() or words[1].startswith("-"):
+                continue
+            assert words[1] in COMMANDS, f"{page.name}: {text}"
+            command = cli.get_command(click.Context(cli), words[1])
+            assert command is not None
+            known = {"--help", *(name for option in command.params for name in option.opts)}
+            assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: {text}"
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Every section.key of training, of ingestion, and of evaluation while watching."""
+    found = {*keys(RunConfig), *keys(DownloadConfig), *(f"evaluation.{key}" for key in keys(EvaluationConfig))}
+    for name in objective_names():
+        found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_exists(page: Path) -> None:
+    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
+    for text in inline(page):
+        match = re.fullmatch(r"(([a-z_]+)\.[a-z_0-9.]+)(=.*)?", text.strip("'"))
+        if match and match[2] in sections and not match[1].endswith(FILES):
+            assert match[1] in known_keys(), f"{page.name}: {text}"
+
+
+@functools.cache
+def constants() -> str:
+    """Every string that the programs may print, f-strings in pieces."""
+    paths = [path for folder in ("pipeline", "data_prep", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_quoted_messages_are_the_programs_own() -> None:
+    """What the first column of the troubleshooting tables quotes is said somewhere in the code."""
+    rows = [line for line in TROUBLES.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0]) if " " in text]
+    assert len(quoted) > 50
+    for text in quoted:
+        for piece in filter(None, (piece.strip() for piece in text.split("..."))):
+            assert piece in constants(), f"nothing says {piece!r} (of {text!r})"
 
 
 def test_links_and_folders_are_there() -> None:
     for page in PAGES:
-        text = page.read_text()
-        for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(#[^)]*)?\)", text):
+            other = page.parent / target if target else page
+            assert other.exists(), f"{page.name}: {target}"
+            if anchor:
+                assert anchor[1:] in anchors(other), f"{page.name}: {target}{anchor}"
         for folder in re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE):
             assert (ROOT / folder).is_dir(), f"{page.name}: {folder}"
+        for path in re.findall(r"`((?:jobs|pipeline|tests|data_prep|ds_configs|docs)/[\w/.-]+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_methods_names_every_objective_and_its_keys() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    for name in objective_names():
+        assert f"`{name}`" in text
+        for key in keys(type(parse_objective({"name": name}))):
+            described = re.search(rf"`(objective\.)?{key}[`=]", text)
+            assert key == "name" or described, f"{name}: {key} is not described"
+
+
+def test_evaluation_names_every_task_with_its_metric() -> None:
+    from pipeline.evaluation.tasks import AGGREGATES, TASKS
+
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = {row[2 : row.index("`", 3)].strip("`"): row for row in text.splitlines() if row.startswith("| `")}
+    for key, task in TASKS.items():
+        assert f"`{key}`" in rows[task.main_metric], key
+    for name in AGGREGATES:
+        assert f"| {name} |" in text
 
 
 def test_the_library_snippet_runs() -> None:
     """The README's training loop with any objective, on towers that are two linear maps."""
     import torch
 
-    snippet = next(body for body in blocks("python") if "build_objective" in body)
+    snippet = next(body for body in blocks("python", ROOT / "README.md") if "build_objective" in body)
     torch.manual_seed(0)
     towers = torch.nn.ModuleDict({"image": torch.nn.Linear(8, 512), "text": torch.nn.Linear(8, 512)})
     pairs = torch.randn(512, 8)
@@ -92,3 +174,9 @@ def test_the_library_snippet_runs() -> None:
     exec(snippet.replace("loss.backward()", "loss.backward(); losses.append(loss.item())"), scope)
     assert len(scope["losses"]) == 6
     assert sum(scope["losses"][-2:]) < sum(scope["losses"][:2])
+
+
+def test_the_snippet_of_the_methods_page_runs() -> None:
+    scope: dict[str, object] = {}
+    exec(blocks("python", ROOT / "docs" / "methods.md")[0], scope)
+    assert scope["objective"].config.name == "fastclip_v3"  # type: ignore[attr-defined]

@@ -1,0 +1,279 @@
+"""The command lines of README.md, CONTRIBUTING.md and docs/, taken apart by the programs' own parsers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+
+from jobs.cli import COMMANDS, cli
+from pipeline.config import merge, parse, parse_overrides, read_yaml
+from pipeline.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+SETTING = re.compile(r"^[a-z_.0-9]+=")
+# A run's required settings, for a line that is shown without its recipe.
+BARE = ["output=runs/x", "samples=1000000", "batch_size=1024", "data.sources=data/x"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command of a page. environment: assignments before it; words: the command and its arguments."""
+
+    page: str
+    environment: dict[str, str]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def blocks(language: str, page: Path) -> list[str]:
+    return [body for lang, body in BLOCK.findall(page.read_text(encoding="utf-8")) if lang == language]
+
+
+def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
+    """Every command of the pages' bash blocks, without comments."""
+    found = []
+    for page in pages:
+        for text in (line for body in blocks("bash", page) for line in body.replace("\\\n", " ").splitlines()):
+            words = shlex.split(text, comments=True)
+            count = next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word)), len(words))
+            environment = dict(word.split("=", 1) for word in words[:count])
+            if words[count:]:
+                found.append(Line(page.name, environment, tuple(words[count:])))
+    return found
+
+
+def check(line: Line) -> None:
+    """Hand the line to the parser of the program that it calls. Raises: whatever that parser raises."""
+    program, arguments = line.words[0], list(line.words[1:])
+    if Path(program).suffix == ".sh" or (program == "bash" and arguments):
+        script = program if program != "bash" else arguments.pop(0)
+        for words in _dry_run(script, arguments, line.environment):
+            check(Line(line.page, {}, tuple(words)))
+    else:
+        assert program in PROGRAMS, f"{line}: tests/documents.py does not know {program}"
+        PROGRAMS[program](arguments)
+
+
+def check_job(name: str, arguments: list[str]) -> None:
+    """`neuclip NAME ARGUMENTS` or `-m jobs.NAME ARGUMENTS`: options by click, settings by the real configuration."""
+    assert name in COMMANDS, f"there is no command {name}"
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    if "--help" in arguments:
+        return
+    given = [word for word in arguments if word != "..."]
+    with mock.patch.object(click.Path, "convert", lambda self, value, param, ctx: value):  # runs need not be there
+        context = command.make_context(name, list(given), resilient_parsing=False)
+    assert name in SETTINGS or not any(SETTING.match(word) for word in given), f"{name} takes no settings"
+    if name in SETTINGS:
+        recipe = context.params.get("recipe")
+        if recipe is not None:
+            assert (ROOT / recipe).is_file(), recipe
+        settings = [word for word in given if SETTING.match(word)]
+        SETTINGS[name](None if recipe is None else ROOT / recipe, settings)
+
+
+def _neuclip(arguments: list[str]) -> None:
+    if arguments[0] == "--debug":
+        arguments = arguments[1:]
+    if arguments[0] not in ("--help", "--version"):
+        check_job(arguments[0], arguments[1:])
+
+
+def _python(arguments: list[str]) -> None:
+    assert arguments[0] == "-m", arguments
+    _module(arguments[1], arguments[2:])
+
+
+def _module(module: str, arguments: list[str]) -> None:
+    if module == "jobs.bench" or module.startswith(("jobs.bench.", "data_prep.")):
+        _own_parser(module, arguments)
+    else:
+        assert module.startswith("jobs."), module
+        check_job(module.removeprefix("jobs."), arguments)
+
+
+class _Parsed(Exception):
+    """The parser is content; what would follow is not run."""
+
+
+def _own_parser(module: str, arguments: list[str]) -> None:
+    """Run a module up to where its argparse or click parser has accepted the arguments."""
+    import argparse
+
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        raise _Parsed
+
+    def stop(self: Any, context: Any) -> None:
+        raise _Parsed
+
+    with (
+        mock.patch.object(sys, "argv", [module, *arguments]),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
+        mock.patch.object(click.Command, "invoke", stop),
+    ):
+        try:
+            runpy.run_module(f"{module}.__main__" if module == "jobs.bench" else module, run_name="__main__")
+        except _Parsed:
+            return
+    assert module == "jobs.bench", f"{module} has no parser that could accept {arguments}"
+
+
+def _deepspeed(arguments: list[str]) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    options = parse_args(arguments)
+    assert options.module
+    if options.hostfile != "/job/hostfile":
+        assert (ROOT / options.hostfile).is_file()
+    _module(options.user_script, options.user_args)
+
+
+def _torchrun(arguments: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    assert options.module
+    _module(options.training_script, options.training_script_args)
+
+
+def _accelerate(arguments: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments[0] == "launch"
+    options = launch_command_parser().parse_args(arguments[1:])
+    assert options.module
+    _module(options.training_script, options.training_script_args)
+
+
+def _sbatch(arguments: list[str]) -> None:
+    """Options of sbatch, then one of our scripts and its arguments."""
+    place = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
+    script = ROOT / arguments[place]
+    assert "#SBATCH" in script.read_text(encoding="utf-8")
+    for words in _dry_run(arguments[place], arguments[place + 1 :], {}):
+        check(Line(script.name, {}, tuple(words)))
+
+
+def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> Iterator[list[str]]:
+    """The commands that one of our scripts would run."""
+    done = subprocess.run(
+        ["bash", script, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment, "CONTAINER": "", "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [shlex.split(text) for text in (done.stdout + done.stderr).splitlines()]
+    commands = [words for words in told if words and words[0] in ("neuclip", "python", "sbatch")]
+    assert commands, f"{script} printed no command"
+    for words in commands:
+        if words[0] == "sbatch":  # one that wraps a command, not one of a script
+            words = words[words.index("--wrap") + 1 :]
+        yield [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in words]
+
+
+def _make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in (word for word in arguments if "=" not in word):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def _container(arguments: list[str]) -> None:
+    """docker and apptainer: the files of ours that they name, and the command that is run inside."""
+    for option, value in itertools.pairwise(arguments):
+        if option == "--file":
+            assert (ROOT / value).is_file(), value
+    if arguments[0] in ("run", "exec"):
+        _neuclip(arguments[arguments.index("neuclip") + 1 :])
+
+
+def _foreign(arguments: list[str]) -> None:
+    """A program that is not ours and takes none of our settings."""
+
+
+PROGRAMS: dict[str, Callable[[list[str]], None]] = {
+    "neuclip": _neuclip,
+    "python": _python,
+    "deepspeed": _deepspeed,
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "sbatch": _sbatch,
+    "make": _make,
+    "docker": _container,
+    "apptainer": _container,
+    "source": _foreign,
+    "tensorboard": _foreign,
+    "pytest": _foreign,
+    "ruff": _foreign,
+    "mypy": _foreign,
+}
+
+
+def _training(recipe: Path | None, settings: list[str]) -> None:
+    load_recipe(recipe, settings if recipe is not None else [*BARE, *settings])
+
+
+def _demo(recipe: Path | None, settings: list[str]) -> None:
+    _training(ROOT / "jobs" / "recipes" / "demo.yaml", settings)
+
+
+def _study(recipe: Path | None, settings: list[str]) -> None:
+    _training(ROOT / "jobs" / "recipes" / "desk.yaml", settings)
+
+
+def _download(recipe: Path | None, settings: list[str]) -> None:
+    from data_prep.config import DownloadConfig
+    from data_prep.source import resolve
+
+    tree = read_yaml(recipe) if recipe is not None else {}
+    resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)
+
+
+def _evaluate(recipe: Path | None, settings: list[str]) -> None:
+    from pipeline.evaluation.session import EvaluationConfig
+
+    parse(EvaluationConfig, parse_overrides(settings))
+
+
+def _watch(recipe: Path | None, settings: list[str]) -> None:
+    from pipeline.evaluation.session import EvaluationConfig
+    from pipeline.evaluation.watch import WatchConfig
+
+    tree = parse_overrides(settings)
+    parse(EvaluationConfig, tree.pop("evaluation", {}), prefix="evaluation")
+    parse(WatchConfig, tree)
+
+
+SETTINGS: dict[str, Callable[[Path | None, list[str]], None]] = {
+    "train": _training,
+    "plan": _training,
+    "normalizers": _demo,
+    "demo": _demo,
+    "study": _study,
+    "download": _download,
+    "evaluate": _evaluate,
+    "watch": _watch,
+}

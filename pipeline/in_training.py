@@ -13,6 +13,7 @@ from pipeline.checkpoint import name_of
 from pipeline.config import section
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.aggregate import aggregate
+from pipeline.evaluation.session import EvaluationConfig
 from pipeline.evaluation.suite import open_suite
 from pipeline.model import ModelConfig, build_towers, for_evaluation
 from pipeline.world import World
@@ -26,6 +27,8 @@ class InTrainingConfig:
     """A folder of tasks; None: no evaluation while training."""
     every: int = Field(default=1000, ge=1)
     """Steps between evaluations; the last step is always one."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that decode images on each rank (None: one per core; 0: the rank itself, quickest for tiny suites)."""
 
 
 class InTraining:
@@ -34,7 +37,7 @@ class InTraining:
     def __init__(self, config: InTrainingConfig, *, run: Path, model: ModelConfig, world: World) -> None:
         """Raises: UserError when the suite is not there or incomplete, before any training."""
         self._suite = open_suite(config.suite or "")
-        self._run, self._world = run, world
+        self._run, self._world, self._settings = run, world, EvaluationConfig(workers=config.workers)
         self._model = replace(model, pretrained=None)
 
     def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
@@ -49,7 +52,7 @@ class InTraining:
         source = str(self._run / "checkpoints" / name_of(step))
         model = for_evaluation(towers.to(self._world.device), architecture, source=source)
         processes = (self._world, self._world.device)
-        (evaluation,) = evaluate(model, suite=self._suite, output=folder, processes=processes)
+        (evaluation,) = evaluate(model, suite=self._suite, output=folder, config=self._settings, processes=processes)
         scores = {task: result.score for task, result in evaluation.results.items()}
         means = {name: value.score for name, value in aggregate(evaluation.results).items()}
         return {**scores, **{name: mean for name, mean in means.items() if mean is not None}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,14 @@ FOLDER = Path(__file__).parent
 RECIPES = FOLDER.parent / "recipes"
 SIZES = ("desk", "smoke", "paper")
 # What decides where a run's bytes lie or how it is watched, but not what it computes.
-NOT_IDENTITY = ("output", "data.sources", "evaluation.suite", "telemetry.progress", "telemetry.tensorboard")
+NOT_IDENTITY = (
+    "output",
+    "data.sources",
+    "evaluation.suite",
+    "evaluation.workers",
+    "telemetry.progress",
+    "telemetry.tensorboard",
+)
 
 
 @section
@@ -50,12 +56,20 @@ class Size:
 
 
 @section
+class Smoke:
+    """The part of the desk size that shows in a minute whether a study works at all; the first arm is its baseline."""
+
+    settings: tuple[str, ...]
+    arms: tuple[str, ...]
+
+
+@section
 class Study:
     """A study as declared.
 
     baseline: the arm that differences are taken to. columns: what the tables show, see `results.COLUMNS`. curves:
     columns drawn over samples seen. groups: arms that are drawn and listed together; default: all in one.
-    smoke: the arms of the smoke size. alone: its runs must not share the machine, since they are timed.
+    alone: its runs must not share the machine, since they are timed.
     """
 
     title: str
@@ -66,7 +80,7 @@ class Study:
     curves: tuple[str, ...] = ("average",)
     arms: dict[str, Variant] = field(default_factory=dict)
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    smoke: tuple[str, ...]
+    smoke: Smoke
     alone: bool = False
     measure: Literal["normalizers", "none"] = "normalizers"
     desk: Size
@@ -136,16 +150,16 @@ def size_of(study: Study, size: str) -> Size:
         return study.desk
     arms = arms_of(study, "desk")
     return Size(
-        settings=study.desk.settings,
-        arms={name: arms[name] for name in study.smoke},
+        settings={name: study.desk.settings[name] for name in study.smoke.settings},
+        arms={name: arms[name] for name in study.smoke.arms},
         seeds=study.desk.seeds[:1],
-        baseline=study.smoke[0],
+        baseline=study.smoke.arms[0],
     )
 
 
 def arms_of(study: Study, size: str) -> dict[str, Variant]:
     """The arms at a size, by name."""
-    own = size_of(study, size).arms if size != "smoke" else {n: arms_of(study, "desk")[n] for n in study.smoke}
+    own = size_of(study, size).arms
     return own if own is not None else study.arms
 
 
@@ -171,17 +185,18 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
     return units
 
 
-def distinct(units: list[Unit]) -> Iterator[Unit]:
+def distinct(units: list[Unit]) -> list[Unit]:
     """One unit per key: studies share the runs that they have in common."""
     found: dict[str, Unit] = {}
     for unit in units:
         found.setdefault(unit.key, unit)
-    return iter(found.values())
+    return list(found.values())
 
 
 def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> str:
-    settings = {key: value for key, value in cfg.flatten(cfg.to_tree(run)).items() if key not in NOT_IDENTITY}
+    flat = cfg.flatten(cfg.to_tree(run))
+    settings = {key: value for key, value in flat.items() if key not in NOT_IDENTITY}
     facts: dict[str, Any] = {"settings": settings, "ranks": ranks, "measure": measure}
-    facts["corpus"] = cfg.to_tree(corpus) if corpus else settings.get("data.sources")
+    facts["corpus"] = cfg.to_tree(corpus) if corpus else flat["data.sources"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{run.objective.name}-seed{run.seed}-{digest[:10]}"

@@ -1,0 +1,57 @@
+"""`neuclip study` as a user runs it: every study at its smoke size, in one folder; interrupted and continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.studies.declare import study_names, units_of
+from jobs.studies.schedule import folder_of
+from tests.launch import run as launch
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("studies")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_runs_and_renders(name: str, place: Path) -> None:
+    launch("jobs.study", name, "--size", "smoke", "--output", str(place), timeout=900)
+    data = json.loads((place / name / "results.json").read_text())
+    units = units_of(name, size="smoke")
+    assert [run["key"] for run in data["runs"]] == [unit.key for unit in units]
+    page = (place / name / "results.md").read_text()
+    assert all(f"`{unit.arm}`" in page for unit in units)
+    assert "<svg" in (place / name / "final.svg").read_text()
+    for run in data["runs"]:
+        measured = run["result"]["normalizers"]
+        assert bool(measured) == (name != "overhead")
+        assert all(m["rows"] == 128 for m in measured)
+        if run["result"]["ranks"] > 1:
+            assert run["result"]["traffic_bytes_per_step"]["all_gather"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_done_again(place: Path) -> None:
+    unit = units_of("gamma", size="smoke")[0]
+    launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place), timeout=900)
+    result = folder_of(unit, place) / "result.json"
+    before = result.stat().st_mtime_ns
+    told = launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place)).stdout
+    assert "2 of them done" in told
+    assert result.stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_named_and_the_rest_is_rendered(tmp_path: Path, place: Path) -> None:
+    # A launcher that fails on purpose: the first word is a program that exits with 1.
+    done = launch(
+        "jobs.study", "gamma", "--size", "smoke", "--output", str(tmp_path), "--launcher", "false", check=False
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "FAILED: gamma/many-epochs/sogclr/seed0 (exit code 1)" in done.stderr
+    assert (tmp_path / "gamma" / "results.md").exists()

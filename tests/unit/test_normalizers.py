@@ -1,0 +1,110 @@
+"""Exact log-normalizers against brute force, and the errors that are measured from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.normalizers import checkpoints_of, exact_log_normalizers, measure, run_of, save_rows
+from pipeline.objectives import parse_objective
+from pipeline.world import World
+from tests.launch import run as launch
+from tests.shards import write_shards
+
+
+def brute_force(anchors: torch.Tensor, others: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    s = anchors @ others.T
+    h = (s - s.diagonal()[:, None]) / tau[:, None]
+    h.fill_diagonal_(-math.inf)
+    return h.exp().sum(1).div(len(others) - 1).log()
+
+
+def test_exact_log_normalizers_equal_brute_force() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (
+        torch.nn.functional.normalize(torch.randn(700, 8, generator=generator, dtype=torch.float64), dim=1)
+        for _ in range(2)
+    )
+    tau = 0.05 + 0.1 * torch.rand(700, generator=generator, dtype=torch.float64)
+    expected = brute_force(image, text, tau)
+    for start, stop in ((0, 700), (300, 500), (699, 700)):
+        found = exact_log_normalizers(image[start:stop], text, tau_b=tau[start:stop], first=start)
+        assert torch.allclose(found, expected[start:stop], rtol=1e-12)
+    cold = exact_log_normalizers(image, text, tau_b=torch.full((700,), 0.004, dtype=torch.float64), first=0)
+    assert cold.isfinite().all()  # exp(h) alone overflows fp32 here, and nearly float64
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few steps of fastclip_v3 on 40 pairs, batches of 16: 8 pairs fill no batch."""
+    folder = tmp_path_factory.mktemp("run")
+    write_shards(folder / "data", [20, 20])
+    launch(
+        "jobs.train", "--recipe", "jobs/recipes/desk.yaml", "objective.name=fastclip_v3", f"output={folder / 'run'}",
+        f"data.sources={folder / 'data'}", "samples=64", "batch_size=16", "data.streams=2", "schedule.warmup_steps=0",
+        "checkpoint.every=2", "checkpoint.keep_every=2",
+    )  # fmt: skip
+    return folder / "run"
+
+
+def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(finished_run, on_damage=pytest.fail)
+    assert [checkpoint.step for checkpoint in checkpoints] == [2, 4]
+    run = run_of(checkpoints[-1])
+    measurement, rows = measure(run, checkpoints[-1], world=World())
+    assert (measurement.pairs, measurement.left_over, measurement.rows) == (32, 8, 32)
+    assert len(set(rows.sample_id.tolist())) == 32
+    # The state that the error is measured of is the checkpoint's own.
+    table = checkpoints[-1].read_rows("per_sample", 0, 40)[:, :2]
+    seen = ~torch.isneginf(table[rows.sample_id, 0])
+    assert seen.any()
+    assert torch.allclose(rows.cold[0][seen], table[rows.sample_id, 0][seen], atol=1e-5)
+    difference = torch.cat(rows.cold).double() - torch.cat(rows.exact).double()
+    assert measurement.cold.mse == pytest.approx(float(difference.square().mean()))
+    assert measurement.cold.bias == pytest.approx(float(difference.mean()))
+    save_rows(tmp_path / "rows.npz", rows)
+    with np.load(tmp_path / "rows.npz") as saved:
+        assert np.array_equal(saved["text_exact"], rows.exact[1].numpy())
+
+
+def test_few_anchors_still_sum_over_all_pairs(finished_run: Path) -> None:
+    checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
+    whole, all_rows = measure(run_of(checkpoint), checkpoint, world=World())
+    part, rows = measure(run_of(checkpoint), checkpoint, world=World(), limit=10)
+    assert (part.rows, part.pairs) == (16, whole.pairs)
+    assert torch.equal(rows.exact[0], all_rows.exact[0][:16])
+
+
+def test_damaged_checkpoints_are_named_and_siglip_is_refused(finished_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no good checkpoints"):
+        checkpoints_of(tmp_path, on_damage=lambda message: None)
+    checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
+    siglip = replace(run_of(checkpoint), objective=parse_objective({"name": "siglip"}))
+    with pytest.raises(UserError, match="siglip has no normalizers"):
+        measure(siglip, checkpoint, world=World())
+    path = checkpoint.path / "objective.safetensors"
+    before = path.read_bytes()
+    told: list[str] = []
+    try:
+        path.write_bytes(before[:-1])
+        assert [good.step for good in checkpoints_of(finished_run, on_damage=told.append)] == [2]
+    finally:
+        path.write_bytes(before)
+    assert "objective.safetensors" in told[0]
+
+
+def test_the_command_writes_what_it_shows(finished_run: Path) -> None:
+    shown = launch("jobs.normalizers", str(finished_run), ranks=2).stdout
+    records = [json.loads(line) for line in (finished_run / "normalizers.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [2, 4]
+    alone, _ = measure(run_of(c := checkpoints_of(finished_run, on_damage=pytest.fail)[-1]), c, world=World())
+    assert records[-1]["cold"]["mse"] == pytest.approx(alone.cold.mse, rel=1e-4)
+    assert f"{alone.in_use.mse:.4f}" in shown
+    assert "8 of the dataset" in shown

@@ -1,0 +1,154 @@
+"""Studies: every declaration makes runs that parse, equal runs are shared, and the statistics are what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jobs.studies.declare import SIZES, distinct, load_study, study_names, units_of
+from jobs.studies.publish import as_csv, as_markdown, render, shown
+from jobs.studies.results import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
+from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
+from pipeline.errors import UserError
+from pipeline.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objective.rho")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_makes_distinct_runs_at_every_size(name: str, size: str) -> None:
+    study, units = load_study(name), units_of(name, size=size)
+    assert len({unit.key for unit in units}) == len(units), "two arms of a study are the same run"
+    assert len({unit.label for unit in units}) == len(units)
+    assert set(study.columns) <= COLUMNS.keys() | PAIRED.keys()
+    if size != "smoke":
+        assert study.baseline in {unit.arm for unit in units}
+    assert {unit.seed for unit in units} == set(range(len({unit.seed for unit in units})))
+    drawn = [arm for names in study.groups.values() for arm in names]
+    if drawn and size == "desk":
+        assert {unit.arm for unit in units} <= set(drawn), "an arm is in no group, and so in no figure"
+
+
+def test_the_papers_ablations_are_complete() -> None:
+    """NeuCLIP Tables 17 to 21: the values of T_r, T_u and m."""
+    runs = [unit.run.objective for unit in units_of("npn", size="paper") if unit.setting == "dfn14m" and not unit.seed]
+    assert {run.restart_every for run in runs if run.npn == "prototypes"} == {20, 100, 500, 2500, 0}
+    assert {run.inner_steps for run in runs} == {1, 5, 10, 20, 50}
+    assert {run.prototypes for run in runs} == {1024, 2048, 4096, 8192}
+
+
+def test_studies_share_the_runs_that_they_have_in_common() -> None:
+    methods = {unit.arm: unit.key for unit in units_of("methods", size="desk") if unit.setting == "many-epochs"}
+    gamma = {unit.arm: unit.key for unit in units_of("gamma", size="desk")}
+    assert gamma["fastclip_v3"] == methods["fastclip_v3"]
+    assert gamma["v3_constant"] not in methods.values()
+    units = units_of("methods", size="desk") + units_of("temperature", size="desk")
+    assert len(distinct(units)) == len(units_of("methods", size="desk"))
+
+
+def test_a_key_is_the_run_not_its_place(tmp_path: Path) -> None:
+    here = units_of("gamma", size="smoke")[0]
+    there = units_of("gamma", size="smoke", overrides=(f"output={tmp_path}",))[0]
+    other = units_of("gamma", size="smoke", overrides=("optimizer.lr=1e-4",))[0]
+    assert here.key == there.key != other.key
+
+
+def test_wrong_names_and_settings_are_refused() -> None:
+    with pytest.raises(UserError, match="nearest is methods"):
+        load_study("method")
+    with pytest.raises(UserError, match=r"methods, many-epochs, openclip: .*optimizer\.lr"):
+        units_of("methods", size="desk", overrides=("optimizer.lrr=1",))
+
+
+def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
+    units = units_of("scaling", size="desk")
+    one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
+    from jobs.studies.declare import load_size
+
+    folder = write_spec(four, tmp_path, facts=load_size("desk"), measure="normalizers", places=["data.sources=x"])
+    spec = json.loads((folder / "unit.json").read_text())
+    run = load_recipe(spec["recipe"], spec["overrides"])
+    assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), "x")
+    assert folder == folder_of(four, tmp_path)
+    assert "--nproc-per-node 4" in " ".join(command_of(four, folder, launcher=None))
+    assert "torch.distributed.run" not in command_of(one, folder, launcher=None)
+    words = command_of(four, folder, launcher="deepspeed --num_gpus {ranks} --module")
+    assert words == ["deepspeed", "--num_gpus", "4", "--module", "jobs.studies.unit", str(folder)]
+
+
+def test_the_job_array_has_a_task_a_unit() -> None:
+    script = sbatch("methods", size="paper", output="/data/runs", count=7, overrides=["evaluation.suite=/data/s x"])
+    assert "#SBATCH --array=0-6" in script
+    assert "--unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
+
+
+def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:
+    scores = {"scenes/colour": score, "scenes/shape": score + 0.2, "DataComp Average": None}
+    measured = {"samples": 100, "tau": 0.05, "variance": 2.0, "cold": {"mse": mse, "bias": 0.0}}
+    result = {
+        "batch_size": 10,
+        "ranks": 1,
+        "curve": [{"step": 10, "samples": 100, "scores": {k: v for k, v in scores.items() if v is not None}}],
+        "last": {"tau": 0.05},
+        "step_ms": {"whole": 20.0 + seed, "objective": 2.0 if arm == "a" else 6.0},
+        "peak_memory_mib": 100.0,
+        "traffic_bytes_per_step": {"all_gather": 2048.0},
+        "normalizers": [{**measured, "in_use": measured["cold"]}],
+    }
+    return Outcome("many-epochs", arm, seed, f"{arm}{seed}", result)
+
+
+def test_means_spreads_and_paired_differences() -> None:
+    outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2), outcome("a", 1, 0.3), outcome("b", 1, 0.5)]
+    found = spread(outcomes, "many-epochs", "a", "average")
+    assert found is not None
+    assert found.values == pytest.approx((20.0, 40.0))
+    assert found.mean == pytest.approx(30.0)
+    assert found.sd == pytest.approx(statistics.stdev([20.0, 40.0]))
+    difference = paired(outcomes, "many-epochs", "b", kind="difference", baseline="a")
+    assert difference is not None
+    assert difference.values == pytest.approx((10.0, 20.0))
+    extra = paired(outcomes, "many-epochs", "b", kind="extra_time", baseline="a")
+    assert extra is not None
+    assert extra.values == pytest.approx((100 * 4 / 20, 100 * 4 / 21))
+    assert spread(outcomes, "many-epochs", "a", "traffic_kib") == Spread((2.0, 2.0))
+    assert curve(outcomes, "many-epochs", "a", "mse_cold") == [(100, [0.1, 0.1])]
+    assert spread(outcomes, "elsewhere", "a", "average") is None
+
+
+def test_what_is_missing_is_a_dash_and_a_lone_seed_has_no_spread() -> None:
+    assert shown(None, ".1f") == "–"
+    assert shown(Spread((1.0,)), "+.1f") == "+1.0"
+    assert shown(Spread((1.0, 3.0)), "+.1f") == "+2.0 ± 1.4"
+
+
+def test_the_table_holds_every_arm_once() -> None:
+    study = load_study("methods")
+    outcomes = [outcome("openclip", seed, 0.1 * (seed + 1)) for seed in (0, 1)] + [outcome("neuclip", 0, 0.5)]
+    data = {"size": "desk", "command": "neuclip study methods", "date": "2026-01-01", "units": 66, "versions": {},
+            "machine": {"cores": 2, "cpu": "x"}}  # fmt: skip
+    page = as_markdown(study, data, outcomes, ["final.svg"])
+    assert "3 of 66 runs" in page
+    assert Counter(re.findall(r"^\| `(\w+)`", page, re.M)) == {"openclip": 1, "neuclip": 1}
+    assert "| `neuclip` | 1 | 60.0 |" in page
+    assert "+40.0" in page  # against openclip's seed 0, not its mean
+    assert len(as_csv(outcomes).splitlines()) == 4
+
+
+PUBLISHED = sorted((ROOT / "docs" / "studies").glob("*/results.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
+def test_published_pages_are_what_their_data_give(path: Path, tmp_path: Path) -> None:
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+    render(tmp_path)
+    for name in ("results.csv", "results.md"):
+        assert (tmp_path / name).read_text() == (path.parent / name).read_text(), f"{name}: neuclip study --render"
+    assert {f.name for f in tmp_path.iterdir()} == {f.name for f in path.parent.iterdir()}

@@ -143,7 +143,8 @@ class Engine:
         """
         surrogate = sum((f * g.to(f.dtype)).sum() for f, g in zip(features, gradients, strict=True))
         assert isinstance(surrogate, Tensor)
-        self._engine.backward(self.world.size * surrogate)
+        with self._attention():  # activation checkpointing computes again what the forward pass computed
+            self._engine.backward(self.world.size * surrogate)
 
     def step(self, *, lr_scale: float) -> bool:
         """Reduce, clip and apply the accumulated gradient; False when the engine skipped it (inf or NaN)."""

@@ -205,6 +205,14 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
 
 
 @pytest.mark.slow
+def test_activation_checkpointing_changes_no_bit(base: Path) -> None:
+    common = ("engine.deepspeed=zero1_bf16", "model.patch_dropout=0.5", "engine.micro_batch=4")
+    for name, wanted in (("kept", "false"), ("again", "true")):
+        run("jobs.train", *settings(base, name, *common, f"model.grad_checkpointing={wanted}"))
+    assert equal(weights(base / "again"), weights(base / "kept"))
+
+
+@pytest.mark.slow
 def test_pictures_histograms_utilization_and_a_profile_can_be_read_back(base: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

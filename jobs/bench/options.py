@@ -1,0 +1,143 @@
+"""What the memory-saving and speeding options of a recipe cost and bring: samples per second and peak memory.
+
+    python -m jobs.bench.options --arch scenes-vit-tiny --batch 64 --micro-batch 16      a desk's size
+    python -m jobs.bench.options --arch ViT-B-16 --batch 640 --micro-batch 80            on a GPU
+
+Every option is measured against `none` with the same model, batch and synthetic data: whole steps with the openclip
+objective in a DeepSpeed engine, as the trainer takes them. Each contestant lives in a process of its own, so that its
+peak memory is its own (of the device on a GPU, resident on a CPU), and takes its rounds in turn with the others: only
+one computes at a time. Speed is wall time on a GPU and CPU time on a CPU; the ratio is the median within rounds.
+Compilation happens before the rounds that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import resource
+import statistics
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+OPTIONS = ("none", "accumulation", "grad_checkpointing", "compile", "patch_dropout", "all_savings")
+BUILD_SECONDS = 1800
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="ViT-B-32")
+    parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--micro-batch", type=int, default=8, help="of feature-cached accumulation")
+    parser.add_argument("--patch-dropout", type=float, default=0.5)
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--steps", type=int, default=1, help="steps of a contestant per round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after one that does not")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args(argv)
+    if args.batch % args.micro_batch:
+        parser.error(f"--micro-batch {args.micro_batch} does not divide --batch {args.batch}")
+    return args
+
+
+def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
+    """The benchmark step's arguments under an option."""
+    saving = option == "all_savings"
+    return {
+        **vars(args),
+        "accumulate": args.batch // args.micro_batch if option == "accumulation" or saving else 1,
+        "grad_checkpointing": option == "grad_checkpointing" or saving,
+        "compile": option == "compile",
+        "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
+        "prototypes": 0,
+        "inner_steps": 0,
+    }
+
+
+def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
+    """Answers every number of steps with the seconds they took, and None with the peak memory in GiB."""
+    from jobs.bench.train import make_data, ours, seconds
+    from pipeline.world import start_world
+
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore")
+    args = argparse.Namespace(**settings)
+    torch.set_num_threads(args.threads)
+    with start_world(device=args.device) as world:
+        run = ours(args, make_data(args), objective="openclip", world=world)
+        run(2)
+        pipe.send("ready")
+        while (steps := pipe.recv()) is not None:
+            pipe.send(seconds(run, steps, world.device, threads=args.threads))
+        if world.device.type == "cuda":
+            pipe.send(torch.cuda.max_memory_allocated() / 2**30)
+        else:
+            pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds per step of every round, and peak GiB, by option."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes = []
+    for option in args.options:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=contestant, args=(theirs, settings_of(args, option)), daemon=True)
+        process.start()
+        theirs.close()
+        pipes[option] = ours
+        processes.append(process)
+        if not ours.poll(BUILD_SECONDS):  # one after the other
+            raise TimeoutError(f"{option} was not ready after {BUILD_SECONDS} s")
+        _ask(option, ours)
+    times: dict[str, list[float]] = {option: [] for option in args.options}
+    for number in range(args.rounds + 1):
+        turn = number % len(args.options)
+        for option in args.options[turn:] + args.options[:turn]:
+            pipes[option].send(args.steps)
+            taken = _ask(option, pipes[option])
+            if number:
+                times[option].append(taken / args.steps)
+    peaks = {}
+    for option, pipe in pipes.items():
+        pipe.send(None)
+        peaks[option] = _ask(option, pipe)
+    for process in processes:
+        process.join()
+    return times, peaks
+
+
+def _ask(option: str, pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise SystemExit(f"The contestant {option!r} failed; its error stands above.") from None
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    times, peaks = measure(args)
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} threads"
+    size = f" at {args.image_size} px" if args.image_size else ""
+    print(f"{args.arch}{size}, batch {args.batch}, {args.precision}, ZeRO-{args.stage}, {where}; "
+          f"micro-batch {args.micro_batch}, patch dropout {args.patch_dropout}")  # fmt: skip
+    first = args.options[0]
+    print(f"{'':<20}{'samples/s':>10}{'/ ' + first:>10}{'lowest':>9}{'highest':>9}{'peak GiB':>10}{'/ ' + first:>10}")
+    for option in args.options:
+        ratios = [a / b for a, b in zip(times[first], times[option], strict=True)]
+        print(
+            f"{option:<20}{args.batch / statistics.median(times[option]):>10.1f}{statistics.median(ratios):>10.2f}"
+            f"{min(ratios):>9.2f}{max(ratios):>9.2f}{peaks[option]:>10.2f}{peaks[option] / peaks[first]:>10.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

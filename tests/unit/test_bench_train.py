@@ -1,0 +1,28 @@
+"""The training benchmarks run at a small size and report what they promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run
+
+SMALL = ("--arch", "scenes-vit-micro", "--batch", "8", "--rounds", "1", "--device", "cpu", "--threads", "1")
+
+
+@pytest.mark.slow
+def test_options_are_measured_against_none() -> None:
+    done = run("jobs.bench.options", *SMALL, "--micro-batch", "4", "--options", "none", "accumulation")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-2:]}
+    assert list(rows) == ["none", "accumulation"]
+    assert rows["none"][1] == rows["none"][5] == "1.00"
+    assert all(float(figure) > 0 for row in rows.values() for figure in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["whole", "gathered"])
+def test_overhead_of_neuclip_is_measured(setting: str) -> None:
+    small = ("--ranks", "4", "--prototypes", "16", "--micro-batch", "4", "--setting", setting)
+    done = run("jobs.bench.neuclip_overhead", *SMALL[:-2], *small)
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.endswith("%")}
+    expected = {"whole": ["neuclip"], "gathered": ["replicated", "sharded"]}
+    assert list(rows) == expected[setting], done.stdout

@@ -120,7 +120,8 @@ def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemor
         run.objective,
         dim=dim,
         batch_size=run.batch_size,
-        dataset_size=PROBE_SAMPLES,
+        dataset_size=dataset_size,
+        table_rows=PROBE_SAMPLES,
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
     )

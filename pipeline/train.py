@@ -1,251 +1,26 @@
-"""Training: `setup` puts the parts together, `Trainer.run` is the loop. It names no objective and no dataset."""
+"""Training a run: `setup` puts the parts together, checks before work; `train` is the whole of it on one rank."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from pipeline.assemble import loader_of, objective_of
-from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, abandon_after, find_checkpoint
+from pipeline.checkpoint import Checkpoint, CheckpointWriter
 from pipeline.config import dump, flatten, to_tree
-from pipeline.data.decode import normalize
-from pipeline.data.loader import Batch, Loader
 from pipeline.engine import Engine
-from pipeline.errors import UserError
-from pipeline.faults import Faults
-from pipeline.heartbeat import Heartbeat
 from pipeline.in_training import InTraining
-from pipeline.model import Architecture, build_towers
-from pipeline.objectives import Objective
+from pipeline.model import build_towers
 from pipeline.observation import Observer
-from pipeline.optim import lr_scale
 from pipeline.probe import GradientProbe
 from pipeline.recipe import CONFIG_NAME, RunConfig, check_run
-from pipeline.step import StepResult, TrainStep
+from pipeline.step import TrainStep
 from pipeline.telemetry import Telemetry
-from pipeline.timing import Meter
+from pipeline.trainer import Trainer, agreed_checkpoint
 from pipeline.utilization import Utilization
-from pipeline.versions import versions
 from pipeline.world import World, start_world
-
-EXIT_DONE, EXIT_PREEMPTED = 0, 75
-"""75 (EX_TEMPFAIL): asked to stop by a signal, checkpoint written, start again with --resume latest."""
-
-
-@dataclass
-class Trainer:
-    """All parts of one rank of a run, and where the run stands: `step` updates have been taken."""
-
-    run: RunConfig
-    world: World
-    loader: Loader
-    architecture: Architecture
-    engine: Engine
-    objective: Objective
-    take_step: TrainStep
-    telemetry: Telemetry
-    observer: Observer
-    utilization: Utilization
-    writer: CheckpointWriter
-    probe: GradientProbe | None = None
-    in_training: InTraining | None = None
-    faults: Faults = field(default_factory=Faults)
-    step: int = 0
-
-    def fit(self) -> int:
-        """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
-        meter = Meter(self.run.batch_size, self.take_step.phases)
-        asked_to_stop = False
-        limit = 60 * self.run.engine.timeout_minutes
-        with (
-            stop_signals() as signals,
-            Heartbeat(Path(self.run.output), world=self.world, timeout_seconds=limit) as heartbeat,
-        ):
-            self.take_step.phases.on_enter = heartbeat.mark
-            while self.step < self.run.total_steps and not asked_to_stop:
-                heartbeat.mark("data", step=self.step)
-                with meter.waiting():
-                    batch = next(self.loader)
-                self.observer.before(self.step)
-                scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
-                result = self._take(batch, scale, stop=bool(signals))
-                heartbeat.mark("records")
-                if batch.position.batch == self.loader.steps_per_epoch:
-                    self._tell_epoch(batch)
-                if self._must_go_back():
-                    self._go_back()
-                    continue
-                self.step += 1
-                asked_to_stop = result.stop
-                self.observer.after(self.step, result=result, image=batch.image, text=batch.text,
-                                    lasting=self.objective.distributions)  # fmt: skip
-                ends = asked_to_stop or self.step == self.run.total_steps
-                if ends or self.step % self.run.telemetry.every == 0:
-                    self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
-                if ends or self.step % self.run.checkpoint.every == 0:
-                    heartbeat.mark("checkpoint")
-                    self.save(batch)
-                if self.in_training and (ends or self.step % self.run.evaluation.every == 0):
-                    heartbeat.mark("evaluation")
-                    scores = self.in_training(dict(self.engine.state.weights()), step=self.step)
-                    self.telemetry.evaluation(step=self.step, scores=scores)
-            heartbeat.mark("last checkpoint")
-            self.writer.wait()
-        if self.step < self.run.total_steps:
-            self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
-            return EXIT_PREEMPTED
-        return EXIT_DONE
-
-    def save(self, batch: Batch) -> None:
-        """Write a checkpoint of the state after `batch`; collective."""
-        state = self.engine.state
-        moments = {(name, key): value for name, key, value in state.moments()}
-        scale, bias = self.objective.logit_parameters()
-        snapshot = Snapshot(
-            step=self.step,
-            weights=dict(state.weights()),
-            moments=moments,
-            counter=state.counter(),
-            objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
-            rows=self.objective.row_blocks(),
-            logit=(scale, bias),
-            facts={
-                "samples": self.step * self.run.batch_size,
-                "data": self.loader.state_dict(batch.position),
-                "faults": self.faults.state_dict(),
-                "config": to_tree(self.run),
-                "world_size": self.world.size,
-                "versions": versions(),
-            },
-        )
-        self.writer.save(snapshot)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of any ZeRO stage and number of ranks."""
-        self.loader.load_state_dict(checkpoint.meta["data"])
-        self.faults.load_state_dict(checkpoint.meta.get("faults", Faults().state_dict()))
-        self._restore_training(checkpoint)
-
-    def _restore_training(self, checkpoint: Checkpoint) -> None:
-        self.engine.state.load(
-            weights=checkpoint.weights(), moments=checkpoint.moments(), counter=checkpoint.meta["counter"]
-        )
-        self.objective.load_state_dict(checkpoint.objective())
-        self.objective.load_row_state_dict(checkpoint.read_rows)
-        self.step = checkpoint.step
-
-    def _take(self, batch: Batch, scale: float, *, stop: bool = False) -> StepResult:
-        device, architecture = self.world.device, self.architecture
-        image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
-        text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
-        result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop)
-        self.faults.note(applied=result.applied)
-        if result.applied:
-            self._check_probe()
-        else:
-            self._tell_skipped(batch, result)
-        return result
-
-    def _check_probe(self) -> None:
-        if self.probe is not None:
-            distance = self.probe.check(clipping=self.run.engine.gradient_clipping)
-            self.probe = None
-            self.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
-
-    def _tell_skipped(self, batch: Batch, result: StepResult) -> None:
-        ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
-        what = (
-            "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
-        )
-        self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
-
-    def _must_go_back(self) -> bool:
-        return self.faults.check(
-            step=self.step, max_skipped_steps=self.run.max_skipped_steps, max_rollbacks=self.run.max_rollbacks
-        )
-
-    def _go_back(self) -> None:
-        """To the newest good checkpoint from before the steps that could not be applied; the data goes on."""
-        here, bad = self.step + 1, self.faults.in_a_row
-        self.writer.wait()  # its last checkpoint may be the one
-        notes: list[str] = []
-        folder = Path(self.run.output)
-        checkpoint = _choose_checkpoint(folder, "latest", self.world, notes, not_after=here - bad)
-        for note in notes:
-            self.telemetry.event(note)
-        if checkpoint is None:
-            raise UserError(
-                f"{bad} steps in a row could not be applied, and no checkpoint is older than step {here - bad}, the "
-                "first of them: there is nothing to go back to. Start again with a smaller optimizer.lr."
-            )
-        self._restore_training(checkpoint)
-        self.faults.in_a_row = 0
-        self.faults.rollbacks += 1
-        self.world.barrier()  # all have read it
-        if self.world.is_main:
-            abandon_after(folder, self.step)
-        self.telemetry.rewind(self.step)
-        self.telemetry.event(
-            f"Rolled back to {checkpoint.path.name} after {bad} steps that could not be applied; the data goes on "
-            f"behind them (roll-back {self.faults.rollbacks} of {self.run.max_rollbacks}).",
-            step=here, rollbacks=self.faults.rollbacks, checkpoint=checkpoint.path.name,
-        )  # fmt: skip
-
-    def _scalars(self, result: StepResult, batch: Batch, scale: float, meter: Meter) -> dict[str, float]:
-        """This step's figures, read from the device in one go."""
-        metrics = dict(result.output.metrics)
-        values = torch.stack([value.float() for value in metrics.values()]).tolist()
-        norm = self.engine.gradient_norm()
-        position = batch.position
-        rates = meter.read()
-        return {
-            "samples": self.step * self.run.batch_size,
-            "epoch": position.epoch + position.batch / self.loader.steps_per_epoch,
-            "loss": float(result.output.loss),
-            **dict(zip(metrics, values, strict=True)),
-            "lr": self.run.optimizer.lr * scale,
-            **({} if norm is None else {"gradient_norm": norm}),
-            **self.faults.scalars(),
-            "corrupt_samples": self.loader.report(position).replaced,
-            **rates,
-            **self.utilization.scalars(rates["samples_per_second"]),
-        }
-
-    def _tell_epoch(self, batch: Batch) -> None:
-        """The accounts of a finished epoch: what was seen, and what was left out."""
-        report = self.loader.report(batch.position)
-        self.telemetry.event(
-            f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
-            f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
-            data=asdict(report),
-        )
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that is empty until SIGINT, SIGTERM or SIGUSR1 arrives; a second SIGINT interrupts at once."""
-    received: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        if number == signal.SIGINT and received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, note) for number in watched}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -258,7 +33,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     check_run(run, world_size=world.size)
     folder = Path(run.output)
     notes: list[str] = []
-    checkpoint = _choose_checkpoint(folder, resume, world, notes)
+    checkpoint = agreed_checkpoint(folder, resume, world, notes)
     with ExitStack() as stack:
         towers, architecture = build_towers(run.model, seed=run.seed)
         loader = stack.enter_context(loader_of(run, architecture=architecture, world=world))
@@ -319,28 +94,6 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
         temporary.write_text(dump(run), encoding="utf-8")
         os.replace(temporary, folder / CONFIG_NAME)
     world.barrier()
-
-
-def _choose_checkpoint(
-    folder: Path, resume: str | None, world: World, notes: list[str], *, not_after: int | None = None
-) -> Checkpoint | None:
-    """Rank 0 chooses and verifies; all ranks take the same. Raises: UserError on every rank."""
-    found: Checkpoint | None = None
-    problem = ""
-    if world.is_main:
-        try:
-            if resume is not None:
-                found = find_checkpoint(folder, resume, on_event=notes.append, not_after=not_after)
-            elif any((folder / "checkpoints").glob("step-*")):
-                problem = f"{folder} holds checkpoints: add --resume latest to continue, or choose another output."
-        except UserError as error:
-            problem = str(error)
-    path, problem = world.gather_objects((str(found.path) if found else None, problem))[0]
-    if problem:
-        raise UserError(problem)
-    if path is None:
-        return None
-    return found or Checkpoint(Path(path), json.loads((Path(path) / "checkpoint.json").read_text()))
 
 
 def _arm_probe(trainer: Trainer) -> GradientProbe:

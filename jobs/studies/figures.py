@@ -40,8 +40,9 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
 
 
 def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
-    """The study's first column: a dot a seed, a bar at the mean; one panel a setting."""
+    """The study's first column: a dot a seed, a bar at the mean, a line at the baseline's; one panel a setting."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     column, settings, arms = study.columns[0], size_of(study, size).settings, list(arms_of(study, size))
     figure = Figure(figsize=(min(9.0, 1.2 + 3.6 * len(settings)), 0.9 + 0.24 * len(arms)), layout="constrained")
@@ -52,8 +53,12 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
             if values is not None:
                 axes.scatter(values.values, [row] * len(values.values), s=16, color=DOT, alpha=0.65, linewidths=0)
                 axes.plot([values.mean] * 2, [row - 0.32, row + 0.32], color="#1a202c", linewidth=1.6)
+        before = spread(outcomes, setting, size_of(study, size).baseline or study.baseline, column)
+        if before is not None:
+            axes.axvline(before.mean, color="#8a8f98", linewidth=0.8, linestyle=":", zorder=0)
         axes.set_title(_wrapped(variant.title or setting), loc="left")
         axes.set_xlabel(COLUMNS[column].title)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_yticks(range(len(arms)), arms)
         axes.grid(axis="y", visible=False)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
@@ -69,14 +74,14 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -
     rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
     rows = [names for names in rows if names]
     palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    colour = {arm: palette[number % 10] for number, arm in enumerate(arms)}
+    look = {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
     width = 1.9 + min(4, len(settings)) * 2.6
     figure = Figure(figsize=(width, 0.4 + 2.1 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), len(settings), squeeze=False, sharey=True)
     for names, line in zip(rows, panels, strict=True):
         for axes, (setting, variant) in zip(line, settings.items(), strict=True):
             for arm in names:
-                _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, colour=colour[arm])
+                _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, look=look[arm])
             axes.set_title(_wrapped(variant.title or setting), loc="left")
             axes.set_xlabel("samples seen, thousands")
             if column.startswith("mse"):
@@ -86,14 +91,14 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -
     return _svg(figure)
 
 
-def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, colour: Any) -> None:
-    """Points that every seed has; a constant-length tail, since arms may end at their own step."""
+def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
+    """Mean and range of the points that all of the arm's seeds have. look: colour and line style."""
+    colour, style = look
     most = max((len(values) for _, values in points), default=0)
     whole = [(samples / 1e3, values) for samples, values in points if len(values) == most]
     x = [samples for samples, _ in whole]
-    axes.plot(
-        x, [statistics.fmean(v) for _, v in whole], color=colour, label=label, linewidth=1.5, marker="o", markersize=2.5
-    )
+    means = [statistics.fmean(values) for _, values in whole]
+    axes.plot(x, means, color=colour, linestyle=style, label=label, linewidth=1.5, marker="o", markersize=2.5)
     axes.fill_between(x, [min(v) for _, v in whole], [max(v) for _, v in whole], color=colour, alpha=0.13, linewidth=0)
 
 

@@ -89,6 +89,11 @@ def _step_ms(part: str) -> Callable[[Result], float | None]:
     return lambda result: result["step_ms"].get(part)
 
 
+def _share(result: Result, part: str) -> float | None:
+    found = result["step_ms"].get(part)
+    return None if found is None else found / result["step_ms"]["whole"]
+
+
 def _traffic(result: Result) -> float | None:
     found = result["traffic_bytes_per_step"]
     return None if found is None else sum(found.values()) / 1024
@@ -107,6 +112,8 @@ COLUMNS: dict[str, Column] = {
     "step_ms": Column("step, ms", _step_ms("whole"), ".1f"),
     "forward_ms": Column("forward, ms", _step_ms("forward"), ".1f"),
     "objective_ms": Column("objective, ms", _step_ms("objective"), ".2f"),
+    "npn_ms": Column("of it the network, ms", _step_ms("npn"), ".2f"),
+    "npn_share": Column("network's share of the step, %", lambda r: _share(r, "npn"), ".1f", 100),
     "backward_ms": Column("backward, ms", _step_ms("backward"), ".1f"),
     "optimizer_ms": Column("optimizer, ms", _step_ms("optimizer"), ".1f"),
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),

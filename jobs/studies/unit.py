@@ -27,7 +27,8 @@ from pipeline.normalizers import checkpoints_of, measure
 from pipeline.objectives.frame import SoftmaxObjective
 from pipeline.recipe import load_recipe
 from pipeline.telemetry import METRICS_NAME
-from pipeline.train import Trainer, open_run
+from pipeline.train import open_run
+from pipeline.trainer import Trainer
 from pipeline.versions import versions
 from pipeline.world import World
 

@@ -180,7 +180,8 @@ class AmorLip(GlobalTemperatureObjective):
         logit = batch.positive / tau
         kappa = logit.new_tensor(weight / others)  # E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa)
         log_means = tuple(logit + torch.logaddexp(g, kappa.log()) - torch.log1p(kappa) for g in batch.log_g)
-        predicted = self.networks.advance(batch, (log_means[0], log_means[1]))
+        with self.world.phase("npn"):
+            predicted = self.networks.advance(batch, (log_means[0], log_means[1]))
         bound = math.log(config.ratio_cap) if config.ratio_cap else 30.0
         normalizers, pulls, gaps, ratios = [], [], [], []
         tau_gradient = torch.zeros_like(tau) + config.rho
@@ -216,6 +217,9 @@ class AmorLip(GlobalTemperatureObjective):
     def apply(self, pending: Any, *, lr_scale: float) -> None:
         super().apply(pending, lr_scale=lr_scale)
         self.networks.commit()
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
 
     def own_state(self) -> dict[str, Tensor]:
         return {**super().own_state(), **self.networks.tensors()}

@@ -43,6 +43,7 @@ class ObjectiveContext:
     device: torch.device
     seed: int = 0
     dtype: torch.dtype = torch.float32  # of state and arithmetic; float64 serves tests
+    table_rows: int | None = None  # rows of per-sample tables, if not n: for plans, which only weigh them
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ class Objective(ABC):
 
         Args: sample_ids: [b] int64, the very tensor that `compute` will be given.
         """
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        """Rates of the method's own variables at this point of the encoders' schedule, by the name of their setting."""
+        return {}
 
     def distributions(self) -> dict[str, Tensor]:
         """Values of the lasting state that are worth a histogram, computed when asked."""

@@ -73,7 +73,7 @@ class EstimatorObjective(SoftmaxObjective):
         columns = {"image_log_u": -math.inf, "text_log_u": -math.inf, **self.further_columns()}
         self.table = PerSampleTable(
             columns,
-            dataset_size=context.dataset_size,
+            dataset_size=context.table_rows or context.dataset_size,
             world=context.world,
             device=context.device,
             on_host=config.table_on == "host",

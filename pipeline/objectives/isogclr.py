@@ -105,6 +105,9 @@ class ISogClr(EstimatorObjective):
         self.batch_tau.copy_(tau_rows[:, :2].mean())
         self.table.write(torch.cat([log_u, tau_rows], 1))
 
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"tau_lr": self.config.tau_lr * lr_scale}
+
     def _step(self, rows: Tensor, gradient: Tensor, *, lr: float) -> Tensor:
         """One optimizer step on [tau, moments, ...] rows of the batch; tau stays within [tau_min, tau_max]."""
         c = self.config

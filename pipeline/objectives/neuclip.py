@@ -140,6 +140,9 @@ class NeuClip(GlobalTemperatureObjective):
         super().apply(pending, lr_scale=lr_scale)
         self.npn.commit(pending.update)
 
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
+
     def distributions(self) -> dict[str, Tensor]:
         tensors = self.npn.tensors()
         if "npn.live" not in tensors:

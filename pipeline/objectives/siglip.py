@@ -68,6 +68,9 @@ class SigLip(FramedObjective):
         self.temperature.update(tau_gradient, lr_scale=lr_scale)
         self.bias.update(bias_gradient, lr=config.tau_lr * lr_scale, eps=config.tau_eps)
 
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"tau_lr": float(self.temperature.rate(lr_scale=lr_scale))}
+
     def logit_parameters(self) -> tuple[float, float]:
         return float(self.temperature.log_scale.value), float(self.bias.value)
 

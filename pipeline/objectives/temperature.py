@@ -84,11 +84,15 @@ class Temperature:
         """tau, a 0-dim tensor."""
         return torch.exp(-self.log_scale.value)
 
+    def rate(self, *, lr_scale: float) -> Tensor:
+        """The learning rate of log(1/tau), a 0-dim tensor; below the threshold it falls."""
+        c = self.config
+        return c.tau_lr * lr_scale * torch.where(self.value() < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
+
     def update(self, tau_gradient: Tensor, *, lr_scale: float) -> None:
         """One Adam step on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, tau_max]."""
         c, tau = self.config, self.value()
-        lr = c.tau_lr * lr_scale * torch.where(tau < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
-        self.log_scale.update(-tau * tau_gradient, lr=lr, eps=c.tau_eps)
+        self.log_scale.update(-tau * tau_gradient, lr=self.rate(lr_scale=lr_scale), eps=c.tau_eps)
         self.log_scale.value.clamp_(-math.log(c.tau_max), -math.log(c.tau_min))
 
 
@@ -127,6 +131,9 @@ class GlobalTemperatureObjective(SoftmaxObjective):
     def apply(self, pending: Decision, *, lr_scale: float) -> None:
         assert pending.tau_gradient is not None
         self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"tau_lr": float(self.temperature.rate(lr_scale=lr_scale))}
 
     def logit_parameters(self) -> tuple[float, float]:
         return float(self.temperature.log_scale.value), 0.0

@@ -109,12 +109,17 @@ def test_resuming_on_the_same_layout_changes_no_bit(base: Path, two_ranks: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero2_fp32", "zero3_fp32"])
-def test_resuming_on_another_stage_and_number_of_ranks(base: Path, two_ranks: Path, one_rank: Path, stage: str) -> None:
-    resumed = base / f"other-{stage}"
-    shutil.copytree(two_ranks, resumed)
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 0), ("zero2_fp32", 2), ("zero3_fp32", 2)]
+)
+def test_resuming_on_another_stage_and_number_of_ranks(
+    base: Path, two_ranks: Path, one_rank: Path, stage: str, ranks: int
+) -> None:
+    """From ZeRO-1 x 2 to one rank, and from ZeRO-1 x 1 to two."""
+    resumed = base / f"other-{stage}-{ranks}"
+    shutil.copytree(one_rank if ranks else two_ranks, resumed)
     shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
-    run("jobs.train", *settings(base, resumed.name, f"engine.deepspeed={stage}"), "--resume", "latest")
+    run("jobs.train", *settings(base, resumed.name, f"engine.deepspeed={stage}"), "--resume", "latest", ranks=ranks)
     for name, value in weights(resumed).items():
         torch.testing.assert_close(value, weights(one_rank)[name], rtol=1e-4, atol=1e-5)
 
@@ -242,6 +247,7 @@ def test_pictures_histograms_utilization_and_a_profile_can_be_read_back(base: Pa
         histogram, quoted = event.histogram_value, quantiles[event.step]["prototype_norm_for_text"]
         assert histogram.num == 16
         assert [histogram.min, histogram.max] == pytest.approx([quoted[0], quoted[-1]], rel=1e-5)
+    assert {"train/lr", "train/tau_lr", "train/npn_lr"} <= set(tags["scalars"])
     shares = records(base / "observed")[STEPS]
     assert 0 < shares["time_npn"] < shares["time_objective"] < 1
     rates = [record["mfu"] / record["samples_per_second"] for record in records(base / "observed").values()]

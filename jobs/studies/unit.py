@@ -14,7 +14,8 @@ import resource
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.checkpoint import finished_checkpoints
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.normalizers import checkpoints_of, measure
+from pipeline.objectives import Objective
 from pipeline.objectives.frame import SoftmaxObjective
 from pipeline.recipe import load_recipe
 from pipeline.telemetry import METRICS_NAME
@@ -41,12 +43,11 @@ def main(folder: Path) -> int:
     spec = json.loads((folder / SPEC_NAME).read_text(encoding="utf-8"))
     run = load_recipe(spec["recipe"], spec["overrides"])
     with open_run(run, resume="latest") as trainer:
-        world, first = trainer.world, trainer.step
+        world, first, traffic = trainer.world, trainer.step, metered(trainer.objective, trainer.world)
         code = trainer.fit()
         if code:
             return code
         memory = max(world.gather_objects(_peak_mib(world)))
-        traffic = _traffic(world.traffic, steps=trainer.step - first)
         normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
         if world.is_main:
             rows = read_rows(folder / METRICS_NAME)
@@ -60,7 +61,7 @@ def main(folder: Path) -> int:
                 "last": {k: v for k, v in last_of(rows, "train").items() if k not in NOT_SCORES},
                 "step_ms": step_times(rows, batch_size=run.batch_size),
                 "peak_memory_mib": memory,
-                "traffic_bytes_per_step": traffic,
+                "traffic_bytes_per_step": _traffic(traffic, steps=trainer.step - first),
                 "normalizers": normalizers,
             }
             temporary = folder / f".{RESULT_NAME}"
@@ -69,6 +70,24 @@ def main(folder: Path) -> int:
             _drop_checkpoints(folder)
         world.barrier()
     return 0
+
+
+def metered(objective: Objective, world: World) -> Counter[str]:
+    """A counter that the objective's own collectives add to from now on: not those of checks, evaluation or saving."""
+    spent: Counter[str] = Counter()
+    for name in ("prefetch", "compute", "commit"):
+        setattr(objective, name, _counting(getattr(objective, name), world, spent))
+    return spent
+
+
+def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = Counter(world.traffic)
+        result = call(*args, **kwargs)
+        spent.update(world.traffic - before)
+        return result
+
+    return counted
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

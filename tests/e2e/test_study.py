@@ -31,8 +31,9 @@ def test_every_study_runs_and_renders(name: str, place: Path) -> None:
         measured = run["result"]["normalizers"]
         assert bool(measured) == (name != "overhead")
         assert all(m["rows"] == 128 for m in measured)
-        if run["result"]["ranks"] > 1:
-            assert run["result"]["traffic_bytes_per_step"]["all_gather"] > 0
+        if run["result"]["ranks"] > 1:  # [b, d] features of both sides and five numbers an anchor, in fp32
+            local, dim = run["result"]["batch_size"] // run["result"]["ranks"], 64
+            assert run["result"]["traffic_bytes_per_step"]["all_gather"] == 4 * local * (2 * dim + 5)
 
 
 @pytest.mark.slow

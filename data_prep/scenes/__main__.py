@@ -46,6 +46,8 @@ async def _serve() -> None:
 def command(table: Path, pairs: int, seed: int, port: int) -> None:
     """Publish the corpus on 127.0.0.1, as the demo does, and write the table of its URLs; until Ctrl-C."""
     config = ScenesConfig(pairs=pairs, seed=seed)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         with serve_scenes(config, port=port) as base:
             write_url_table(config, base, table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ def run_all(
 ) -> dict[str, int]:
     """Run units, given with their folders; returns the exit codes of those that failed, by label.
 
-    A failed unit does not stop the others. An interrupt ends the running ones, which can be continued.
+    A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 ends the running ones, which can be continued.
+    Raises: KeyboardInterrupt when that happened.
     """
     places = places_at_hand()
     count = max(1, min(parallel or len(places), len(units)))
@@ -101,6 +103,8 @@ def run_all(
         tell(f"{number + 1}/{len(units)} {unit.label}: {what} ({time.monotonic() - began:.0f} s)")
         return code
 
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)
     with ThreadPoolExecutor(count) as pool:
         try:
             futures = [(unit, pool.submit(one, i, unit, folder)) for i, (unit, folder) in enumerate(units)]
@@ -108,7 +112,7 @@ def run_all(
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
-                process.terminate()  # a run answers with a checkpoint
+                process.terminate()  # a run answers with a checkpoint; leaving the pool waits for that
             raise
     return {label: code for label, code in codes.items() if code}
 
@@ -128,7 +132,7 @@ def sbatch(name: str, *, size: str, output: str, count: int, overrides: Sequence
 #SBATCH --signal=B:USR1@120
 #SBATCH --output=study-{name}-%a.log
 # One task runs one unit; a task that is started again continues it. Then: neuclip study {name} --size {size} --render
-trap 'kill -USR1 "$child"; wait "$child"; [ $? -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"' USR1
+trap 'kill -USR1 "$child"; wait "$child"; [ $? -eq 130 ] && scontrol requeue "$SLURM_JOB_ID"' USR1
 neuclip study {name} --size {size} --output {shlex.quote(output)} --unit "$SLURM_ARRAY_TASK_ID" {rest} &
 child=$!
 wait "$child"

@@ -168,7 +168,8 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
 
     Raises: UserError when a run's settings are refused, naming the run.
     """
-    study, facts, at_size = load_study(name), load_size(size), size_of(load_study(name), size)
+    study, facts = load_study(name), load_size(size)
+    at_size = size_of(study, size)
     units = []
     for seed in at_size.seeds:
         for setting_name, setting in at_size.settings.items():

@@ -15,6 +15,7 @@ from typing import Any
 from jobs.studies import figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
 from jobs.studies.results import COLUMNS, PAIRED, Outcome, Spread, paired, spread
+from jobs.studies.schedule import cores
 
 DATA_NAME = "results.json"
 KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "traffic_bytes_per_step", "normalizers")
@@ -29,7 +30,7 @@ def publish(
         "size": size,
         "command": command,
         "date": date.today().isoformat(),
-        "machine": {"cpu": _cpu(), "cores": _cores(), "system": platform.system()},
+        "machine": {"cpu": _cpu(), "cores": cores(), "system": platform.system()},
         "versions": [outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
@@ -146,9 +147,3 @@ def _cpu() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "an unnamed CPU"
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))

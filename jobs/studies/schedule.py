@@ -62,7 +62,12 @@ def places_at_hand() -> list[dict[str, str]]:
     if torch.cuda.is_available():
         return [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return [threads for _ in range(len(os.sched_getaffinity(0)))]
+    return [threads for _ in range(cores())]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def run_all(

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pipeline.checkpoint import finished_checkpoints
 from pipeline.config import to_tree
@@ -28,14 +25,14 @@ from pipeline.normalizers import checkpoints_of, measure
 from pipeline.objectives import Objective
 from pipeline.objectives.frame import SoftmaxObjective
 from pipeline.recipe import load_recipe
-from pipeline.telemetry import METRICS_NAME
+from pipeline.report.run import Run, read_run
 from pipeline.train import open_run
 from pipeline.trainer import Trainer
 from pipeline.versions import versions
 from pipeline.world import World
 
 SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
-NOT_SCORES = ("kind", "step", "time")
+NOT_FIGURES = ("kind", "step", "time")
 
 
 def main(folder: Path) -> int:
@@ -47,20 +44,20 @@ def main(folder: Path) -> int:
         code = trainer.fit()
         if code:
             return code
-        memory = max(world.gather_objects(_peak_mib(world)))
         normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
         if world.is_main:
-            rows = read_rows(folder / METRICS_NAME)
+            record = read_run(folder)
+            last = record.rows[-1]
             result = {
                 "label": spec["label"],
                 "batch_size": run.batch_size,
                 "config": to_tree(run),
                 "ranks": world.size,
                 "versions": versions(),
-                "curve": curve_of(rows, batch_size=run.batch_size),
-                "last": {k: v for k, v in last_of(rows, "train").items() if k not in NOT_SCORES},
-                "step_ms": step_times(rows, batch_size=run.batch_size),
-                "peak_memory_mib": memory,
+                "curve": curve_of(record),
+                "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
+                "step_ms": step_times(record.rows, batch_size=run.batch_size),
+                "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
                 "traffic_bytes_per_step": _traffic(traffic, steps=trainer.step - first),
                 "normalizers": normalizers,
             }
@@ -90,32 +87,22 @@ def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Ca
     return counted
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def last_of(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The last record of a kind; {} when there is none."""
-    return next((row for row in reversed(rows) if row["kind"] == kind), {})
-
-
-def curve_of(rows: list[dict[str, Any]], *, batch_size: int) -> list[dict[str, Any]]:
-    """Every evaluation on the way: step, samples seen, and scores by task and aggregate."""
-    found = [row for row in rows if row["kind"] == "evaluation"]
+def curve_of(run: Run) -> list[dict[str, Any]]:
+    """Every evaluation on the way: step, samples seen, and scores by task and by complete aggregate."""
     return [
         {
-            "step": row["step"],
-            "samples": row["step"] * batch_size,
-            "scores": {key: value for key, value in row.items() if key not in NOT_SCORES},
+            "step": evaluation.step,
+            "samples": evaluation.samples,
+            "scores": {score.task: score.score for score in evaluation.scores}
+            | {name: mean["score"] for name, mean in evaluation.aggregates.items() if mean["complete"]},
         }
-        for row in found
+        for evaluation in run.evaluations
     ]
 
 
-def step_times(rows: list[dict[str, Any]], *, batch_size: int) -> dict[str, float]:
+def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[str, float]:
     """Milliseconds of a step and of its phases: medians over the records but the first, which holds the warm-up."""
-    trained = [row for row in rows if row["kind"] == "train"][1:]
+    trained = rows[1:]
     if not trained:
         return {}
     whole = [1e3 * batch_size / row["samples_per_second"] for row in trained]
@@ -143,12 +130,6 @@ def _traffic(traffic: Mapping[str, int], *, steps: int) -> dict[str, float] | No
     if not steps:
         return None
     return {key.removesuffix(".bytes"): value / steps for key, value in traffic.items() if key.endswith(".bytes")}
-
-
-def _peak_mib(world: World) -> float:
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _drop_checkpoints(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 `Passes` chains kernels that PyTorch has fused already (softmax, weight normalisation and its backward, AdaGrad), and
 sends pieces that a core's cache can hold through them in turn. `CompiledPasses` lets torch.compile fuse the formulas as
-they stand: fewer passes, for some seconds of compilation and a compiler on the machine. Its programs write in place
-only element by element or into what they do not read: Inductor 2.12 fails on a reduction in the same program
-(https://github.com/pytorch/pytorch/issues/196570).
+they stand, with what follows them row by row: fewer passes and kernels, for some seconds of compilation and a compiler
+on the machine. Its programs write in place only element by element or into what they do not read: Inductor 2.12 fails
+on a reduction in the same program (https://github.com/pytorch/pytorch/issues/196570).
 
 Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j / |W_j|.
 """
@@ -24,6 +24,9 @@ from pipeline.objectives.workspace import Workspace
 
 # Elements per thread of a piece that consecutive passes find in a CPU's caches.
 _CPU_PIECE = 2**18
+
+# What is computed per row from log sum_j exp(z_ij), [R], and the arguments given with it.
+Follow = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,13 @@ class Passes:
             scaled[rows] = direction
         return scaled, norms
 
-    def softmax(self, z: Tensor, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
-        """Softmax of z, [R, m], over its columns, and log sum_j exp(z_ij), [R]; computed as `like`. z may be lost."""
+    def softmax(
+        self, z: Tensor, follow: Follow, *given: Any, like: Tensor, dtype: torch.dtype, space: Workspace
+    ) -> tuple[Tensor, Any]:
+        """Softmax of z, [R, m], over its columns, in `dtype`; and follow(log sum_j exp(z_ij), [R], *given).
+
+        Both are computed as `like`. z may be lost.
+        """
         # A row's largest probability is one over its sum of exp(z_ij - max_j z_ij): no further exponentials.
         log_sums = []
         for rows in pieces(z):
@@ -76,7 +84,7 @@ class Passes:
             log_sums.append(top - wide.amax(1).log_())
             if wide is not part:
                 part.copy_(wide)
-        return z, torch.cat(log_sums)
+        return z.to(dtype), follow(torch.cat(log_sums), *given)
 
     def descend_(
         self,
@@ -102,9 +110,11 @@ class CompiledPasses(Passes):
         scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
         return scaled, _compiled(_directions, weight_md, tau, scaled)
 
-    def softmax(self, z: Tensor, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
-        out = space.take("softmax", tuple(z.shape), like=z)
-        return out, _compiled(_softmax, z, out, like.dtype)
+    def softmax(
+        self, z: Tensor, follow: Follow, *given: Any, like: Tensor, dtype: torch.dtype, space: Workspace
+    ) -> tuple[Tensor, Any]:
+        out = space.take("softmax", tuple(z.shape), like=z, dtype=dtype)
+        return out, _compiled(_softmax, z, out, like.dtype, follow, *given)
 
     def descend_(
         self,
@@ -139,13 +149,13 @@ def _directions(weight_md: Tensor, tau: Tensor, scaled: Tensor) -> Tensor:
     return norms
 
 
-def _softmax(z: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+def _softmax(z: Tensor, out: Tensor, dtype: torch.dtype, follow: Follow, *given: Any) -> Any:
     wide = z.to(dtype)
     top = wide.amax(1, keepdim=True)
     power = torch.exp(wide - top)
     total = power.sum(1, keepdim=True)
     out.copy_(power / total)
-    return (top + total.log()).squeeze(1)
+    return follow((top + total.log()).squeeze(1), *given)
 
 
 def _along(weight_md: Tensor, product: Tensor, norms: Tensor) -> Tensor:
@@ -167,7 +177,10 @@ def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:
     from torch._dynamo.exc import TorchDynamoException
 
     if formula not in _programs:
-        _programs[formula] = torch.compile(formula, dynamic=False)
+        # Inductor's cache on disk overlooks the threads a program was made for, unless they are an option of it
+        # (https://github.com/pytorch/pytorch/issues/167463): a launcher's OMP_NUM_THREADS=1 would stay for ever.
+        options: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": torch.get_num_threads()}
+        _programs[formula] = torch.compile(formula, dynamic=False, options=options)
     try:
         return _programs[formula](*arguments)
     except TorchDynamoException as error:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pipeline.objectives.passes import FUSED, Passes, UnitGradient, pieces
+from pipeline.objectives.passes import FUSED, Follow, Passes, UnitGradient, pieces
 from pipeline.objectives.workspace import Workspace
 
 # exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
@@ -46,6 +46,9 @@ class Anchors:
     log_eps: float
     low: Tensor | None = None
 
+    def __len__(self) -> int:
+        return self.positive.shape[0]
+
     def take(self, rows: slice) -> Anchors:
         low = None if self.low is None else self.low[rows]
         return replace(
@@ -60,23 +63,13 @@ class Anchors:
         return replace(self, low=None)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Softmax over the prototypes for R anchors."""
-
-    rows: slice
-    softmax: Tensor  # [R, m], fp32 or bf16; a buffer that the next block overwrites
-    alpha: Tensor
-    share: Tensor  # of the sum in alpha that is not eps
-
-
 def log_normalizer(
     anchors: Anchors, weight_md: Tensor, *, workspace: Workspace | None = None, passes: Passes = FUSED
 ) -> Tensor:
     """alpha of each anchor, [B]."""
     space = workspace or Workspace()
     scaled, _ = _scaled_directions(anchors, weight_md, space, passes)
-    return torch.cat([block.alpha for block in _softmax_blocks(anchors, scaled, space, passes)])
+    return torch.cat([alpha for _, _, (alpha, _) in _softmax_blocks(anchors, scaled, _predict, (), space, passes)])
 
 
 def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified") -> tuple[Tensor, Tensor]:
@@ -95,22 +88,22 @@ def unit_gradient(
     anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
 ) -> tuple[UnitGradient, Tensor]:
     """G of `loss_gradient`, from which its tangent is dL/dW, and alpha."""
-    size, shape = anchors.positive.shape[0], tuple(weight_md.shape)
     scaled, norms = _scaled_directions(anchors, weight_md, workspace, passes)
-    total, alphas = workspace.take("gradient", shape, like=weight_md), []
-    for block in _softmax_blocks(anchors, scaled, workspace, passes):
-        part, alone = anchors.take(block.rows), block.softmax.shape[0] == size
-        pull = _residual(part, block.alpha, objective) * block.share / size
-        weighted, first = part.features * pull[:, None], block.rows.start == 0
+    total = workspace.take("gradient", tuple(weight_md.shape), like=weight_md)
+    alphas: list[Tensor] = []
+    for part, softmax, (pull, alpha) in _softmax_blocks(
+        anchors, scaled, _pull, (objective, len(anchors)), workspace, passes
+    ):
+        first = not alphas
         if anchors.low is None:
-            torch.addmm(total, block.softmax.T, weighted, beta=0.0 if first else 1.0, out=total)
+            torch.addmm(total, softmax.T, pull, beta=0.0 if first else 1.0, out=total)
         else:
-            product = _matmul_low(block.softmax.bfloat16().T, weighted.bfloat16(), "low_gradient", workspace)
-            if alone:
+            product = _matmul_low(softmax.T, pull, "low_gradient", workspace)
+            if len(part) == len(anchors):
                 total = product
             else:
                 total.copy_(product) if first else total.add_(product)
-        alphas.append(block.alpha)
+        alphas.append(alpha)
     return UnitGradient(total, norms), torch.cat(alphas)
 
 
@@ -125,13 +118,14 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
     full, space = anchors.full_precision(), Workspace()
     scaled, _ = _scaled_directions(full, weight_md, space)
-    for block in _softmax_blocks(full, scaled, space):
-        part = anchors.take(block.rows)
-        mean_prototype = (block.softmax @ unit) * block.share[:, None]
-        to_own[block.rows] = (mean_prototype - block.share[:, None] * partners_bd[block.rows]) / anchors.tau
-        to_partner[block.rows] = -block.share[:, None] * part.features / anchors.tau
+    start = 0
+    for part, softmax, (_, share) in _softmax_blocks(full, scaled, _predict, (), space):
+        rows = slice(start, start := start + len(part))
+        mean_prototype = (softmax @ unit) * share[:, None]
+        to_own[rows] = (mean_prototype - share[:, None] * partners_bd[rows]) / anchors.tau
+        to_partner[rows] = -share[:, None] * part.features / anchors.tau
         cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
-        to_tau.append((block.share * part.positive - cosine) / anchors.tau.square())
+        to_tau.append((share * part.positive - cosine) / anchors.tau.square())
     return to_own, to_partner, torch.cat(to_tau)
 
 
@@ -143,27 +137,48 @@ def _scaled_directions(
     return passes.directions(weight_md, anchors.tau, dtype=dtype, space=space)
 
 
-def _softmax_blocks(anchors: Anchors, scaled_md: Tensor, space: Workspace, passes: Passes = FUSED) -> Iterator[_Block]:
-    """Softmax over the prototypes in blocks of anchors; memory O(R m). A block overwrites the one before."""
-    size, m = anchors.positive.shape[0], scaled_md.shape[0]
+def _softmax_blocks(
+    anchors: Anchors,
+    scaled_md: Tensor,
+    follow: Follow,
+    given: tuple[Any, ...],
+    space: Workspace,
+    passes: Passes = FUSED,
+) -> Iterator[tuple[Anchors, Tensor, Any]]:
+    """Blocks of R anchors, their softmax over the prototypes, and follow(log sum_j exp(z_ij), the block, m, *given).
+
+    The softmax, [R, m], in the precision of the GEMMs, is a buffer that the next block overwrites: memory O(R m).
+    """
+    m = scaled_md.shape[0]
     step = max(1, (_GPU_BLOCK if scaled_md.is_cuda else _CPU_BLOCK) // m)
-    for start in range(0, size, step):
-        rows = slice(start, min(start + step, size))
-        if anchors.low is None:
-            out = space.take("products", (rows.stop - rows.start, m), like=scaled_md)
-            z = torch.mm(anchors.features[rows], scaled_md.T, out=out)
+    for start in range(0, len(anchors), step):
+        part = anchors.take(slice(start, start + step))
+        if part.low is None:
+            z = torch.mm(part.features, scaled_md.T, out=space.take("products", (len(part), m), like=scaled_md))
         else:
-            z = _matmul_low(anchors.low[rows], scaled_md.T, "low_products", space)
-        softmax, log_sum = passes.softmax(z, like=anchors.positive, space=space)
-        log_mean = log_sum - math.log(m) - anchors.positive[rows] / anchors.tau
-        alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
-        yield _Block(rows, softmax, alpha, torch.exp(log_mean - alpha))
+            z = _matmul_low(part.low, scaled_md.T, "low_products", space)
+        softmax, followed = passes.softmax(
+            z, follow, part, m, *given, like=part.positive, dtype=scaled_md.dtype, space=space
+        )
+        yield part, softmax, followed
 
 
-def _residual(anchors: Anchors, alpha: Tensor, objective: NpnObjective) -> Tensor:
+def _predict(log_sum: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
+    """alpha, [R], and the share of the prototypes in the sum of which it is the logarithm, the rest being eps, [R]."""
+    log_mean = log_sum - math.log(m) - anchors.positive / anchors.tau
+    alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
+    return alpha, torch.exp(log_mean - alpha)
+
+
+def _pull(log_sum: Tensor, anchors: Anchors, m: int, objective: NpnObjective, size: int) -> tuple[Tensor, Tensor]:
+    """The factors of the gradient's second GEMM: r_i share_i e_i / size, [R, d], in its precision; and alpha, [R]."""
+    alpha, share = _predict(log_sum, anchors, m)
     if objective == "unified":
-        return 1.0 - torch.exp((anchors.log_target - alpha).clamp_(max=MAX_LOG_RATIO))
-    return (alpha - anchors.log_target) / anchors.tau
+        residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
+    else:
+        residual = (alpha - anchors.log_target) / anchors.tau
+    weighted = anchors.features * (residual * share / size)[:, None]
+    return weighted if anchors.low is None else weighted.to(anchors.low.dtype), alpha
 
 
 def _matmul_low(a: Tensor, b: Tensor, name: str, space: Workspace) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 from data_prep import tar
 from data_prep.folder import Folder, local_manifest
 from data_prep.writer import HASH_KINDS
+from pipeline.data.manifest import FORMATS
 from pipeline.errors import UserError
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks untouched, so that every pair within
@@ -143,7 +144,7 @@ def difference_hash(body: bytes) -> int:
     """The 64-bit difference hash of an encoded image. Raises: OSError when it cannot be decoded."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(body)) as image:
+    with Image.open(io.BytesIO(body), formats=FORMATS) as image:
         image.draft("L", (36, 32))
         small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
     bits = (small[:, :-1] < small[:, 1:]).ravel()

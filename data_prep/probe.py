@@ -19,6 +19,7 @@ from data_prep.config import DownloadConfig
 from data_prep.opener import Opener
 from data_prep.reasons import FetchError
 from data_prep.source import SourceConfig
+from pipeline.data.manifest import FORMATS
 from pipeline.errors import UserError
 
 _ENOUGH = 8
@@ -115,7 +116,7 @@ def _pixels(body: bytes, *, reverse: bool) -> bytes:
     import numpy as np
     from PIL import Image
 
-    with Image.open(io.BytesIO(body)) as image:
+    with Image.open(io.BytesIO(body), formats=FORMATS) as image:
         pixels = np.asarray(image.convert("RGB"))
     return np.ascontiguousarray(pixels[..., ::-1] if reverse else pixels).tobytes()
 

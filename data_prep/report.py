@@ -16,7 +16,7 @@ from data_prep.folder import Folder
 from data_prep.reasons import is_transient
 from data_prep.source import SourceConfig
 from pipeline.config import to_tree
-from pipeline.data.manifest import Manifest, load_manifest
+from pipeline.data.manifest import FORMATS, Manifest, load_manifest
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
 _PICTURES = 18
@@ -143,7 +143,7 @@ def _pictures(manifest: Manifest) -> list[dict[str, str]]:
         for place, (_, parts) in enumerate(tar.samples(manifest.url(shard))):
             if place not in wanted[shard.name]:
                 continue
-            with Image.open(io.BytesIO(tar.picture(parts))) as image:
+            with Image.open(io.BytesIO(tar.picture(parts)), formats=FORMATS) as image:
                 small = image.convert("RGB")
             small.thumbnail((192, 192))
             buffer = io.BytesIO()

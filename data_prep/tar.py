@@ -55,11 +55,14 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         for member in archive:
             if not member.isfile():
                 continue
-            stem, _, suffix = member.name.rpartition("/")[2].partition(".")
-            if stem != key and parts:
+            folder, slash, name = member.name.rpartition("/")
+            stem, _, suffix = name.partition(".")
+            if not stem or stem == name:  # belongs to no sample, as webdataset sees it
+                continue
+            if folder + slash + stem != key and parts:
                 yield key, parts
                 parts = {}
-            key = stem
+            key = folder + slash + stem
             payload = archive.extractfile(member)
             parts[suffix] = payload.read() if payload else b""
     if parts:

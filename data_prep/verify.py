@@ -13,7 +13,7 @@ from data_prep import tar
 from data_prep.download import download, load_config
 from data_prep.folder import Folder, local_manifest
 from data_prep.plan import load_plan
-from pipeline.data.manifest import Manifest, Shard
+from pipeline.data.manifest import FORMATS, Manifest, Shard
 from pipeline.errors import UserError
 
 
@@ -87,7 +87,7 @@ def _undecodable(path: Path, shard: Shard, *, decode: int, seed: int) -> Iterato
         if count - 1 not in chosen:
             continue
         try:
-            with Image.open(io.BytesIO(tar.picture(parts))) as image:
+            with Image.open(io.BytesIO(tar.picture(parts)), formats=FORMATS) as image:
                 image.load()
         except (OSError, ValueError, SyntaxError) as error:
             yield Problem(shard.name, "undecodable", f"sample {key} ({error})")

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.recipe_path import DOWNLOAD, RecipePath
+
 if TYPE_CHECKING:
     from data_prep.session import Progress
     from pipeline.data.manifest import Manifest
 
 
 @click.command()
-@click.option("--recipe", type=click.Path(dir_okay=False), help="YAML with settings; see jobs/recipes/download/.")
+@click.option(
+    "--recipe", type=RecipePath(DOWNLOAD), help="YAML with settings, or a name: cc3m; see jobs/recipes/download/."
+)
 @click.option("--plan-only", is_flag=True, help="Check the source and lay out the URL list; fetch nothing.")
 @click.option("--retry-failed", is_flag=True, help="Ask again for what failed for a passing reason, and only for that.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value]...")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.recipe_path import TRAINING, RecipePath
+
 if TYPE_CHECKING:
     from pipeline.data.plan import DataPlan
     from pipeline.run_plan import RunPlan
@@ -16,7 +18,7 @@ GIB = 2**30
 
 
 @click.command(name="plan")
-@click.option("--recipe", type=click.Path(dir_okay=False), help="YAML file with the run's settings.")
+@click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--ranks", type=click.IntRange(min=1), help="GPUs the run will have [the recipe's plan.gpus].")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:

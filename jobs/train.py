@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import click
 
+from jobs.recipe_path import TRAINING, RecipePath
+
 EXIT_CODES = (
     "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank stands still or "
     "is gone (printed: which rank, at which step and phase)."
@@ -15,9 +17,9 @@ EXIT_CODES = (
 
 
 @click.command(name="train", epilog=EXIT_CODES)
-@click.option("--recipe", type=click.Path(dir_okay=False), help="YAML file with the run's settings.")
+@click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+@click.option("--dry-run", is_flag=True, help="Check the settings, print all of them resolved, and stop.")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Given by the deepspeed launcher.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(
@@ -32,6 +34,9 @@ def command(
 
     run = load_recipe(recipe, overrides)
     if dry_run:
+        from pipeline.architectures import register
+
+        register(run.model.arch)
         click.echo(dump(run), nl=False)
         return 0
     from pipeline.train import train

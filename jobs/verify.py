@@ -45,6 +45,7 @@ def command(
         _overlap(folder, overlap[0], _writable(overlap[1]))
         return 0
     from data_prep import verify
+    from data_prep.folder import Folder
     from pipeline.data.manifest import load_manifest
 
     problems = verify.verify(folder, decode=decode)
@@ -58,7 +59,11 @@ def command(
     wrong = len({problem.shard for problem in problems})
     click.echo(f"{wrong:,} of {len(manifest.shards):,} shards have a problem.")
     if not rebuild:
-        click.echo("`neuclip verify --rebuild` fetches just these anew.")
+        click.echo(
+            "`neuclip verify --rebuild` fetches just these anew."
+            if Folder(Path(folder)).config.exists()
+            else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
+        )
         return EXIT_PROBLEMS
     again = verify.rebuild(folder, problems)
     same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"

@@ -22,6 +22,9 @@ import yaml
 from pipeline.errors import UserError
 
 T = TypeVar("T")
+
+# Names that an error lists: all of a few, the nearest of many.
+_MANY, _NEAR = 40, 6
 Tree = dict[str, Any]
 
 
@@ -175,7 +178,12 @@ def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
 
 @functools.cache
 def suggest(given: str, allowed: tuple[str, ...]) -> str:
-    """`allowed` as a sentence, with the nearest one to `given` named first: for unknown names of anything."""
-    nearest = difflib.get_close_matches(given, allowed, n=1, cutoff=0.0)
-    hint = f"The nearest is {nearest[0]}. " if nearest else ""
+    """`allowed` as a sentence, with the nearest one to `given` named first: for unknown names of anything.
+
+    Of a list that would fill the screen only what is near is shown.
+    """
+    near = difflib.get_close_matches(given, allowed, n=_NEAR, cutoff=0.0)
+    hint = f"The nearest is {near[0]}. " if near else ""
+    if len(allowed) > _MANY:
+        return f"{hint}Near it are {', '.join(near[1:])}, of {len(allowed)} that are allowed."
     return f"{hint}Allowed: {', '.join(allowed)}."

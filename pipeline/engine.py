@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,11 @@ def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: i
     return {**settings, **filled, **quiet}
 
 
+def zero_stage(settings: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a DeepSpeed configuration asks for."""
+    return int(settings.get("zero_optimization", {}).get("stage", 0))
+
+
 class Engine:
     """One DeepSpeed engine around the towers.
 
@@ -105,9 +110,9 @@ class Engine:
         compile_towers: bool = False,
     ) -> None:
         settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size)
-        zero = settings.get("zero_optimization", {})
-        self.stage = int(zero.get("stage", 0))
+        self.stage = zero_stage(settings)
         if self.stage:  # a buffer of that many elements is allocated, whatever the size of the model
+            zero = settings["zero_optimization"]
             zero["reduce_bucket_size"] = min(
                 int(zero.get("reduce_bucket_size", BUCKET)), sum(p.numel() for p in towers.parameters())
             )

@@ -12,12 +12,12 @@ from pipeline import config as cfg
 from pipeline.checkpoint import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.config import DataConfig
-from pipeline.engine import EngineConfig, deepspeed_settings
+from pipeline.engine import EngineConfig, deepspeed_settings, zero_stage
 from pipeline.errors import UserError
 from pipeline.in_training import InTrainingConfig
 from pipeline.model import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
-from pipeline.optim import OptimizerConfig, ScheduleConfig
+from pipeline.optim import OptimizerConfig, ScheduleConfig, check_stage
 from pipeline.plan import PlanConfig
 from pipeline.step import check_micro_batch
 from pipeline.telemetry import TelemetryConfig
@@ -133,7 +133,8 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
-    deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
+    settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
+    check_stage(run.optimizer, stage=zero_stage(settings))
     if run.schedule.warmup_steps > run.total_steps:
         raise UserError(
             f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "

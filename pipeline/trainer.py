@@ -26,7 +26,7 @@ from pipeline.model import Architecture
 from pipeline.objectives import Objective
 from pipeline.observation import Observer
 from pipeline.optim import lr_scale
-from pipeline.probe import GradientProbe
+from pipeline.probe import TOLERANCE, GradientProbe
 from pipeline.recipe import RunConfig
 from pipeline.step import StepResult, TrainStep
 from pipeline.telemetry import Telemetry
@@ -160,7 +160,10 @@ class Trainer:
         if self.probe is not None:
             distance = self.probe.check(clipping=self.run.engine.gradient_clipping)
             self.probe = None
-            self.telemetry.event(f"Gradient probe: engine and plain autograd agree to {distance:.1e}.")
+            self.telemetry.event(
+                f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
+                f"({TOLERANCE[self.engine.bf16]:g} allowed)."
+            )
 
     def _tell_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]

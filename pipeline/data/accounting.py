@@ -13,6 +13,7 @@ from pipeline.world import World
 
 Counts = Mapping[tuple[str, str], int]
 NAMED_SHARDS = 10
+LEAST_JUDGED = 10_000
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,15 @@ class DataReport:
     order_hash: str
 
     def check(self, limit: float) -> DataReport:
-        """This report. Raises: UserError when more than `limit` of the epoch's samples are corrupt, naming shards."""
-        if self.replaced > limit * self.planned_samples:
+        """This report. Raises: UserError when more than `limit` of the samples so far are corrupt, naming shards.
+
+        Early in an epoch, where one lost shard weighs much, the share is that of its first tenth, or of 10,000 samples.
+        """
+        least = min(self.planned_samples, max(self.planned_samples // 10, LEAST_JUDGED))
+        if self.replaced > limit * max(self.samples, least):
             raise UserError(
                 f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
-                f"data.corrupt_limit = {limit:g} of the epoch's {self.planned_samples}: "
+                f"data.corrupt_limit = {limit:g} allows (of at least {least}): "
                 f"{_named(self.corrupt_by_reason)}. Worst shards: {_named(self.corrupt_by_shard)}. "
                 "Check them with `neuclip verify`, fetch them again, or raise the limit."
             )

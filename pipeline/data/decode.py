@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from pipeline.data.config import CropConfig
 from pipeline.data.hashing import draw, uniform
+from pipeline.data.manifest import FORMATS
 from pipeline.data.tar import Record
 
 Box = tuple[int, int, int, int]
@@ -105,7 +106,7 @@ class ImageDecoder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PIL warns of sizes that `max_pixels` judges, and of odd metadata
-                image = Image.open(io.BytesIO(data))
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
                 self._check(image.height, image.width)
                 top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
                 window = image.convert("RGB").crop((left, top, left + w, top + h))

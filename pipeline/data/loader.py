@@ -185,7 +185,16 @@ class Loader:
         return iter(loader)
 
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
-        part = next(parts)
+        try:
+            part = next(parts)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"A loading process was killed ({error}), as a machine does that runs out of memory. Each keeps about "
+                "half of data.shuffle_buffer encoded samples for every stream of its own, and data.prefetch batches: "
+                "lower one of them, or data.workers. `neuclip plan` estimates them."
+            ) from error
         if isinstance(part, Failure):
             self.close()
             raise UserError(part.message)

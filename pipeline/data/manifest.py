@@ -21,6 +21,8 @@ from pipeline.errors import UserError
 MANIFEST_NAME = "manifest.json"
 FORMAT = "neuclip-manifest"
 VERSION = 1
+# What PIL may open of a shard's bytes, which come from strangers: it knows more, and runs Ghostscript for one of them.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Manifest:
 
     def url(self, shard: Shard) -> str:
         """Where to read a shard: a path below `root`, or its name when that is a URL or pipe."""
-        return shard.name if ":" in shard.name else os.path.join(self.root, shard.name)
+        return shard_url(self.root, shard.name)
 
     def save(self, folder: str | Path) -> Path:
         """Write `manifest.json` atomically; `root` is not stored, so that the folder can move."""
@@ -94,6 +96,11 @@ class Manifest:
         temporary.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, path)
         return path
+
+
+def shard_url(root: str | Path, name: str) -> str:
+    """Where to read the shard of a manifest in `root` that goes by this name."""
+    return name if ":" in name else os.path.join(root, name)
 
 
 def make_manifest(
@@ -116,23 +123,37 @@ def load_manifest(path: str | Path) -> Manifest:
 
     Raises: UserError when it is missing, of another format or version, or inconsistent with itself.
     """
+    if "://" in str(path):
+        raise UserError(
+            f"{path} is no path on this machine, where a manifest must be; its shards may lie anywhere: "
+            "`neuclip manifest FOLDER --shards 's3://bucket/{00000..00099}.tar'`."
+        )
     path = Path(path)
     if path.is_dir():
         path = path / MANIFEST_NAME
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"There is no manifest at {path}: make the shards with `neuclip download` first.") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"The manifest {path} is damaged ({error}): rebuild it with `neuclip verify`.") from error
-    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
+        raise UserError(
+            f"There is no manifest at {path}. `neuclip download` writes one with the shards it makes; for webdataset "
+            f"shards that you have already, run `neuclip manifest {path.parent}`."
+        ) from error
+    except ValueError as error:
+        what = "is a shard, not a manifest: give its folder" if path.suffix == ".tar" else f"is damaged ({error})"
+        raise UserError(f"The manifest {path} {what}.") from error
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise UserError(
             f"{path} says format {tree.get('format')!r}, version {tree.get('version')!r}; "
             f"this program reads {FORMAT!r}, version {VERSION}."
         )
-    rows = [(s["name"], s["samples"], s["bytes"], s["sha256"]) for s in tree["shards"]]
-    manifest = make_manifest(rows, root=path.parent, failures=tree["failures"], facts=tree["facts"])
-    _check(manifest, tree, path)
+    try:
+        rows = [(s["name"], s["samples"], s["bytes"], s["sha256"]) for s in tree["shards"]]
+        manifest = make_manifest(rows, root=path.parent, failures=tree["failures"], facts=tree["facts"])
+        _check(manifest, tree, path)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"The manifest {path} is damaged: it lacks {error}. `neuclip manifest` writes one anew."
+        ) from error
     return manifest
 
 

@@ -49,7 +49,9 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
     elif "://" in url:
         import fsspec
 
-        with fsspec.open(url, "rb", block_size=4 * BUFFER) as file:
+        # Given to `fsspec.open`, the block size would go to the file system's constructor, where S3's refuses it.
+        filesystem, path = fsspec.core.url_to_fs(url)
+        with filesystem.open(path, "rb", block_size=4 * BUFFER) as file:
             yield cast(BinaryIO, file)
     else:
         with open(url, "rb", buffering=BUFFER) as file:

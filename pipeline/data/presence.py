@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.data.hashing import Purpose, key, permutation
 from pipeline.data.manifest import Manifest, Shard
-from pipeline.data.opening import is_local, open_shard
+from pipeline.data.opening import is_local, open_records, open_shard
 from pipeline.data.tar import DamagedTar, count_records
 from pipeline.errors import UserError
 from pipeline.world import World
@@ -20,7 +20,8 @@ SHOWN = 5
 def check_shards(manifest: Manifest, world: World) -> int:
     """Compare sizes with the manifest, and count the samples of one local shard; the ranks share the work.
 
-    Local shards are all looked at; of remote ones this rank asks for 32, and `pipe:` commands are not run.
+    Local shards are all looked at; of remote ones this rank asks for 32 and begins to read one, and `pipe:` commands
+    are not run.
     Returns: how many shards this rank looked at.
     Raises: UserError that names shards and numbers.
     """
@@ -34,8 +35,11 @@ def check_shards(manifest: Manifest, world: World) -> int:
         raise UserError(
             f"The shards in {manifest.root} do not match their manifest: of {len(found)} looked at, {len(missing)} are "
             f"missing ({', '.join(missing[:SHOWN]) or 'none'}) and {len(other)} differ "
-            f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again or rebuild the manifest with `neuclip verify`."
+            f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again (`neuclip verify --rebuild`), or write another "
+            "manifest (`neuclip manifest --replace`)."
         )
+    for shard in remote[:1]:
+        _read(manifest.url(shard))
     if local:
         _count(manifest, min(local, key=lambda shard: shard.bytes))
     return len(found)
@@ -74,6 +78,19 @@ def _size(url: str) -> int | None:
     return int(size)
 
 
+def _read(url: str) -> None:
+    """Read the second sample of a remote shard, which takes all that reading needs: access, seeking, the tar itself."""
+    try:
+        with open_records(url, skip=1) as records:
+            next(records, None)
+    except Exception as error:
+        said = str(error) or type(error).__name__
+        raise UserError(
+            f"The shard {url} is there, but cannot be read ({type(error).__name__}: {said}). A web server must serve "
+            "byte ranges; of an object store, check the client's version. `pipe:curl ...` reads without either."
+        ) from error
+
+
 def _count(manifest: Manifest, shard: Shard) -> None:
     try:
         with open_shard(manifest.url(shard)) as file:
@@ -83,5 +100,5 @@ def _count(manifest: Manifest, shard: Shard) -> None:
     if counted != shard.samples:
         raise UserError(
             f"{manifest.url(shard)} holds {counted} samples, but its manifest says {shard.samples}: "
-            "sample ids would be wrong. Rebuild the manifest with `neuclip verify`."
+            "sample ids would be wrong. Write another with `neuclip manifest --replace`, or fetch the shard again."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pipeline.data.manifest import Manifest
 from pipeline.data.opening import is_local, open_records
 from pipeline.data.streams import StreamOrder
 from pipeline.data.tar import DamagedTar, Record
+from pipeline.errors import UserError
 
 TRUNCATED = "shard is damaged or shorter than its manifest says"
 READ_AHEAD = 2  # buffers that looking for a substitute may fill
@@ -22,9 +24,9 @@ log = logging.getLogger(__name__)
 class SequentialReader:
     """Samples at consecutive positions of an epoch, across shards; bad data never raises, its record tells.
 
-    A shard that fails is tried again `retries` times, with growing pauses, from the sample where it failed; then its
-    remaining samples count as lost for the rest of the epoch. `passed` counts samples read over to reach a place,
-    `lost` maps a shard number to the first lost sample and the reason.
+    A shard that fails is tried again from the sample where it failed, `retries` times with growing pauses unless more
+    samples come; then its remaining samples count as lost for the rest of the epoch. `passed` counts samples read over
+    to reach a place, `lost` maps a shard number to the first lost sample and the reason.
     """
 
     manifest: Manifest
@@ -50,7 +52,7 @@ class SequentialReader:
     def _stretch(self, shard: int, start: int, count: int) -> Iterator[Record]:
         """`count` records of one shard from sample `start` on."""
         url = self.manifest.url(self.manifest.shards[shard])
-        stop, failures = start + count, 0
+        stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             try:
                 with open_records(url, skip=start) as records:
@@ -64,6 +66,8 @@ class SequentialReader:
             except Exception as error:  # every remote file system has its own exceptions
                 if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
                     raise
+                _refuse_exhaustion(error)
+                failures, opened = (failures if start == opened else 0), start
                 reason = (
                     TRUNCATED if isinstance(error, DamagedTar) else f"shard cannot be read ({type(error).__name__})"
                 )
@@ -71,10 +75,19 @@ class SequentialReader:
                     self.lost[shard] = (start, reason)
                     log.warning("%s: %s from sample %d on: %s", url, reason, start, error)
                 else:
-                    self.pause(min(0.1 * 4**failures, 30.0))
+                    self.pause(min((0.1 if is_local(url) else 1.0) * 4**failures, 30.0))
                 failures += 1
         for _ in range(stop - start):
             yield Record(problem=self.lost[shard][1])
+
+
+def _refuse_exhaustion(error: Exception) -> None:
+    """Raises: UserError for an error that tells of this machine, which has run out of something, not of the shard."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise UserError(
+            f"This process cannot open more shards ({error.strerror}). Every stream keeps one open: raise `ulimit -n`, "
+            "lower data.streams, or give more data.workers a share of them each."
+        ) from error
 
 
 class StreamReader:

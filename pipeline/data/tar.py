@@ -107,8 +107,11 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
             override = {"path": _payload(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         elif kind in REGULAR:
             size = int(override.get("size", size))
-            yield override.get("path", name), size, start
-            override = {}
+            name, override = override.get("path", name), {}
+            if _is_member(name):
+                yield name, size, start
+            else:
+                _skip(file, size)
         else:
             _skip(file, size)
             override = override if kind == PAX_GLOBAL else {}
@@ -117,10 +120,17 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
             start = position
 
 
+def _is_member(name: str) -> bool:
+    """Whether a file belongs to a sample, as webdataset sees it: not one without suffix, nor macOS's `._0.jpg`."""
+    return name.rpartition("/")[2].find(".") > 0
+
+
 def _parse(header: bytes) -> tuple[str, int, bytes]:
     """Name, payload size and type of a header. Raises: DamagedTar when it is short or its checksum is wrong."""
     if len(header) < BLOCK:
         raise DamagedTar("ends inside a header")
+    if header[:2] == b"\x1f\x8b":
+        raise DamagedTar("is compressed, which costs seeking: store it as plain tar")
     try:
         stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
         size = _number(header[124:136])

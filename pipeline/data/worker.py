@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from collections import Counter
@@ -27,6 +28,7 @@ from pipeline.errors import UserError
 Tokenize = Callable[[list[str]], Tensor]
 PARENT_CHECK_SECONDS = 1.0
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
+OPEN_FILES = 65_536
 
 
 @dataclass(frozen=True)
@@ -76,29 +78,36 @@ class StreamFiller:
         record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
         try:
-            decode(record, sample_id)
+            decode(record, self._showing(turn))
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), shard)] += 1
-            return self._refill(turn, decode=decode)
+            return self._refill(turn, decode=decode, first=error)
 
-    def _refill(self, turn: int, *, decode: Callable[[Record, int], None]) -> int:
+    def _refill(self, turn: int, *, decode: Callable[[Record, int], None], first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
+        reasons = Counter([str(first)])
         for stream, other in self._substitutes(turn):
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
             try:
-                decode(reader.peek(place), sample_id)
+                decode(reader.peek(place), self._showing(turn))
                 return sample_id
-            except CorruptSample:
-                continue
+            except CorruptSample as error:
+                reasons[str(error)] += 1
+        why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
-            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in "
-            f"{OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS} tries to stand in for a corrupt one: most of the data seems "
-            f"unreadable. Shards lost so far: {self._lost_shards() or 'none'}. Check them with `neuclip verify`."
+            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} tries "
+            f"to stand in for a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
+            f"{self._lost_shards() or 'none'}. `neuclip verify` checks shards; what samples lack, `neuclip manifest` "
+            "counts."
         )
+
+    def _showing(self, turn: int) -> int:
+        """The row's number in the epoch: what its crop is drawn by, since a sample may come again within the epoch."""
+        return self.stream * self._order.layout.stream_length + turn
 
     def _lost_shards(self) -> str:
         return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
@@ -142,6 +151,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     batch: int = 0
 
     def __iter__(self) -> Iterator[Part | Failure]:
+        _allow_open_files()
         info = get_worker_info()  # torch has set one thread there
         if info is not None:
             _live_with_parent()
@@ -170,13 +180,13 @@ class StreamDataset(IterableDataset[Part | Failure]):
         captions: list[str] = []
         state = key(self.order.seed, Purpose.CROP, epoch)
 
-        def decode(record: Record, sample_id: int) -> None:
+        def decode(record: Record, showing: int) -> None:
             if record.problem:
                 raise CorruptSample(record.problem)
             if record.image is None:
                 raise CorruptSample("image is missing")
             caption = caption_of(record)
-            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(state, sample_id)).permute(1, 2, 0)
+            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(state, showing)).permute(1, 2, 0)
             captions.append(caption)
 
         corrupt: Counter[tuple[str, str]] = Counter()
@@ -193,6 +203,14 @@ class StreamDataset(IterableDataset[Part | Failure]):
             order_hash=hashed,
             corrupt=corrupt,
         )
+
+
+def _allow_open_files() -> None:
+    """Every stream keeps a shard open, and the usual soft limit of 1,024 is the shell's choice, not the machine's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _live_with_parent() -> None:

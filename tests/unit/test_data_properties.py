@@ -149,6 +149,17 @@ def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
         assert found == batch.sample_id.tolist()
 
 
+def test_a_sample_that_comes_again_within_an_epoch_is_cropped_anew(tmp_path: Path) -> None:
+    write_shards(tmp_path, [8])
+    source = [{"manifest": str(tmp_path), "weight": 2}]
+    one = loader(tmp_path, world=World(), global_batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
+    batch = next(one)
+    assert one.steps_per_epoch == 1
+    order = batch.sample_id.argsort(stable=True)
+    first, second = batch.image[order[::2]], batch.image[order[1::2]]
+    assert (first != second).flatten(1).any(dim=1).all()
+
+
 def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import random
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+import webdataset
+from fsspec.implementations.memory import MemoryFileSystem
 
+from data_prep import tar as canonical
 from pipeline.data.corpus import Segments, make_mixture, plan_epoch
 from pipeline.data.manifest import Manifest, Shard, load_manifest, make_manifest
 from pipeline.data.opening import open_records, open_shard
@@ -20,7 +26,7 @@ from pipeline.data.streams import stream_order
 from pipeline.data.tar import DamagedTar, count_records, read_records, record_offset, split_name
 from pipeline.errors import UserError
 from pipeline.world import World
-from tests.shards import sample, write_shards, write_tar
+from tests.shards import jpeg, sample, write_shards, write_tar
 
 DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
@@ -138,6 +144,90 @@ def test_a_passing_failure_loses_nothing(tmp_path: Path) -> None:
     one = reader(manifest, retries=1)
     one.pause = lambda _: path.write_bytes(whole) and None  # type: ignore[assignment,func-returns-value]
     assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
+
+
+class Flaky(MemoryFileSystem):
+    """A store whose constructor takes nothing that it does not know, as S3's."""
+
+    protocol = "flaky"
+    whole = b""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        assert options["block_size"] > 0
+        return io.BytesIO(self.whole)
+
+
+class Dropping(io.BytesIO):
+    """A connection that ends after so many bytes."""
+
+    def __init__(self, data: bytes, after: int) -> None:
+        super().__init__(data)
+        self.left = after
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= max(size or 0, 0)
+        if self.left < 0:
+            raise ConnectionError("reset by peer")
+        return super().read(size)
+
+
+def test_a_store_gets_the_block_size_where_it_belongs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    manifest = write_shards(tmp_path, [9])
+    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
+    remote = make_manifest([("flaky://bucket/00000.tar", 9, manifest.shards[0].bytes, "")])
+    assert list(reader(remote).read(0)) == list(reader(manifest).read(0))
+
+
+def test_a_connection_that_drops_again_and_again_loses_nothing_while_samples_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    manifest = write_shards(tmp_path, [40])
+    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
+    remote = make_manifest([("flaky://bucket/00000.tar", 40, manifest.shards[0].bytes, "")])
+    # Every opening passes what came before, so it must get further each time: here by a part of the shard.
+    budgets = iter([manifest.shards[0].bytes * part // 8 for part in (2, 4, 6, 16)])
+    monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))
+    one = reader(remote, retries=1)
+    assert list(one.read(0)) == list(reader(manifest).read(0))
+    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first of its place"  # type: ignore[attr-defined]
+
+
+def test_a_machine_without_file_descriptors_is_not_a_broken_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_shards(tmp_path, [3])
+
+    def exhausted(url: str, *, skip: int) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pipeline.data.reader.open_records", exhausted)
+    with pytest.raises(UserError, match=r"Too many open files.*ulimit -n.*data.streams"):
+        list(reader(manifest).read(0))
+
+
+def test_files_that_webdataset_does_not_see_are_no_samples(tmp_path: Path) -> None:
+    members = {"README": b"x", "0.jpg": jpeg(0), "._0.jpg": b"mac", "0.txt": b"a", "._0.txt": b"mac"}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    with open(tmp_path / "a.tar", "rb") as file:
+        (record,) = read_records(file)
+        assert (record.image, record.caption) == (members["0.jpg"], b"a")
+        file.seek(0)
+        assert count_records(file) == 1
+    assert [key for key, _ in canonical.samples(tmp_path / "a.tar")] == ["0"]
+    (seen,) = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+    assert (seen["jpg"], seen["txt"]) == (record.image, record.caption)
 
 
 @pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])

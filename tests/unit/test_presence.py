@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import fsspec
 import pytest
 
@@ -9,6 +12,7 @@ from pipeline.data.manifest import make_manifest
 from pipeline.data.presence import check_shards
 from pipeline.errors import UserError
 from pipeline.world import World
+from tests.shards import write_shards
 
 REMOTE = make_manifest([("s3://bucket/00000.tar", 5, 100, "")])
 
@@ -20,13 +24,16 @@ class ClientError(Exception):
 class Store:
     """A file system that gives an answer, or raises it."""
 
-    def __init__(self, answer: object) -> None:
-        self.answer = answer
+    def __init__(self, answer: object, content: bytes = b"") -> None:
+        self.answer, self.content = answer, content
 
     def size(self, path: str) -> object:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+    def open(self, path: str, mode: str, **options: object) -> io.BytesIO:
+        return io.BytesIO(self.content)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_shards(REMOTE, World())
 
 
-def test_a_store_that_answers_well_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Store(100), url))
+def test_a_store_that_answers_well_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [5])
+    store = Store(100, (tmp_path / "00000.tar").read_bytes())
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
     assert check_shards(REMOTE, World()) == 1
+
+
+def test_a_store_that_answers_but_cannot_be_read_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
+        raise TypeError("unexpected keyword argument 'block_size'")
+
+    store = Store(100)
+    monkeypatch.setattr(store, "open", refuse)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
+    with pytest.raises(UserError, match=r"is there, but cannot be read \(TypeError: unexpected keyword"):
+        check_shards(REMOTE, World())

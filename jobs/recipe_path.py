@@ -1,0 +1,32 @@
+"""`--recipe`: a file, or the name of one that comes with the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.config import suggest
+from pipeline.errors import UserError
+
+TRAINING = Path(__file__).parent / "recipes"
+DOWNLOAD = TRAINING / "download"
+
+
+class RecipePath(click.ParamType):
+    """`jobs/recipes/cc12m.yaml`, any other path, or just `cc12m`. Raises: UserError naming the nearest recipe."""
+
+    name = "FILE|NAME"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        given, named = Path(value), self.folder / f"{value}.yaml"
+        if given.is_file():
+            return str(given)
+        if named.is_file():
+            return str(named)
+        known = tuple(sorted(path.stem for path in self.folder.glob("*.yaml")))
+        raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")

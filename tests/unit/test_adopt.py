@@ -1,0 +1,134 @@
+"""Shards that somebody else made (here: webdataset's own writer) become a training set by `neuclip manifest`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+from click.testing import CliRunner
+
+from data_prep.verify import verify
+from jobs.manifest import command
+from pipeline.data.adopt import JOURNAL, adopt
+from pipeline.data.manifest import load_manifest
+from pipeline.data.opening import open_records
+from pipeline.errors import UserError
+from tests.web import jpeg
+
+
+def write(path: Path, samples: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, sample in enumerate(samples):
+            writer.write({"__key__": f"{path.stem}/{number:03d}", **sample})
+    return path
+
+
+def good(number: int) -> dict[str, Any]:
+    return {"jpg": jpeg(side=20 + number), "txt": f"picture {number}", "json": {"width": 20}}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two folders of shards; two of the seven samples cannot be trained on."""
+    write(tmp_path / "a" / "00000.tar", [good(0), good(1), {"txt": "no picture"}, good(3)])
+    write(tmp_path / "b" / "00000.tar", [good(4), {"jpg": jpeg(side=25), "txt": b"\xff\xfe"}, good(6)])
+    return tmp_path
+
+
+def test_what_was_adopted_is_what_training_reads(shards: Path) -> None:
+    result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
+    assert "2 shards, 7 samples" in result.output
+    assert "1 samples (14.3%): image is missing" in result.output
+    assert "1 samples (14.3%): caption is not UTF-8" in result.output
+    manifest = load_manifest(shards)
+    assert [(s.name, s.samples, s.offset) for s in manifest.shards] == [("a/00000.tar", 4, 0), ("b/00000.tar", 3, 4)]
+    assert [s.sha256 for s in manifest.shards] == [
+        hashlib.sha256((shards / s.name).read_bytes()).hexdigest() for s in manifest.shards
+    ]
+    captions = []
+    for shard in manifest.shards:
+        with open_records(manifest.url(shard), skip=0) as records:
+            captions += [record.caption for record in records]
+    assert captions[:4] == [b"picture 0", b"picture 1", b"no picture", b"picture 3"]
+    assert len(captions) == manifest.n
+    assert verify(shards, decode=0) == []
+    assert not (shards / JOURNAL).exists()
+
+
+def test_an_interrupted_pass_goes_on_where_it_was(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adopt(shards, on_shard=interrupt, threads=1)
+    journal = (shards / JOURNAL).read_text().splitlines()
+    assert len(journal) == 1
+    (shards / JOURNAL).write_text(journal[0] + "\n" + journal[0][:20])  # killed inside a line
+    seen: list[int] = []
+    adopt(shards, on_shard=lambda done, total: seen.append(done), threads=1)
+    assert seen == [2], "one shard was known already"
+    assert load_manifest(shards).n == 7
+
+
+def test_a_shard_that_changed_meanwhile_is_read_again(shards: Path) -> None:
+    entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
+    (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
+    assert adopt(shards).manifest.n == 7
+
+
+def test_damaged_and_empty_shards_stop_it_or_are_left_out_and_named(shards: Path) -> None:
+    whole = write(shards / "c.tar", [good(7), good(8)]).read_bytes()
+    (shards / "c.tar").write_bytes(whole[:3000])
+    write(shards / "d.tar", [])
+    with pytest.raises(UserError, match=r"2 of 4 shards cannot be used: c.tar ends inside a \w+ .*; d.tar is empty"):
+        adopt(shards)
+    result = CliRunner().invoke(command, [str(shards), "--leave-out"], catch_exceptions=False)
+    assert "left out: d.tar is empty" in result.output
+    assert set(load_manifest(shards).facts["left out"]) == {"c.tar", "d.tar"}
+
+
+def test_shards_elsewhere_are_named_by_patterns(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.mktemp("home")
+    adoption = adopt(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
+    assert [s.name for s in adoption.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
+    assert load_manifest(home).n == 7
+    missing = [f"file://{shards}/a/0000{{0..1}}.tar"]
+    with pytest.raises(
+        UserError, match=r"1 of 2 shards cannot be used: file://.*/00001.tar cannot be read \(.*No such"
+    ):
+        adopt(home, missing, replace=True)
+
+
+def test_what_would_go_wrong_is_said_before(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no folder"):
+        adopt(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"There is no .tar below"):
+        adopt(tmp_path / "empty")
+    with pytest.raises(UserError, match="1 shards are named twice"):
+        adopt(shards, ["a/00000.tar", "{a,b}/00000.tar"])
+    adopt(shards)
+    with pytest.raises(UserError, match="has a manifest already"):
+        adopt(shards)
+    (tmp_path / "download.yaml").write_text("")
+    with pytest.raises(UserError, match="made by `neuclip download`"):
+        adopt(shards, replace=True)
+
+
+def test_captions_that_training_does_not_read_are_not_taken_for_damage(tmp_path: Path) -> None:
+    write(tmp_path / "00000.tar", [{"jpg": jpeg(side=20), "json": {"caption": "a"}}])
+    with pytest.raises(UserError, match=r"None of the 1 samples .*'caption is missing': 1.* begins with 00000/000.jpg"):
+        adopt(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:
+    with pytest.raises(UserError, match=rf"run `neuclip manifest {shards}`"):
+        load_manifest(shards)
+    with pytest.raises(UserError, match="is a shard, not a manifest: give its folder"):
+        load_manifest(shards / "a" / "00000.tar")

@@ -115,6 +115,9 @@ def _fail(message: str, code: int) -> None:
         textwrap.fill(f"Error: {message}", 110, break_long_words=False, break_on_hyphens=False),
         file=sys.stderr,
     )
+    world = sys.modules.get("pipeline.world")
+    if world is not None:
+        world.leave(code)
     sys.exit(code)
 
 

@@ -55,6 +55,8 @@ class TrainStep:
         self.cached = len(self.chunks) > 1
         self.phases = world.phases or Phases(world.device)
         self.on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when backward is queued, before the update waits for it: time of the host that costs nothing."""
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def __call__(
@@ -76,6 +78,7 @@ class TrainStep:
             self._backward(features, output, inputs, step)
         if self.on_gradients is not None:
             self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
+        self.before_update()
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:

@@ -65,10 +65,13 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for the next batch."""
+        """Around the wait for a batch."""
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
+
+    def count(self) -> None:
+        """A step was taken."""
         self._steps += 1
 
     def read(self) -> dict[str, float]:

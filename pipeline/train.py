@@ -21,7 +21,7 @@ from pipeline.step import TrainStep
 from pipeline.telemetry import Telemetry
 from pipeline.trainer import Trainer, agreed_checkpoint
 from pipeline.utilization import Utilization
-from pipeline.world import World, start_world
+from pipeline.world import World, limit_collectives, start_world
 
 
 @contextmanager
@@ -41,6 +41,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         objective = objective_of(run, loader=loader, architecture=architecture, world=world)
         engine = Engine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
                         global_batch=run.batch_size, compile_towers=run.model.compile)  # fmt: skip
+        limit_collectives(_collectives_limit(run))
         engine.train()
         take_step = TrainStep(engine, objective, world=world, seed=run.seed, local_batch=run.batch_size // world.size,
                               micro_batch=run.engine.micro_batch)  # fmt: skip
@@ -72,12 +73,15 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
 @contextmanager
 def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
     """One rank's part of a run, from process group to trainer, ready to `fit`."""
-    # The collectives' own limit is the second line: by then the heartbeats have told who is behind.
-    minutes = 1.5 * run.engine.timeout_minutes + 1.0
-    with start_world(timeout_minutes=minutes, device=run.engine.device) as world:
+    with start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world:
         prepare_folder(run, world=world)
         with setup(run, world=world, resume=resume) as trainer:
             yield trainer
+
+
+def _collectives_limit(run: RunConfig) -> float:
+    """Minutes. The collectives' own limit is the second line: by then the heartbeats have told who is behind."""
+    return 1.5 * run.engine.timeout_minutes + 1.0
 
 
 def train(run: RunConfig, *, resume: str | None = None) -> int:

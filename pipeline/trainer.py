@@ -58,6 +58,7 @@ class Trainer:
     in_training: InTraining | None = None
     faults: Faults = field(default_factory=Faults)
     step: int = 0
+    _ahead: Batch | None = None
 
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
@@ -69,13 +70,14 @@ class Trainer:
             Heartbeat(Path(self.run.output), world=self.world, timeout_seconds=limit) as heartbeat,
         ):
             self.take_step.phases.on_enter = heartbeat.mark
+            self.take_step.before_update = lambda: self._look_ahead(meter, heartbeat)
             while self.step < self.run.total_steps and not asked_to_stop:
                 heartbeat.mark("data", step=self.step)
-                with meter.waiting():
-                    batch = next(self.loader)
+                batch = self._next_batch(meter)
                 self.observer.before(self.step)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
+                meter.count()
                 heartbeat.mark("records")
                 if batch.position.batch == self.loader.steps_per_epoch:
                     self._tell_epoch(batch)
@@ -105,6 +107,19 @@ class Trainer:
             self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
+
+    def _next_batch(self, meter: Meter) -> Batch:
+        if self._ahead is not None:
+            batch, self._ahead = self._ahead, None
+            return batch
+        with meter.waiting():
+            return next(self.loader)
+
+    def _look_ahead(self, meter: Meter, heartbeat: Heartbeat) -> None:
+        """Put the next batch together while the device is in backward, instead of after the step while it is idle."""
+        if self.step + 1 < self.run.total_steps:
+            heartbeat.mark("data")
+            self._ahead = self._next_batch(meter)
 
     def save(self, batch: Batch) -> None:
         """Write a checkpoint of the state after `batch`; collective."""

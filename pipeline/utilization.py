@@ -13,6 +13,7 @@ from pipeline.plan import measure_towers
 PEAK_BF16_TFLOPS = (
     (("B200",), 2250.0),
     (("GH200",), 989.0),
+    (("H200", "NVL"), 835.0),
     (("H200",), 989.0),
     (("H100", "PCIe"), 756.0),
     (("H100", "NVL"), 835.0),

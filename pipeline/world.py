@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pipeline.errors import UserError
 from pipeline.timing import Phases
@@ -123,11 +125,33 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
     owned = not dist.is_initialized()
     if owned:
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    failed = True
     try:
         yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
+        failed = False
     finally:
-        if owned and dist.is_initialized():
+        # NCCL waits here for its peers, who wait in a collective for the rank that failed: nobody would hear its error.
+        if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
             dist.destroy_process_group()
+
+
+def limit_collectives(minutes: float) -> None:
+    """Let every process group of this process, whoever made it, time out after `minutes`.
+
+    DeepSpeed makes groups of its own with NCCL's limit of 10 minutes, before which nobody would tell who is behind.
+    """
+    if dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process: at once, without destructors that wait for other ranks, when its process group still stands."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_available() and dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 def ranks_here(world_size: int) -> int:

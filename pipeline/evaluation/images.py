@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class ImagePass:
             num_workers=workers,
             pin_memory=pin,
             # A fork of a process with a GPU, and in training with threads of NCCL's, may hang.
-            multiprocessing_context="forkserver" if pin and workers else None,
+            multiprocessing_context=_fork_server() if pin and workers else None,
         )
         cut = microbatches(self._checked(loader), m)
         for number, (valid, tensors) in zip(numbers, cut, strict=True):
@@ -96,3 +97,10 @@ class ImagePass:
             if isinstance(batch, str):
                 raise TaskError(batch)
             yield tuple(batch)
+
+
+def _fork_server() -> Any:
+    """A clean process that has imported what workers need: they are started anew for every task."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.evaluation.images", "open_clip"])
+    return context

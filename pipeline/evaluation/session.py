@@ -42,7 +42,9 @@ class EvaluationConfig:
         """How many loader workers one of the evaluation's `processes` processes starts."""
         if self.workers is not None:
             return self.workers
-        return min(16, max(1, len(os.sched_getaffinity(0)) // ranks_here(processes)))
+        # A launcher that binds every process to its own cores has shared them out already.
+        cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here(processes))
+        return min(16, max(1, cores))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def test_a_grid_shows_every_image_with_its_caption() -> None:
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA GeForce RTX 4090", 165.2),

@@ -1,0 +1,74 @@
+"""What holds for every process group of a process, and how a process ends while one still stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline import world
+from pipeline.world import limit_collectives, start_world
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_groups_that_others_made_have_the_runs_limit() -> None:
+    with start_world(timeout_minutes=3.0):
+        theirs = dist.new_group([0])
+        assert timeout_of(theirs) != timedelta(minutes=7)
+        limit_collectives(7.0)
+        assert timeout_of(theirs) == timedelta(minutes=7)
+        assert timeout_of(dist.group.WORLD) == timedelta(minutes=7)
+    assert not dist.is_initialized()
+
+
+def test_a_group_is_left_standing_only_where_leaving_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's, of several ranks, after an error; a single process cannot have one, so its name is given instead."""
+    destroyed = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    for device, size, fails, expected in (
+        ("cuda", 2, True, False),
+        ("cuda", 2, False, True),
+        ("cuda", 1, True, True),
+        ("cpu", 2, True, True),
+    ):
+        joined: list[str] = []
+        destroyed.clear()
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        monkeypatch.setattr(world, "_device", lambda *_, device=device: torch.device(device))
+        monkeypatch.setattr(world, "Phases", lambda device: None)
+        try:
+            with start_world():
+                if fails:
+                    raise ArithmeticError
+        except ArithmeticError:
+            pass
+        assert bool(destroyed) == expected, (device, size, fails)
+
+
+def test_a_process_with_a_standing_group_ends_at_once_with_its_message_and_code() -> None:
+    program = """
+import atexit, sys
+import torch.distributed as dist
+import pipeline.world
+from jobs.cli import _fail
+atexit.register(lambda: print("waited for others"))
+if sys.argv[1] == "group":
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+_fail("one rank's trouble", 2)
+"""
+    for group, ending in (("group", ""), ("none", "waited for others\n")):
+        done = subprocess.run([sys.executable, "-c", program, group], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "Error: one rank's trouble" in done.stderr
+        assert done.stdout == ending

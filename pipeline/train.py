@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,13 +9,14 @@ from pathlib import Path
 
 from pipeline.assemble import loader_of, objective_of
 from pipeline.checkpoint import Checkpoint, CheckpointWriter
-from pipeline.config import dump, flatten, to_tree
+from pipeline.config import flatten, to_tree
 from pipeline.engine import Engine
 from pipeline.in_training import InTraining
 from pipeline.model import build_towers
 from pipeline.observation import Observer
 from pipeline.probe import GradientProbe
-from pipeline.recipe import CONFIG_NAME, RunConfig, check_run
+from pipeline.recipe import RunConfig, check_run
+from pipeline.run_folder import hold_folder, prepare_folder
 from pipeline.step import TrainStep
 from pipeline.telemetry import Telemetry
 from pipeline.trainer import Trainer, agreed_checkpoint
@@ -73,7 +73,10 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
 @contextmanager
 def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
     """One rank's part of a run, from process group to trainer, ready to `fit`."""
-    with start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world:
+    with (
+        start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world,
+        hold_folder(run, world=world),
+    ):
         prepare_folder(run, world=world)
         with setup(run, world=world, resume=resume) as trainer:
             yield trainer
@@ -88,17 +91,6 @@ def train(run: RunConfig, *, resume: str | None = None) -> int:
     """Train one run on this rank to its last checkpoint. Returns the exit code."""
     with open_run(run, resume=resume) as trainer:
         return trainer.fit()
-
-
-def prepare_folder(run: RunConfig, *, world: World) -> None:
-    """Make the run's folder and write the resolved configuration into it."""
-    folder = Path(run.output)
-    if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{CONFIG_NAME}"
-        temporary.write_text(dump(run), encoding="utf-8")
-        os.replace(temporary, folder / CONFIG_NAME)
-    world.barrier()
 
 
 def _arm_probe(trainer: Trainer) -> GradientProbe:

@@ -115,6 +115,13 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         raise UserError(
             f"The launcher set {', '.join(present)} but not {missing}: start with deepspeed, torchrun or srun."
         )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in present and int(tasks) > 1:
+        raise UserError(
+            f"srun started {tasks} processes that do not know of each other. Use jobs/cluster/train.sbatch, or export "
+            "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
+            "node) and MASTER_PORT. For one process: srun --ntasks=1."
+        )
     if "WORLD_SIZE" not in present:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
 from pipeline.recipe import load_recipe
-from pipeline.train import prepare_folder, setup
+from pipeline.run_folder import prepare_folder
+from pipeline.train import setup
 from pipeline.world import start_world
 
 

@@ -13,7 +13,8 @@ from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.recipe import load_recipe
-from pipeline.train import prepare_folder, setup
+from pipeline.run_folder import prepare_folder
+from pipeline.train import setup
 from pipeline.trainer import Trainer
 from pipeline.world import start_world
 

@@ -15,7 +15,8 @@ from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.recipe import RunConfig, load_recipe
-from pipeline.train import prepare_folder, setup
+from pipeline.run_folder import prepare_folder
+from pipeline.train import setup
 from pipeline.world import World, start_world
 
 POISON: set[int] = set()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pipeline import world
-from pipeline.world import limit_collectives, start_world
+from pipeline.errors import UserError
+from pipeline.recipe import parse_recipe
+from pipeline.run_folder import hold_folder
+from pipeline.world import World, limit_collectives, start_world
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -26,6 +31,37 @@ def test_groups_that_others_made_have_the_runs_limit() -> None:
         assert timeout_of(theirs) == timedelta(minutes=7)
         assert timeout_of(dist.group.WORLD) == timedelta(minutes=7)
     assert not dist.is_initialized()
+
+
+def test_processes_that_srun_started_without_a_world_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(UserError, match=r"srun started 8 processes .*train.sbatch.*RANK=\$SLURM_PROCID"), start_world():
+        pass
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    with start_world() as one:
+        assert one.size == 1
+
+
+def test_a_run_that_another_process_trains_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
+    with hold_folder(run, world=World()):
+        pass  # and is free again
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, 2); print('held', flush=True); input()"
+    command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        monkeypatch.setattr("pipeline.run_folder.LOCK_SECONDS", 1)
+        with (
+            pytest.raises(UserError, match=rf"training in .* \(.*, process {os.getpid()}\): stop it first"),
+            hold_folder(run, world=World()),
+        ):
+            pass
+        process.kill()
+    with hold_folder(run, world=World()):
+        pass
 
 
 def test_a_group_is_left_standing_only_where_leaving_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""A run's folder: one run at a time in it, and its settings."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from pipeline.config import dump
+from pipeline.errors import UserError
+from pipeline.recipe import CONFIG_NAME, RunConfig
+from pipeline.world import World
+
+LOCK_NAME, LOCK_SECONDS = ".lock", 10
+
+
+@contextmanager
+def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
+    """Make the run's folder and keep others from training in it, on every machine whose file system has locks.
+
+    Raises: UserError on every rank when another run is there.
+    """
+    folder, problem = Path(run.output), ""
+    with ExitStack() as stack:
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
+            problem = _lock(lock, folder)
+        problem = world.gather_objects(problem)[0]
+        if problem:
+            raise UserError(problem)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> str:
+    """Take the lock, waiting a little for a run that is just ending; what is wrong when somebody keeps it."""
+    for _ in range(LOCK_SECONDS):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: its loading processes do not keep it
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return ""  # a file system without locks
+            time.sleep(1.0)
+        else:
+            file.truncate(0)
+            file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
+            file.flush()
+            return ""
+    file.seek(0)
+    return f"Another run is training in {folder} ({file.read().strip()}): stop it first, or choose another output."
+
+
+def prepare_folder(run: RunConfig, *, world: World) -> None:
+    """Write the resolved configuration into the run's folder."""
+    folder = Path(run.output)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{CONFIG_NAME}"
+        temporary.write_text(dump(run), encoding="utf-8")
+        os.replace(temporary, folder / CONFIG_NAME)
+    world.barrier()

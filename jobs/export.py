@@ -11,7 +11,7 @@ import click
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--torch", "with_torch", is_flag=True, help="Also both towers as torch.export programs (.pt2).")
-@click.option("--onnx", "with_onnx", is_flag=True, help="Also both towers as ONNX; needs neuclip[onnx].")
+@click.option("--onnx", "with_onnx", is_flag=True, help="Also both towers as ONNX; needs the extra `onnx`.")
 def command(checkpoint: Path, output: Path, with_torch: bool, with_onnx: bool) -> None:
     """Export CHECKPOINT (one of a run's, or the run: its newest) into the new folder OUTPUT.
 

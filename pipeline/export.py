@@ -224,4 +224,4 @@ def _require_onnx() -> None:
 
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install 'neuclip[onnx]'.")
+        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

@@ -206,7 +206,9 @@ def _container(arguments: list[str]) -> None:
     for option, value in itertools.pairwise(arguments):
         if option == "--file":
             assert (ROOT / value).is_file(), value
-    if arguments[0] in ("run", "exec"):
+    if "--entrypoint" in arguments:
+        PROGRAMS[arguments[arguments.index("--entrypoint") + 1]](arguments[arguments.index("neuclip") + 1 :])
+    elif arguments[0] in ("run", "exec"):
         _neuclip(arguments[arguments.index("neuclip") + 1 :])
 
 

@@ -4,7 +4,7 @@
 #   ray start --head                       # on the head node, and `ray start --address=head:6379` on the others
 #   RECIPE=jobs/recipes/download/datacomp.yaml OUTPUT=/shared/pool jobs/cluster/download-ray.sh
 #
-# Needs `pip install neuclip[scale]` in the same place on every node. DRY_RUN=1 prints the command.
+# Needs `pip install -c constraints.txt -e '.[scale]'` in the same place on every node. DRY_RUN=1 prints the command.
 set -euo pipefail
 : "${RECIPE:?set RECIPE to a file of jobs/recipes/download}" "${OUTPUT:?set OUTPUT to a folder that all nodes see}"
 run() { if [[ -n "${DRY_RUN:-}" ]]; then echo "$*"; else "$@"; fi; }

@@ -3,7 +3,7 @@
 #
 #   MASTER=spark://head:7077 RECIPE=jobs/recipes/download/datacomp.yaml OUTPUT=/shared/pool jobs/cluster/download-spark.sh
 #
-# Needs `pip install neuclip[scale]` in the same place on every node (PYSPARK_PYTHON names its python) and a Java.
+# Needs `pip install -c constraints.txt -e '.[scale]'` in the same place on every node (PYSPARK_PYTHON names its python) and a Java.
 # Executor sizes and the like come from your spark-defaults.conf. DRY_RUN=1 prints the command.
 set -euo pipefail
 : "${RECIPE:?set RECIPE to a file of jobs/recipes/download}" "${OUTPUT:?set OUTPUT to a folder that all nodes see}"

@@ -162,14 +162,19 @@ def test_the_template_is_sound_and_dry_runs(base: Path) -> None:
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)
     settings = ["output=/shared/a b", "optimizer.lr=1e-3"]
     done = subprocess.run(["bash", str(SBATCH), "r.yaml", *settings], capture_output=True, text=True, check=True,
-                          env={**environment(), "DRY_RUN": "1", "CONTAINER": "/shared/neuclip.sif"})  # fmt: skip
+                          env={**environment(), "DRY_RUN": "1", "CONTAINER": "/shared/neuclip.sif",
+                               "BIND": "/shared"})  # fmt: skip
     assert done.stdout.split() == [
-        "apptainer", "exec", "--nv", "/shared/neuclip.sif", "python", "-m", "jobs.train", "--recipe", "r.yaml",
-        "--resume", "latest", "output=/shared/a\\", "b", "optimizer.lr=1e-3",
+        "apptainer", "exec", "--nv", "--bind", "/shared", "/shared/neuclip.sif",
+        "python", "-m", "jobs.train", "--recipe", "r.yaml", "--resume", "latest",
+        "output=/shared/a\\", "b", "optimizer.lr=1e-3",
     ]  # fmt: skip
     without = subprocess.run(["bash", str(SBATCH), "r.yaml"], capture_output=True, text=True, env=environment())
     assert without.returncode != 0
     assert "output=DIR" in without.stderr
+    missing = subprocess.run(["bash", str(SBATCH), "r.yaml", *settings], capture_output=True, text=True,
+                             env={**environment(), "DRY_RUN": "1"})  # fmt: skip
+    assert (missing.returncode, missing.stderr) == (2, "There is no recipe r.yaml.\n")
 
 
 def test_the_container_file_copies_what_exists_and_what_is_needed() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from jobs import cli
+from jobs.recipe_path import TRAINING, RecipePath
+from jobs.train import command as train
 from pipeline.errors import UserError
 from tests.launch import run
 
@@ -67,3 +71,23 @@ def test_exit_codes(
     monkeypatch.setattr(importlib.import_module("jobs.train").command, "callback", fail)
     assert exit_code("train") == code
     assert text in capsys.readouterr().err
+
+
+def test_a_recipe_is_a_path_or_the_name_of_one_that_comes_along(tmp_path: Path) -> None:
+    recipe = RecipePath(TRAINING)
+    assert recipe.convert("cc12m", None, None) == str(TRAINING / "cc12m.yaml")
+    (tmp_path / "mine.yaml").write_text("")
+    assert recipe.convert(str(tmp_path / "mine.yaml"), None, None) == str(tmp_path / "mine.yaml")
+    with pytest.raises(UserError, match=r"There is no recipe cc12.yaml. The nearest is cc12m. Allowed: cc12m, cc3m"):
+        recipe.convert("cc12.yaml", None, None)
+
+
+def test_a_dry_run_finds_what_would_end_the_run(tmp_path: Path) -> None:
+    for wrong, words in (
+        ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
+        ("optimizer.name=lamb", "does not work with ZeRO stage 1"),
+    ):
+        result = CliRunner().invoke(train, ["--recipe", "cc12m", "--dry-run", wrong])
+        assert isinstance(result.exception, UserError)
+        assert words in str(result.exception)
+        assert len(str(result.exception)) < 600

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import dump
+from pipeline.config import dump, read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names
 from pipeline.recipe import load_recipe, parse_recipe
@@ -124,3 +124,9 @@ def test_a_method_without_a_part_is_refused(tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text() + "reference_batch: ten\n")
     with pytest.raises(UserError, match="reference_batch = 'ten'"):
         load_recipe(recipe, ["objective.name=openclip"])
+
+
+def test_training_recipes_read_what_download_recipes_write() -> None:
+    written = {read_yaml(path).get("output") for path in (FOLDER / "download").glob("*.yaml")}
+    for path in PAPERS:
+        assert load(path).data.sources[0].manifest in written, path

@@ -8,10 +8,11 @@ import click
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--shards", multiple=True, metavar="PATTERN", help="URLs, `pipe:` commands or paths instead; see above.")
+@click.option("--caption", default="txt", show_default=True, help="Where captions are, as in data.caption: json:FIELD.")
 @click.option("--leave-out", is_flag=True, help="Go on without shards that are damaged or empty.")
 @click.option("--replace", is_flag=True, help="Write a manifest that is there anew.")
 @click.option("--threads", default=8, show_default=True, type=click.IntRange(min=1), help="Shards read at a time.")
-def command(folder: str, shards: tuple[str, ...], leave_out: bool, replace: bool, threads: int) -> None:
+def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool, replace: bool, threads: int) -> None:
     """Read webdataset shards once and write FOLDER/manifest.json, with which `data.sources=FOLDER` trains on them.
 
     All .tar files below FOLDER are taken, or what --shards names: 's3://bucket/laion/{00000..41407}.tar', or
@@ -22,6 +23,7 @@ def command(folder: str, shards: tuple[str, ...], leave_out: bool, replace: bool
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from pipeline.data.adopt import adopt
+    from pipeline.data.caption import CaptionField
 
     columns = (TextColumn("reading shards"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -30,7 +32,15 @@ def command(folder: str, shards: tuple[str, ...], leave_out: bool, replace: bool
         def show(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        adoption = adopt(folder, shards, leave_out=leave_out, replace=replace, threads=threads, on_shard=show)
+        adoption = adopt(
+            folder,
+            shards,
+            caption=CaptionField.parse(caption),
+            leave_out=leave_out,
+            replace=replace,
+            threads=threads,
+            on_shard=show,
+        )
     manifest = adoption.manifest
     size = sum(shard.bytes for shard in manifest.shards)
     click.echo(f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {size / 1e6:,.1f} MB: {folder}/manifest.json")
@@ -38,7 +48,10 @@ def command(folder: str, shards: tuple[str, ...], leave_out: bool, replace: bool
         click.echo(f"  left out: {name} {problem}")
     for reason, count in adoption.unusable.most_common():
         click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}; training puts others in their place")
-    click.echo(f"Train with data.sources={folder}; `neuclip verify {folder}` decodes some images of every shard.")
+    where = "" if caption == "txt" else f" data.caption={caption}"
+    click.echo(
+        f"Train with data.sources={folder}{where}; `neuclip verify {folder}` decodes some images of every shard."
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from pipeline.data.decode import CorruptSample, caption_of
+from pipeline.data.caption import CaptionField
+from pipeline.data.decode import CorruptSample
 from pipeline.data.manifest import MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.opening import is_local, open_shard
 from pipeline.data.tar import DamagedTar, Record, read_records
@@ -25,13 +26,17 @@ from pipeline.errors import UserError
 
 JOURNAL = "manifest.partial.jsonl"
 DOWNLOADED = "download.yaml"  # stands in a folder that `neuclip download` keeps
+TEXT = CaptionField()
 _CHUNK = 1 << 20
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one shard holds. unusable: its samples that training cannot use, by reason; problem: why none can be."""
+    """What one shard holds. unusable: its samples that training cannot use, by reason; problem: why none can be.
+
+    caption: where captions were looked for.
+    """
 
     name: str
     samples: int = 0
@@ -39,6 +44,7 @@ class Finding:
     sha256: str = ""
     unusable: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
+    caption: str = str(TEXT)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ def adopt(
     root: str | Path,
     patterns: Sequence[str] = (),
     *,
+    caption: CaptionField = TEXT,
     leave_out: bool = False,
     replace: bool = False,
     threads: int = 8,
@@ -62,14 +69,14 @@ def adopt(
     """Read all shards and write `root/manifest.json`.
 
     Args: patterns: URLs, `pipe:` commands or paths of shards, with braces such as `{00000..00099}`; none: every `.tar`
-      below `root`, by name. leave_out: go on without shards that are damaged or empty. on_shard: called with the
-      numbers of shards done and of all.
+      below `root`, by name. caption: where captions are; it only matters for the count of samples without. leave_out:
+      go on without shards that are damaged or empty. on_shard: called with the numbers of shards done and of all.
     Raises: UserError when there is nothing to read, a manifest would be lost, or a shard cannot be used.
     """
     root = Path(root)
     names = _names(root, patterns)
     _check_folder(root, replace=replace)
-    findings = _read_all(root, names, threads=threads, on_shard=on_shard)
+    findings = _read_all(root, names, caption, threads=threads, on_shard=on_shard)
     bad = {name: found.problem for name in names if (found := findings[name]).problem}
     if bad and not leave_out:
         shown = "; ".join(f"{name} {problem}" for name, problem in list(bad.items())[:_SHOWN])
@@ -79,7 +86,7 @@ def adopt(
         )
     kept = [findings[name] for name in names if name not in bad]
     unusable = sum((Counter(found.unusable) for found in kept), Counter[str]())
-    _check_usable(root, kept, unusable)
+    _check_usable(root, kept, unusable, caption)
     facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": bad}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
     manifest.save(root)
@@ -87,16 +94,16 @@ def adopt(
     return Adoption(manifest, unusable, bad)
 
 
-def read_shard(name: str, url: str) -> Finding:
+def read_shard(name: str, url: str, caption: CaptionField = TEXT) -> Finding:
     """Count and hash one shard, in one pass over its bytes."""
     unusable: Counter[str] = Counter()
     samples = 0
     try:
         with open_shard(url) as raw:
             file = _Hashed(raw)
-            for record in read_records(cast(BinaryIO, file)):
+            for record in read_records(cast(BinaryIO, file), caption_suffix=caption.suffix):
                 samples += 1
-                unusable.update(_reasons(record))
+                unusable.update(_reasons(record, caption))
             file.drain()
     except DamagedTar as error:
         return Finding(name, problem=f"{error} (after {samples:,} samples)")
@@ -104,7 +111,7 @@ def read_shard(name: str, url: str) -> Finding:
         return Finding(name, problem=f"cannot be read ({str(error) or type(error).__name__})")
     if not samples:
         return Finding(name, problem="is empty")
-    return Finding(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable))
+    return Finding(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))
 
 
 class _Hashed:
@@ -127,12 +134,12 @@ class _Hashed:
             pass
 
 
-def _reasons(record: Record) -> Iterator[str]:
+def _reasons(record: Record, caption: CaptionField) -> Iterator[str]:
     if record.image is None:
         yield "image is missing"
         return
     try:
-        caption_of(record)
+        caption.read(record)
     except CorruptSample as error:
         yield str(error)
 
@@ -169,13 +176,16 @@ def _check_folder(root: Path, *, replace: bool) -> None:
 
 
 def _read_all(
-    root: Path, names: Sequence[str], *, threads: int, on_shard: Callable[[int, int], None]
+    root: Path, names: Sequence[str], caption: CaptionField, *, threads: int, on_shard: Callable[[int, int], None]
 ) -> dict[str, Finding]:
     """Findings by name: those of the journal, if their files have not changed size, and new ones."""
-    findings = {name: found for name, found in _journal(root).items() if name in set(names)}
+    wanted = set(names)
+    findings = {
+        name: found for name, found in _journal(root).items() if name in wanted and found.caption == str(caption)
+    }
     remaining = [name for name in names if name not in findings]
     with closing((root / JOURNAL).open("a", encoding="utf-8")) as journal, ThreadPoolExecutor(threads) as pool:
-        jobs = [pool.submit(read_shard, name, shard_url(root, name)) for name in remaining]
+        jobs = [pool.submit(read_shard, name, shard_url(root, name), caption) for name in remaining]
         try:
             for job in as_completed(jobs):
                 found = job.result()
@@ -207,7 +217,7 @@ def _journal(root: Path) -> dict[str, Finding]:
     return found
 
 
-def _check_usable(root: Path, kept: Sequence[Finding], unusable: Counter[str]) -> None:
+def _check_usable(root: Path, kept: Sequence[Finding], unusable: Counter[str], caption: CaptionField) -> None:
     total = sum(found.samples for found in kept)
     if not total:
         raise UserError("No shard can be used.")
@@ -218,6 +228,6 @@ def _check_usable(root: Path, kept: Sequence[Finding], unusable: Counter[str]) -
         seen = [member.name for member, _ in zip(archive, range(_SHOWN), strict=False)]
     raise UserError(
         f"None of the {total:,} samples can be trained on ({dict(unusable)}). Training reads an image (.jpg, .jpeg, "
-        ".png or .webp) and a caption (.txt in UTF-8) with the same name, side by side in the tar; "
-        f"{first.name} begins with {', '.join(seen)}."
+        f".png or .webp) and a caption (now: {caption}) with the same name, side by side in the tar; {first.name} "
+        f"begins with {', '.join(seen)}. Captions in JSON are named by --caption json:FIELD."
     )

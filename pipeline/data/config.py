@@ -57,6 +57,8 @@ class DataConfig:
     replacement: draw shards with replacement instead of permuting them.
     workers: decoding processes per rank; 0 decodes in the training process.
     prefetch: batches that each worker keeps ready.
+    caption: where a sample's caption is: `txt`, another member's suffix, or `json:FIELD`; of a field that holds several
+      texts one is shown at a time, drawn by hash.
     decoding: "fast" (libjpeg-turbo and torch's uint8 bicubic) or "exact" (open_clip's own PIL pixels).
     max_pixels: a larger image counts as corrupt (decompression bomb).
     corrupt_limit: share of an epoch's samples that may be corrupt before the run stops.
@@ -69,6 +71,7 @@ class DataConfig:
     replacement: bool = False
     workers: int = Field(default=2, ge=0, le=1024)
     prefetch: int = Field(default=2, ge=1, le=64)
+    caption: str = Field(default="txt", pattern=r"^([A-Za-z0-9_.]+|json:.+)$")
     decoding: Literal["fast", "exact"] = "fast"
     crop: CropConfig = Field(default_factory=CropConfig)
     max_pixels: int = Field(default=178_956_970, ge=1)

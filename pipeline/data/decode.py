@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from pipeline.data.config import CropConfig
 from pipeline.data.hashing import draw, uniform
 from pipeline.data.manifest import FORMATS
-from pipeline.data.tar import Record
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -119,19 +118,6 @@ class ImageDecoder:
             raise CorruptSample("image cannot be decoded") from error
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
-
-
-def caption_of(record: Record) -> str:
-    """The caption of a record. Raises: CorruptSample when it is missing, empty or not UTF-8."""
-    if record.caption is None:
-        raise CorruptSample("caption is missing")
-    try:
-        text = record.caption.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptSample("caption is not UTF-8") from error
-    if not text.strip():
-        raise CorruptSample("caption is empty")
-    return text
 
 
 def normalize(

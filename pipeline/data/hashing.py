@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     CROP = 6
     ORDER = 7
     PROBE = 8
+    CAPTION = 9
 
 
 def mix(x: int) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.accounting import DataReport, Position, report
+from pipeline.data.caption import CaptionField
 from pipeline.data.config import DataConfig
 from pipeline.data.corpus import Mixture, load_mixture
 from pipeline.data.decode import ImageDecoder
@@ -84,6 +85,7 @@ def build_loader(
         decoder=decoder,
         tokenize=tokenize,
         retries=config.retries,
+        caption=CaptionField.parse(config.caption),
     )
     return Loader(config, world=world, dataset=dataset)
 

@@ -14,7 +14,7 @@ BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
 
 
 @contextmanager
-def open_records(url: str, *, skip: int) -> Iterator[Iterator[Record]]:
+def open_records(url: str, *, skip: int, caption_suffix: str = "txt") -> Iterator[Iterator[Record]]:
     """The samples of a shard from number `skip` on.
 
     In a local file the way there costs one header for each member passed; elsewhere all bytes before it are read, once
@@ -26,10 +26,10 @@ def open_records(url: str, *, skip: int) -> Iterator[Iterator[Record]]:
             offset = record_offset(headers, skip)
         with open_shard(url) as file:
             file.seek(offset)
-            yield read_records(file)
+            yield read_records(file, caption_suffix=caption_suffix)
     else:
         with open_shard(url) as file:
-            yield read_records(file, skip=skip)
+            yield read_records(file, skip=skip, caption_suffix=caption_suffix)
 
 
 def is_local(url: str) -> bool:

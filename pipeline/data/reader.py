@@ -32,6 +32,7 @@ class SequentialReader:
     manifest: Manifest
     segments: Segments
     retries: int
+    caption_suffix: str = "txt"
     pause: Callable[[float], None] = time.sleep
     passed: int = 0
     lost: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class SequentialReader:
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             try:
-                with open_records(url, skip=start) as records:
+                with open_records(url, skip=start, caption_suffix=self.caption_suffix) as records:
                     self.passed += start
                     for record in records:
                         start += 1

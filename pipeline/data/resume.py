@@ -56,7 +56,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
             "settings agree: this program orders them in another way. Resume with the version that wrote it."
         )
     if world.is_main and (changed := _differences(state["pixels"], _pixel_identity(dataset))):
-        log.warning("Images are decoded in another way than before the checkpoint: %s.", "; ".join(changed))
+        log.warning("Samples are decoded in another way than before the checkpoint: %s.", "; ".join(changed))
     return position
 
 
@@ -87,6 +87,7 @@ def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
     decoder = dataset.decoder
     return {
         "image size": decoder.size,
+        "data.caption": str(dataset.caption),
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": decoder.mode,
         "data.max_pixels": decoder.max_pixels,

@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
-CAPTION_SUFFIX = "txt"
 REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
 
 
@@ -33,7 +32,7 @@ class Record:
         return len(self.image or b"") + len(self.caption or b"")
 
 
-def read_records(file: BinaryIO, *, skip: int = 0) -> Iterator[Record]:
+def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") -> Iterator[Record]:
     """The samples of a tar from number `skip` on; members of one sample are neighbours with the same name up to a dot.
 
     Raises: DamagedTar in the middle of a broken tar, after what is whole before the break.
@@ -48,9 +47,9 @@ def read_records(file: BinaryIO, *, skip: int = 0) -> Iterator[Record]:
                 if number >= skip:
                     yield Record(image=image, caption=caption)
                 current, number, image, caption = sample, number + 1, None, None
-            if number < skip or (suffix != CAPTION_SUFFIX and suffix not in IMAGE_SUFFIXES):
+            if number < skip or (suffix != caption_suffix and suffix not in IMAGE_SUFFIXES):
                 _skip(file, size)
-            elif suffix == CAPTION_SUFFIX:
+            elif suffix == caption_suffix:
                 caption = _payload(file, size)
             else:
                 image = _payload(file, size)

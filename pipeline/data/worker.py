@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from pipeline.data.caption import CaptionField
 from pipeline.data.corpus import plan_epoch
-from pipeline.data.decode import CorruptSample, ImageDecoder, caption_of
+from pipeline.data.decode import CorruptSample, ImageDecoder
 from pipeline.data.hashing import Purpose, draw, key
 from pipeline.data.order import Order, order_hash
 from pipeline.data.reader import SequentialReader, StreamReader
@@ -147,6 +148,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     decoder: ImageDecoder
     tokenize: Tokenize
     retries: int
+    caption: CaptionField = field(default_factory=CaptionField)
     epoch: int = 0
     batch: int = 0
 
@@ -166,7 +168,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         epoch, first = self.epoch, self.batch
         while True:
             segments = plan_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
-            source = SequentialReader(self.order.mixture.manifest, segments, self.retries)
+            source = SequentialReader(self.order.mixture.manifest, segments, self.retries, self.caption.suffix)
             fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
             for batch in range(first, self.order.layout.steps):
                 yield self._part(fillers, epoch=epoch, batch=batch)
@@ -178,15 +180,15 @@ class StreamDataset(IterableDataset[Part | Failure]):
         rows = self.order.layout.rows * len(fillers)
         image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
         captions: list[str] = []
-        state = key(self.order.seed, Purpose.CROP, epoch)
+        crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
         def decode(record: Record, showing: int) -> None:
             if record.problem:
                 raise CorruptSample(record.problem)
             if record.image is None:
                 raise CorruptSample("image is missing")
-            caption = caption_of(record)
-            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(state, showing)).permute(1, 2, 0)
+            caption = self.caption.read(record, state=draw(choices, showing))
+            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, showing)).permute(1, 2, 0)
             captions.append(caption)
 
         corrupt: Counter[tuple[str, str]] = Counter()

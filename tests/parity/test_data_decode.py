@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
+from pipeline.data.caption import CaptionField
 from pipeline.data.config import CropConfig
-from pipeline.data.decode import CorruptSample, ImageDecoder, caption_of, crop_box, normalize
+from pipeline.data.decode import CorruptSample, ImageDecoder, crop_box, normalize
 from pipeline.data.hashing import draw
 from pipeline.data.tar import Record
 
@@ -172,8 +173,8 @@ def test_normalize_is_torchvisions_arithmetic() -> None:
 )
 def test_captions_that_cannot_be_used(caption: bytes | None, reason: str) -> None:
     with pytest.raises(CorruptSample, match=reason):
-        caption_of(Record(caption=caption))
-    assert caption_of(Record(caption="café".encode())) == "café"
+        CaptionField().read(Record(caption=caption))
+    assert CaptionField().read(Record(caption="café".encode())) == "café"
 
 
 def test_crop_box_stays_inside() -> None:

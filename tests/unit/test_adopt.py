@@ -125,6 +125,9 @@ def test_captions_that_training_does_not_read_are_not_taken_for_damage(tmp_path:
     with pytest.raises(UserError, match=r"None of the 1 samples .*'caption is missing': 1.* begins with 00000/000.jpg"):
         adopt(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
+    result = CliRunner().invoke(command, [str(tmp_path), "--caption", "json:caption"], catch_exceptions=False)
+    assert "data.caption=json:caption" in result.output
+    assert load_manifest(tmp_path).facts["unusable"] == {}
 
 
 def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:

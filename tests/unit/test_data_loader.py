@@ -239,9 +239,9 @@ def test_resuming_decodes_nothing_that_was_skipped(folder: Path, monkeypatch: py
 def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def noted(url: str, *, skip: int) -> Any:
+    def noted(url: str, **options: Any) -> Any:
         opened.append(url)
-        return open_records(url, skip=skip)
+        return open_records(url, **options)
 
     monkeypatch.setattr("pipeline.data.reader.open_records", noted)
     (loader,) = loaders(folder)

@@ -20,6 +20,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
 from pipeline.data.order import order_hash, planned_ids
 from pipeline.data.worker import Part, StreamDataset
+from pipeline.errors import UserError
 from pipeline.world import World
 from tests.shards import count_tokens, jpeg, write_shards
 
@@ -158,6 +159,27 @@ def test_a_sample_that_comes_again_within_an_epoch_is_cropped_anew(tmp_path: Pat
     order = batch.sample_id.argsort(stable=True)
     first, second = batch.image[order[::2]], batch.image[order[1::2]]
     assert (first != second).flatten(1).any(dim=1).all()
+
+
+def test_captions_of_a_json_field_are_drawn_anew_every_time(tmp_path: Path) -> None:
+    """count_tokens makes a caption's number its first token."""
+    body = json.dumps({"all": ["caption 1", "caption 2", "caption 3", "", 7], "one": "caption 4"}).encode()
+    write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
+
+    def start(caption: str) -> Loader:
+        return loader(tmp_path, world=World(), global_batch=24, streams=1, caption=caption)
+
+    one = start("json:all")
+    first, second = next(one), next(one)
+    assert set(first.text[:, 0].tolist()) == {1, 2, 3}
+    a, b = (batch.text[batch.sample_id.argsort(), 0] for batch in (first, second))
+    assert 0 < (a != b).sum() < 24
+    assert torch.equal(next(start("json:all")).text, first.text)
+    assert set(next(start("json:one")).text[:, 0].tolist()) == {4}
+    with pytest.raises(UserError, match=r"no readable sample .*caption is missing \(\d+\)"):
+        next(start("json:none"))
+    with pytest.raises(UserError, match="caption"):
+        start("json:")
 
 
 def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_machine_without_file_descriptors_is_not_a_broken_shard(
 ) -> None:
     manifest = write_shards(tmp_path, [3])
 
-    def exhausted(url: str, *, skip: int) -> Any:
+    def exhausted(url: str, **options: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("pipeline.data.reader.open_records", exhausted)

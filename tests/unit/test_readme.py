@@ -9,13 +9,14 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from data_prep.config import DownloadConfig
 from jobs.cli import COMMANDS, cli
-from pipeline.config import keys
+from pipeline.config import flatten, keys, to_tree
 from pipeline.evaluation.session import EvaluationConfig
 from pipeline.objectives import objective_names, parse_objective
-from pipeline.recipe import RunConfig
+from pipeline.recipe import RunConfig, parse_recipe
 from tests.documents import BLOCK, PAGES, ROOT, Line, blocks, check, lines
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
@@ -180,3 +181,18 @@ def test_the_snippet_of_the_methods_page_runs() -> None:
     scope: dict[str, object] = {}
     exec(blocks("python", ROOT / "docs" / "methods.md")[0], scope)
     assert scope["objective"].config.name == "fastclip_v3"  # type: ignore[attr-defined]
+
+
+def test_the_settings_page_has_every_key_with_its_default() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([\w.]+)` \| (?:`(.+?)`|required) \|", page, re.M))
+    required = {"output": "x", "samples": 10**9, "batch_size": 1024, "data": {"sources": "x"}}
+    tree = flatten(to_tree(parse_recipe(required)))
+    defaults = {
+        key: ""
+        if key in flatten(required)
+        else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+        for key, value in tree.items()
+        if not key.startswith("objective.")
+    }
+    assert told == defaults

@@ -11,9 +11,31 @@ from pipeline.data.streams import Layout
 from pipeline.errors import UserError
 from pipeline.world import World
 
-Counts = Mapping[tuple[str, str], int]
+Counts = Counter[tuple[str, str]]
 NAMED_SHARDS = 10
 LEAST_JUDGED = 10_000
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of which every state stays valid while they grow: a batch copies few of them, not all.
+
+    chunks: addends, each more than twice as large as the next.
+    """
+
+    chunks: tuple[Counts, ...] = ()
+    total: int = 0
+
+    def plus(self, fresh: Counts) -> Tally:
+        if not fresh:
+            return self
+        chunks = [*self.chunks, fresh]
+        while len(chunks) > 1 and len(chunks[-2]) <= 2 * len(chunks[-1]):
+            chunks[-2:] = [chunks[-2] + chunks[-1]]
+        return Tally(tuple(chunks), self.total + fresh.total())
+
+    def counts(self) -> Counts:
+        return sum(self.chunks, Counts())
 
 
 @dataclass(frozen=True)
@@ -28,7 +50,7 @@ class Position:
     epoch: int = 0
     batch: int = 0
     order_hash: int = 0
-    corrupt: Counts = field(default_factory=dict)
+    corrupt: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True)
@@ -51,11 +73,8 @@ class DataReport:
     order_hash: str
 
     def check(self, limit: float) -> DataReport:
-        """This report. Raises: UserError when more than `limit` of the samples so far are corrupt, naming shards.
-
-        Early in an epoch, where one lost shard weighs much, the share is that of its first tenth, or of 10,000 samples.
-        """
-        least = min(self.planned_samples, max(self.planned_samples // 10, LEAST_JUDGED))
+        """This report. Raises: UserError when more than `limit` of the samples so far are corrupt, naming shards."""
+        least = _least_judged(self.planned_samples)
         if self.replaced > limit * max(self.samples, least):
             raise UserError(
                 f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
@@ -66,10 +85,27 @@ class DataReport:
         return self
 
 
+def _least_judged(planned_samples: int) -> int:
+    """Early in an epoch one lost shard weighs much: a share is of its first tenth at least, or of 10,000 samples."""
+    return min(planned_samples, max(planned_samples // 10, LEAST_JUDGED))
+
+
+def replaced(position: Position, layout: Layout, world: World, *, limit: float) -> int:
+    """Corrupt samples of the epoch so far: a collective of one number, and a whole report when they are too many.
+
+    Raises: UserError on every rank, as `DataReport.check`.
+    """
+    total = sum(world.gather_objects(position.corrupt.total))
+    seen = max(position.batch * layout.global_batch, _least_judged(layout.steps * layout.global_batch))
+    if total > limit * seen:
+        report(position, layout, world).check(limit)
+    return total
+
+
 def merge(position: Position, world: World) -> tuple[int, Counter[tuple[str, str]]]:
     """Order hash and corrupt samples of all ranks: a collective, the same result on every rank."""
-    everyone = world.gather_objects((position.order_hash, dict(position.corrupt)))
-    corrupt = sum((Counter(counts) for _, counts in everyone), Counter[tuple[str, str]]())
+    everyone = world.gather_objects((position.order_hash, position.corrupt.counts()))
+    corrupt = sum((counts for _, counts in everyone), Counts())
     return sum(hashed for hashed, _ in everyone) & MASK, corrupt
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline.data.accounting import DataReport, Position, report
+from pipeline.data.accounting import DataReport, Position, replaced, report
 from pipeline.data.caption import CaptionField
 from pipeline.data.config import DataConfig
 from pipeline.data.corpus import Mixture, load_mixture
@@ -152,10 +152,18 @@ class Loader:
     def report(self, position: Position | None = None) -> DataReport:
         """The accounts of the epoch up to a batch's `position` (default: the last batch given out).
 
-        A collective: every rank calls it, at logging steps and at the end of an epoch.
+        A collective: every rank calls it, at the end of an epoch.
         Raises: UserError on every rank when more of the epoch's samples are corrupt than `corrupt_limit` allows.
         """
         return report(position or self._position, self.layout, self._world).check(self._config.corrupt_limit)
+
+    def replaced(self, position: Position | None = None) -> int:
+        """How many samples of the epoch were corrupt so far, at little cost: a collective, for every logging step.
+
+        Raises: UserError as `report`.
+        """
+        limit = self._config.corrupt_limit
+        return replaced(position or self._position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """Where the run stands after the batch that carried `position` (default: the last one given out).
@@ -227,7 +235,7 @@ def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
         epoch=at.epoch,
         batch=at.batch + 1,
         order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
-        corrupt=Counter(at.corrupt) + fresh if fresh else at.corrupt,
+        corrupt=at.corrupt.plus(fresh),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.data.accounting import Position, merge
+from pipeline.data.accounting import Position, Tally, merge
 from pipeline.data.order import Order, order_hash, planned_ids
 from pipeline.data.worker import StreamDataset
 from pipeline.errors import UserError
@@ -43,11 +44,12 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. "
             "Restore these settings, or start a new run."
         )
+    before = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
     position = Position(
         epoch=state["epoch"],
         batch=state["batch"],
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
-        corrupt={(reason, shard): count for reason, shard, count in state["corrupt"]} if world.is_main else {},
+        corrupt=Tally().plus(before if world.is_main else Counter()),
     )
     if _proof(dataset.order, position) != state["proof"]:
         raise UserError(

@@ -65,7 +65,7 @@ def limit(folder: Path, world: World) -> dict[str, Any]:
         try:
             for _ in range(loader.steps_per_epoch * 2):
                 steps(loader, 1)
-                loader.report()
+                loader.replaced()
         except UserError as error:
             return {"stopped": str(error), "at": [loader.position.epoch, loader.position.batch]}
     return {"stopped": ""}

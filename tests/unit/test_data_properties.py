@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import parse
+from pipeline.data.accounting import Tally
 from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
 from pipeline.data.order import order_hash, planned_ids
@@ -90,8 +92,9 @@ def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytes
     for one in group:
         one.load_state_dict(state)
     assert ids_of(group, total - stop) == expected[stop:]
-    merged = sum((Counter(one.position.corrupt) for one in group), Counter())
-    assert merged == Counter(whole.position.corrupt)
+    merged = sum((one.position.corrupt.counts() for one in group), Counter())
+    assert merged == whole.position.corrupt.counts()
+    assert merged.total() == whole.position.corrupt.total
     assert sum(one.position.order_hash for one in group) % 2**64 == whole.position.order_hash
 
 
@@ -188,3 +191,19 @@ def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:
     first, second = next(one), next(one)
     a, b = (batch.image[batch.sample_id.argsort()] for batch in (first, second))
     assert (a != b).flatten(1).any(dim=1).all()
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))
+def test_a_tally_counts_as_a_counter_and_keeps_its_earlier_states(batches: list[dict[str, int]]) -> None:
+    plain, states = Counter[tuple[str, str]](), [Tally()]
+    for batch in batches:
+        plain.update(fresh := Counter({(reason, "shard"): count for reason, count in batch.items()}))
+        states.append(states[-1].plus(fresh))
+        assert states[-1].counts() == plain
+        assert states[-1].total == plain.total()
+        sizes = [len(chunk) for chunk in states[-1].chunks]
+        assert all(a > 2 * b for a, b in itertools.pairwise(sizes))
+    running = Counter[tuple[str, str]]()
+    for state, batch in zip(states, [*batches, {}], strict=True):
+        assert state.counts() == running
+        running.update({(reason, "shard"): count for reason, count in batch.items()})

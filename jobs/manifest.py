@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+LIMIT = 0.01  # the default of data.corrupt_limit
+
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
@@ -24,7 +26,12 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
 
     from pipeline.data.adopt import adopt
     from pipeline.data.caption import CaptionField
+    from pipeline.errors import UserError
 
+    try:
+        field = CaptionField.parse(caption)
+    except ValueError as error:
+        raise UserError(f"--caption {error}.") from error
     columns = (TextColumn("reading shards"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")
@@ -33,13 +40,7 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
             progress.update(task, completed=done, total=total)
 
         adoption = adopt(
-            folder,
-            shards,
-            caption=CaptionField.parse(caption),
-            leave_out=leave_out,
-            replace=replace,
-            threads=threads,
-            on_shard=show,
+            folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )
     manifest = adoption.manifest
     size = sum(shard.bytes for shard in manifest.shards)
@@ -47,11 +48,16 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     for name, problem in adoption.left_out.items():
         click.echo(f"  left out: {name} {problem}")
     for reason, count in adoption.unusable.most_common():
-        click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}; training puts others in their place")
+        click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}")
+    bad = adoption.unusable.total() / manifest.n
+    if bad > LIMIT:
+        click.echo(
+            f"Training ends at such a share: fix the shards, or set data.corrupt_limit (now {LIMIT:g}) above {bad:.2g}."
+        )
+    elif bad:
+        click.echo("Training puts others in the place of these.")
     where = "" if caption == "txt" else f" data.caption={caption}"
-    click.echo(
-        f"Train with data.sources={folder}{where}; `neuclip verify {folder}` decodes some images of every shard."
-    )
+    click.echo(f"Train with data.sources={folder}{where}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class RecipePath(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         given, named = Path(value), self.folder / f"{value}.yaml"
-        if given.is_file():
+        if given.exists() and not given.is_dir():  # a pipe of the shell, too
             return str(given)
         if named.is_file():
             return str(named)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,8 @@ from pipeline.errors import UserError
 from pipeline.recipe import CONFIG_NAME, RunConfig
 from pipeline.world import World
 
-LOCK_NAME, LOCK_SECONDS = ".lock", 10
+LOCK_NAME = ".lock"
+LOCK_SECONDS = 100  # a file server may keep a dead machine's lock for 90
 
 
 @contextmanager
@@ -39,21 +41,27 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
 
 
 def _lock(file: IO[str], folder: Path) -> str:
-    """Take the lock, waiting a little for a run that is just ending; what is wrong when somebody keeps it."""
-    for _ in range(LOCK_SECONDS):
+    """Take the lock, waiting for a run that is just ending or died; what is wrong when somebody keeps it."""
+    for second in range(LOCK_SECONDS):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: its loading processes do not keep it
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return ""  # a file system without locks
+            if second == 0:
+                print(f"Waiting for {_holder(file)} to leave {folder}.", file=sys.stderr, flush=True)
             time.sleep(1.0)
         else:
             file.truncate(0)
             file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
             file.flush()
             return ""
+    return f"Another run is training in {folder} ({_holder(file)}): stop it first, or choose another output."
+
+
+def _holder(file: IO[str]) -> str:
     file.seek(0)
-    return f"Another run is training in {folder} ({file.read().strip()}): stop it first, or choose another output."
+    return file.read().strip() or "another run"
 
 
 def prepare_folder(run: RunConfig, *, world: World) -> None:

@@ -78,7 +78,8 @@ class TrainStep:
             self._backward(features, output, inputs, step)
         if self.on_gradients is not None:
             self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
-        self.before_update()
+        if not stop:
+            self.before_update()
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:

@@ -64,11 +64,16 @@ class Meter:
         self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for a batch."""
+    def waiting(self, *, hidden_by: torch.device | None = None) -> Iterator[None]:
+        """Around the wait for a batch; it counts unless that device still has work queued when it ends."""
         start = time.perf_counter()
+        queued = None
+        if hidden_by is not None and hidden_by.type == "cuda":
+            queued = torch.cuda.Event()
+            queued.record()
         yield
-        self._waited += time.perf_counter() - start
+        if queued is None or queued.query():
+            self._waited += time.perf_counter() - start
 
     def count(self) -> None:
         """A step was taken."""

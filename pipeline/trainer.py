@@ -58,7 +58,7 @@ class Trainer:
     in_training: InTraining | None = None
     faults: Faults = field(default_factory=Faults)
     step: int = 0
-    _ahead: Batch | None = None
+    _ahead: Batch | Exception | None = None
 
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
@@ -109,17 +109,26 @@ class Trainer:
         return EXIT_DONE
 
     def _next_batch(self, meter: Meter) -> Batch:
-        if self._ahead is not None:
-            batch, self._ahead = self._ahead, None
-            return batch
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        if ahead is not None:
+            return ahead
         with meter.waiting():
             return next(self.loader)
 
     def _look_ahead(self, meter: Meter, heartbeat: Heartbeat) -> None:
-        """Put the next batch together while the device is in backward, instead of after the step while it is idle."""
+        """Put the next batch together while the device is in backward, instead of after the step while it is idle.
+
+        What goes wrong with it is told at its own turn: this step and its checkpoint are none the worse.
+        """
         if self.step + 1 < self.run.total_steps:
             heartbeat.mark("data")
-            self._ahead = self._next_batch(meter)
+            try:
+                with meter.waiting(hidden_by=self.world.device):
+                    self._ahead = next(self.loader)
+            except Exception as error:
+                self._ahead = error
 
     def save(self, batch: Batch) -> None:
         """Write a checkpoint of the state after `batch`; collective."""

@@ -74,20 +74,22 @@ class DataReport:
 
     def check(self, limit: float) -> DataReport:
         """This report. Raises: UserError when more than `limit` of the samples so far are corrupt, naming shards."""
-        least = _least_judged(self.planned_samples)
-        if self.replaced > limit * max(self.samples, least):
+        if too_many(self.replaced, samples=self.samples, planned=self.planned_samples, limit=limit):
             raise UserError(
                 f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
-                f"data.corrupt_limit = {limit:g} allows (of at least {least}): "
+                f"data.corrupt_limit = {limit:g} allows: "
                 f"{_named(self.corrupt_by_reason)}. Worst shards: {_named(self.corrupt_by_shard)}. "
                 "Check them with `neuclip verify`, fetch them again, or raise the limit."
             )
         return self
 
 
-def _least_judged(planned_samples: int) -> int:
-    """Early in an epoch one lost shard weighs much: a share is of its first tenth at least, or of 10,000 samples."""
-    return min(planned_samples, max(planned_samples // 10, LEAST_JUDGED))
+def too_many(corrupt: int, *, samples: int, planned: int, limit: float) -> bool:
+    """Whether more than `limit` of an epoch's samples so far are corrupt.
+
+    Early in an epoch one lost shard weighs much: a share is of its first tenth at least, or of 10,000 samples.
+    """
+    return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
 
 
 def replaced(position: Position, layout: Layout, world: World, *, limit: float) -> int:
@@ -96,8 +98,8 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
     Raises: UserError on every rank, as `DataReport.check`.
     """
     total = sum(world.gather_objects(position.corrupt.total))
-    seen = max(position.batch * layout.global_batch, _least_judged(layout.steps * layout.global_batch))
-    if total > limit * seen:
+    samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
+    if too_many(total, samples=samples, planned=planned, limit=limit):
         report(position, layout, world).check(limit)
     return total
 

@@ -1,50 +1,24 @@
-"""`neuclip manifest`: a manifest for webdataset shards that were not made by `neuclip download`.
-
-Every shard is read once, whole: its samples are counted as training will count them, its bytes hashed. What is known of
-finished shards is kept in a journal, so that an interrupted pass over many terabytes goes on where it was.
-"""
+"""`neuclip manifest`: a manifest for webdataset shards that were not made by `neuclip download`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from pipeline.data.caption import CaptionField
-from pipeline.data.decode import CorruptSample
 from pipeline.data.manifest import MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.opening import is_local, open_shard
-from pipeline.data.tar import DamagedTar, Record, read_records
+from pipeline.data.survey import JOURNAL, Finding, survey
 from pipeline.errors import UserError
 
-JOURNAL = "manifest.partial.jsonl"
 DOWNLOADED = "download.yaml"  # stands in a folder that `neuclip download` keeps
 TEXT = CaptionField()
-_CHUNK = 1 << 20
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one shard holds. unusable: its samples that training cannot use, by reason; problem: why none can be.
-
-    caption: where captions were looked for.
-    """
-
-    name: str
-    samples: int = 0
-    bytes: int = 0
-    sha256: str = ""
-    unusable: Mapping[str, int] = field(default_factory=dict)
-    problem: str = ""
-    caption: str = str(TEXT)
+_JUDGED = 3  # shards after which a pass ends that has met no usable sample
 
 
 @dataclass(frozen=True)
@@ -74,93 +48,67 @@ def adopt(
     Raises: UserError when there is nothing to read, a manifest would be lost, or a shard cannot be used.
     """
     root = Path(root)
-    names = _names(root, patterns)
+    if not root.is_dir():
+        raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest of others.")
     _check_folder(root, replace=replace)
-    findings = _read_all(root, names, caption, threads=threads, on_shard=on_shard)
-    bad = {name: found.problem for name in names if (found := findings[name]).problem}
-    if bad and not leave_out:
-        shown = "; ".join(f"{name} {problem}" for name, problem in list(bad.items())[:_SHOWN])
-        raise UserError(
-            f"{len(bad):,} of {len(names):,} shards cannot be used: {shown}. Fetch them again, or go on without them "
-            "with --leave-out. What was read of the others is kept."
-        )
-    kept = [findings[name] for name in names if name not in bad]
-    unusable = sum((Counter(found.unusable) for found in kept), Counter[str]())
-    _check_usable(root, kept, unusable, caption)
-    facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": bad}
+    names = _expand(patterns) if patterns else _find(root)
+    _check_names(names)
+    seen: list[Finding] = []
+
+    def judge(found: Finding, done: int) -> None:
+        on_shard(done, len(names))
+        if len(seen) < _JUDGED:
+            seen.append(found)
+            if len(seen) == _JUDGED:
+                _check_usable(root, seen, caption)
+
+    findings = survey(root, names, caption=caption, threads=threads, on_finding=judge)
+    found = [findings[name] for name in names]
+    _check_read(found, leave_out=leave_out)
+    kept = [one for one in found if not one.damage]
+    _check_usable(root, kept, caption)
+    left_out = {one.name: one.damage for one in found if one.damage}
+    unusable = _unusable(kept)
+    facts = {"made by": "neuclip manifest", "unusable": dict(unusable), "left out": left_out}
     manifest = make_manifest([(f.name, f.samples, f.bytes, f.sha256) for f in kept], root=root, facts=facts)
     manifest.save(root)
     (root / JOURNAL).unlink(missing_ok=True)
-    return Adoption(manifest, unusable, bad)
+    return Adoption(manifest, unusable, left_out)
 
 
-def read_shard(name: str, url: str, caption: CaptionField = TEXT) -> Finding:
-    """Count and hash one shard, in one pass over its bytes."""
-    unusable: Counter[str] = Counter()
-    samples = 0
-    try:
-        with open_shard(url) as raw:
-            file = _Hashed(raw)
-            for record in read_records(cast(BinaryIO, file), caption_suffix=caption.suffix):
-                samples += 1
-                unusable.update(_reasons(record, caption))
-            file.drain()
-    except DamagedTar as error:
-        return Finding(name, problem=f"{error} (after {samples:,} samples)")
-    except Exception as error:  # object stores' clients raise many kinds
-        return Finding(name, problem=f"cannot be read ({str(error) or type(error).__name__})")
-    if not samples:
-        return Finding(name, problem="is empty")
-    return Finding(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))
-
-
-class _Hashed:
-    """A stream that is hashed as it is read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sha256, self.bytes = file, hashlib.sha256(), 0
-
-    def seekable(self) -> bool:
-        return False
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self.sha256.update(data)
-        self.bytes += len(data)
-        return data
-
-    def drain(self) -> None:
-        while self.read(_CHUNK):
-            pass
-
-
-def _reasons(record: Record, caption: CaptionField) -> Iterator[str]:
-    if record.image is None:
-        yield "image is missing"
-        return
-    try:
-        caption.read(record)
-    except CorruptSample as error:
-        yield str(error)
-
-
-def _names(root: Path, patterns: Sequence[str]) -> list[str]:
-    """The shards' names in the manifest, in id order."""
+def _expand(patterns: Sequence[str]) -> list[str]:
     from braceexpand import braceexpand
 
-    if not root.is_dir():
-        raise UserError(f"There is no folder {root}: name the folder of the shards, or one for the manifest of others.")
-    if not patterns:
-        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar"))
-        if not names:
-            raise UserError(f"There is no .tar below {root}. Shards that lie elsewhere are named with --shards.")
-    else:
-        names = [name for pattern in patterns for name in braceexpand(pattern)]
+    try:
+        return [name for pattern in patterns for name in braceexpand(pattern, escape=False)]
+    except ValueError as error:
+        raise UserError(f"--shards: {error}. Braces come in pairs, as in {{00000..00099}}.") from error
+
+
+def _find(root: Path) -> list[str]:
+    """Every .tar below `root`, by name; links to folders are followed, and a folder that cannot be read is an error."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"Cannot look into {error.filename} ({error.strerror}), where shards may be.") from error
+
+    names, folders = [], set[str]()
+    for folder, below, files in os.walk(root, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        if real in folders:  # a link that leads back
+            below.clear()
+            continue
+        folders.add(real)
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".tar")]
+    if not names:
+        raise UserError(f"There is no .tar below {root}. Shards that lie elsewhere are named with --shards.")
+    return sorted(names)
+
+
+def _check_names(names: Sequence[str]) -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{len(twice):,} shards are named twice, such as {twice[0]}: name each once.")
     if odd := [name for name in names if is_local(name) and ":" in name]:
         raise UserError(f"The name {odd[0]!r} has a colon, which a manifest takes for a URL's: rename the shard.")
-    return names
 
 
 def _check_folder(root: Path, *, replace: bool) -> None:
@@ -175,59 +123,37 @@ def _check_folder(root: Path, *, replace: bool) -> None:
         )
 
 
-def _read_all(
-    root: Path, names: Sequence[str], caption: CaptionField, *, threads: int, on_shard: Callable[[int, int], None]
-) -> dict[str, Finding]:
-    """Findings by name: those of the journal, if their files have not changed size, and new ones."""
-    wanted = set(names)
-    findings = {
-        name: found for name, found in _journal(root).items() if name in wanted and found.caption == str(caption)
-    }
-    remaining = [name for name in names if name not in findings]
-    with closing((root / JOURNAL).open("a", encoding="utf-8")) as journal, ThreadPoolExecutor(threads) as pool:
-        jobs = [pool.submit(read_shard, name, shard_url(root, name), caption) for name in remaining]
-        try:
-            for job in as_completed(jobs):
-                found = job.result()
-                findings[found.name] = found
-                if not found.problem:
-                    journal.write(json.dumps(asdict(found)) + "\n")
-                    journal.flush()
-                on_shard(len(findings), len(names))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return findings
+def _check_read(found: Sequence[Finding], *, leave_out: bool) -> None:
+    """What could not be read may be there tomorrow, and is never left out; what is damaged is on demand."""
+    if unread := [f"{one.name} ({one.unread})" for one in found if one.unread]:
+        raise UserError(
+            f"{len(unread):,} of {len(found):,} shards cannot be read: {'; '.join(unread[:_SHOWN])}. What was read of "
+            "the others is kept: start the same command again when they can."
+        )
+    damaged = [f"{one.name} {one.damage}" for one in found if one.damage]
+    if damaged and not leave_out:
+        raise UserError(
+            f"{len(damaged):,} of {len(found):,} shards cannot be used: {'; '.join(damaged[:_SHOWN])}. Fetch them "
+            "again, or go on without them with --leave-out. What was read of the others is kept."
+        )
+    if len(damaged) == len(found):
+        raise UserError(f"None of the {len(found):,} shards can be used: {'; '.join(damaged[:_SHOWN])}.")
 
 
-def _journal(root: Path) -> dict[str, Finding]:
-    try:
-        lines = (root / JOURNAL).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    found: dict[str, Finding] = {}
-    for line in lines:
-        try:
-            entry = Finding(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # the line that an interruption cut short
-        path = root / entry.name
-        if not is_local(entry.name) or (path.exists() and path.stat().st_size == entry.bytes):
-            found[entry.name] = entry
-    return found
+def _unusable(found: Sequence[Finding]) -> Counter[str]:
+    return sum((Counter(one.unusable) for one in found), Counter[str]())
 
 
-def _check_usable(root: Path, kept: Sequence[Finding], unusable: Counter[str], caption: CaptionField) -> None:
-    total = sum(found.samples for found in kept)
-    if not total:
-        raise UserError("No shard can be used.")
-    if unusable.total() < total:
+def _check_usable(root: Path, found: Sequence[Finding], caption: CaptionField) -> None:
+    """Raises: UserError when there are samples, but none that can be trained on."""
+    total, unusable = sum(one.samples for one in found), _unusable(found)
+    if not total or unusable.total() < total:
         return
-    first = kept[0]
-    with open_shard(shard_url(root, first.name)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-        seen = [member.name for member, _ in zip(archive, range(_SHOWN), strict=False)]
+    first = next(one.name for one in found if one.samples)
+    with open_shard(shard_url(root, first)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        members = [member.name for member, _ in zip(archive, range(_SHOWN), strict=False)]
     raise UserError(
-        f"None of the {total:,} samples can be trained on ({dict(unusable)}). Training reads an image (.jpg, .jpeg, "
-        f".png or .webp) and a caption (now: {caption}) with the same name, side by side in the tar; {first.name} "
-        f"begins with {', '.join(seen)}. Captions in JSON are named by --caption json:FIELD."
+        f"None of the first {total:,} samples can be trained on ({dict(unusable)}). Training reads an image (.jpg, "
+        f".jpeg, .png or .webp) and a caption (now: {caption}) with the same name, side by side in the tar; {first} "
+        f"begins with {', '.join(members)}. Captions in JSON are named by --caption json:FIELD."
     )

@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.decode import CorruptSample
 from pipeline.data.hashing import draw
-from pipeline.data.tar import Record
+from pipeline.data.tar import IMAGE_SUFFIXES, CorruptSample, Record
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,11 @@ class CaptionField:
 
     @classmethod
     def parse(cls, text: str) -> CaptionField:
-        """`txt`, another suffix, or `json:FIELD`."""
+        """`txt`, another suffix, or `json:FIELD`. Raises: ValueError for anything else."""
         suffix, colon, field = text.partition(":")
+        well = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
+        if not well or suffix.lower() in IMAGE_SUFFIXES:
+            raise ValueError(f"{text!r} is neither a suffix of captions, such as txt, nor json:FIELD")
         return cls(suffix.lower(), field if colon else None)
 
     def __str__(self) -> str:
@@ -48,7 +50,7 @@ class CaptionField:
 def _field(text: str, name: str) -> Any:
     try:
         return json.loads(text).get(name)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CorruptSample("caption's JSON cannot be read") from error
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from pipeline.config import section
+from pipeline.data.caption import CaptionField
 
 
 @section
@@ -71,12 +72,17 @@ class DataConfig:
     replacement: bool = False
     workers: int = Field(default=2, ge=0, le=1024)
     prefetch: int = Field(default=2, ge=1, le=64)
-    caption: str = Field(default="txt", pattern=r"^([A-Za-z0-9_.]+|json:.+)$")
+    caption: str = "txt"
     decoding: Literal["fast", "exact"] = "fast"
     crop: CropConfig = Field(default_factory=CropConfig)
     max_pixels: int = Field(default=178_956_970, ge=1)
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
     retries: int = Field(default=3, ge=0, le=100)
+
+    @field_validator("caption")
+    @classmethod
+    def _readable(cls, caption: str) -> str:
+        return str(CaptionField.parse(caption))
 
     @field_validator("sources")
     @classmethod

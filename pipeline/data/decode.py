@@ -22,14 +22,11 @@ from torch.nn import functional as F
 from pipeline.data.config import CropConfig
 from pipeline.data.hashing import draw, uniform
 from pipeline.data.manifest import FORMATS
+from pipeline.data.tar import CorruptSample
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
-
-
-class CorruptSample(ValueError):
-    """The sample cannot be used; the message is the reason it is counted under."""
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:

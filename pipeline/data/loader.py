@@ -198,7 +198,7 @@ class Loader:
         try:
             part = next(parts)
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if "DataLoader worker (pid" not in str(error):  # what a worker raised comes in other words
                 raise
             raise UserError(
                 f"A loading process was killed ({error}), as a machine does that runs out of memory. Each keeps about "

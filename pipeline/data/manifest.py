@@ -134,9 +134,10 @@ def load_manifest(path: str | Path) -> Manifest:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        folder = path.parent if path.name == MANIFEST_NAME else path
         raise UserError(
             f"There is no manifest at {path}. `neuclip download` writes one with the shards it makes; for webdataset "
-            f"shards that you have already, run `neuclip manifest {path.parent}`."
+            f"shards that you have already, run `neuclip manifest {folder}`."
         ) from error
     except ValueError as error:
         what = "is a shard, not a manifest: give its folder" if path.suffix == ".tar" else f"is damaged ({error})"

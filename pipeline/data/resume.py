@@ -15,6 +15,8 @@ from pipeline.errors import UserError
 from pipeline.world import World
 
 DECODERS = ("simplejpeg", "pillow", "torch")
+# What checkpoints that do not name it were made with.
+_BEFORE = {"data.caption": "txt", "crops are drawn by": "sample"}
 log = logging.getLogger(__name__)
 
 
@@ -44,12 +46,12 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. "
             "Restore these settings, or start a new run."
         )
-    before = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
+    corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
     position = Position(
         epoch=state["epoch"],
         batch=state["batch"],
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
-        corrupt=Tally().plus(before if world.is_main else Counter()),
+        corrupt=Tally().plus(corrupt if world.is_main else Counter()),
     )
     if _proof(dataset.order, position) != state["proof"]:
         raise UserError(
@@ -57,7 +59,8 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
             "all "
             "settings agree: this program orders them in another way. Resume with the version that wrote it."
         )
-    if world.is_main and (changed := _differences(state["pixels"], _pixel_identity(dataset))):
+    before = {**_BEFORE, **state["pixels"]}
+    if world.is_main and (changed := _differences(before, _pixel_identity(dataset))):
         log.warning("Samples are decoded in another way than before the checkpoint: %s.", "; ".join(changed))
     return position
 
@@ -90,6 +93,7 @@ def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
     return {
         "image size": decoder.size,
         "data.caption": str(dataset.caption),
+        "crops are drawn by": "row",
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": decoder.mode,
         "data.max_pixels": decoder.max_pixels,

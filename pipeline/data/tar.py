@@ -19,6 +19,10 @@ class DamagedTar(ValueError):
     """The tar ends too early or a header is not one; samples from here on cannot be read."""
 
 
+class CorruptSample(ValueError):
+    """The sample cannot be used; the message is the reason it is counted under."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One sample as stored: encoded image and caption, None where the shard has none; `problem` if unreadable."""

@@ -19,11 +19,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.caption import CaptionField
 from pipeline.data.corpus import plan_epoch
-from pipeline.data.decode import CorruptSample, ImageDecoder
+from pipeline.data.decode import ImageDecoder
 from pipeline.data.hashing import Purpose, draw, key
 from pipeline.data.order import Order, order_hash
 from pipeline.data.reader import SequentialReader, StreamReader
-from pipeline.data.tar import Record
+from pipeline.data.tar import CorruptSample, Record
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]

@@ -42,9 +42,12 @@ class EvaluationConfig:
         """How many loader workers one of the evaluation's `processes` processes starts."""
         if self.workers is not None:
             return self.workers
-        # A launcher that binds every process to its own cores has shared them out already.
-        cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here(processes))
-        return min(16, max(1, cores))
+        cores = len(os.sched_getaffinity(0))
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_PER_TASK" in os.environ:
+            own = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))  # srun has shared them out
+        else:
+            own = cores // ranks_here(processes)
+        return min(16, max(1, own))
 
 
 @dataclass(frozen=True)

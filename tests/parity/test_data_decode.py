@@ -17,9 +17,9 @@ from torchvision.transforms import RandomResizedCrop
 
 from pipeline.data.caption import CaptionField
 from pipeline.data.config import CropConfig
-from pipeline.data.decode import CorruptSample, ImageDecoder, crop_box, normalize
+from pipeline.data.decode import ImageDecoder, crop_box, normalize
 from pipeline.data.hashing import draw
-from pipeline.data.tar import Record
+from pipeline.data.tar import CorruptSample, Record
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96

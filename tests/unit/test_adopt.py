@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from click.testing import CliRunner
 
 from data_prep.verify import verify
 from jobs.manifest import command
-from pipeline.data.adopt import JOURNAL, adopt
+from pipeline.config import parse
+from pipeline.data import survey
+from pipeline.data.adopt import adopt
+from pipeline.data.config import DataConfig
 from pipeline.data.manifest import load_manifest
 from pipeline.data.opening import open_records
+from pipeline.data.survey import JOURNAL
 from pipeline.errors import UserError
 from tests.web import jpeg
 
@@ -98,10 +103,8 @@ def test_shards_elsewhere_are_named_by_patterns(shards: Path, tmp_path_factory: 
     assert [s.name for s in adoption.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
     assert load_manifest(home).n == 7
     missing = [f"file://{shards}/a/0000{{0..1}}.tar"]
-    with pytest.raises(
-        UserError, match=r"1 of 2 shards cannot be used: file://.*/00001.tar cannot be read \(.*No such"
-    ):
-        adopt(home, missing, replace=True)
+    with pytest.raises(UserError, match=r"1 of 2 shards cannot be read: file://.*/00001.tar \(.*No such"):
+        adopt(home, missing, replace=True, leave_out=True)
 
 
 def test_what_would_go_wrong_is_said_before(shards: Path, tmp_path: Path) -> None:
@@ -122,7 +125,9 @@ def test_what_would_go_wrong_is_said_before(shards: Path, tmp_path: Path) -> Non
 
 def test_captions_that_training_does_not_read_are_not_taken_for_damage(tmp_path: Path) -> None:
     write(tmp_path / "00000.tar", [{"jpg": jpeg(side=20), "json": {"caption": "a"}}])
-    with pytest.raises(UserError, match=r"None of the 1 samples .*'caption is missing': 1.* begins with 00000/000.jpg"):
+    with pytest.raises(
+        UserError, match=r"None of the first 1 samples .*'caption is missing': 1.* begins with 00000/000.jpg"
+    ):
         adopt(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     result = CliRunner().invoke(command, [str(tmp_path), "--caption", "json:caption"], catch_exceptions=False)
@@ -135,3 +140,78 @@ def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:
         load_manifest(shards)
     with pytest.raises(UserError, match="is a shard, not a manifest: give its folder"):
         load_manifest(shards / "a" / "00000.tar")
+
+
+def test_what_cannot_be_read_today_is_never_left_out(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = survey.open_shard
+
+    def reset(url: str) -> Any:
+        if url.endswith("b/00000.tar"):
+            raise ConnectionError("reset by peer")
+        return whole(url)
+
+    monkeypatch.setattr(survey, "open_shard", reset)
+    with pytest.raises(UserError, match=r"1 of 2 shards cannot be read: b/00000.tar \(reset by peer\).*same command"):
+        adopt(shards, leave_out=True)
+    assert not (shards / "manifest.json").exists()
+    monkeypatch.setattr(survey, "open_shard", whole)
+    assert adopt(shards).manifest.n == 7
+
+
+def test_linked_folders_are_followed_and_loops_end(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.mktemp("home")
+    (home / "disk").symlink_to(shards)
+    (shards / "back").symlink_to(home)
+    assert [s.name for s in adopt(home).manifest.shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
+
+
+def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) -> None:
+    """Two shards of which one comes drop by drop: the pass ends when the other one is done and told."""
+    quick = f"pipe:sleep 1; cat {shards}/b/00000.tar"
+    slow = f"pipe:cat {shards}/a/00000.tar; for i in $(seq 600); do head -c 1100000 /dev/zero; sleep 0.1; done"
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        adopt(shards, [quick, slow], on_shard=interrupt)
+    assert time.monotonic() - began < 30
+
+
+def test_a_mistaken_caption_is_told_after_the_first_shards(tmp_path: Path) -> None:
+    for number in range(6):
+        write(tmp_path / f"{number}.tar", [{"jpg": jpeg(side=20), "json": {"text": "a"}}])
+    seen: list[int] = []
+    with pytest.raises(UserError, match="None of the first 3 samples"):
+        adopt(tmp_path, threads=1, on_shard=lambda done, total: seen.append(done))
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "json:", "txt:foo", "caption.json:x", ".txt", "jpg", "a/b"])
+def test_captions_that_cannot_be_are_refused_here_and_in_training(shards: Path, text: str) -> None:
+    result = CliRunner().invoke(command, [str(shards), "--caption", text])
+    assert isinstance(result.exception, UserError)
+    assert "is neither a suffix of captions" in str(result.exception)
+    with pytest.raises(UserError, match="is neither a suffix of captions"):
+        parse(DataConfig, {"sources": "x", "caption": text})
+
+
+def test_a_share_that_would_end_a_run_is_told(shards: Path) -> None:
+    result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
+    assert (
+        "Training ends at such a share: fix the shards, or set data.corrupt_limit (now 0.01) above 0.29."
+        in result.output
+    )
+
+
+def test_unbalanced_braces_and_a_folder_without_access_are_told(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--shards: .*Braces come in pairs"):
+        adopt(shards, ["s3://bucket/{0..3.tar"])
+
+    def denied(self: Path, *arguments: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match=r"Cannot write in .*Permission denied.*OWN_FOLDER --shards"):
+        adopt(shards)

@@ -247,3 +247,32 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
     (loader,) = loaders(folder)
     run([loader], loader.steps_per_epoch)
     assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every cut between streams opens one shard again"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", True),
+        ("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback ...", False),
+    ],
+)
+def test_a_killed_worker_is_told_and_its_errors_are_not_mistaken_for_that(folder: Path, said: str, told: bool) -> None:
+    def fail() -> Any:
+        raise RuntimeError(said)
+        yield
+
+    (loader,) = loaders(folder)
+    loader._parts = fail()
+    with pytest.raises(UserError if told else RuntimeError, match="out of memory" if told else "Caught"):
+        next(loader)
+
+
+def test_a_real_worker_that_is_killed_is_told(folder: Path) -> None:
+    (loader,) = loaders(folder, workers=2)
+    with loader:
+        next(loader)
+        for worker in loader._parts._workers:  # type: ignore[union-attr]
+            worker.kill()
+        with pytest.raises(UserError, match=r"A loading process was killed \(DataLoader worker \(pid"):
+            [next(loader) for _ in range(100)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipeline.ahead import BatchesAhead
 from pipeline.checkpoint import Checkpoint, CheckpointWriter, Snapshot, abandon_after, find_checkpoint
 from pipeline.config import to_tree
 from pipeline.data.decode import normalize
@@ -58,7 +59,6 @@ class Trainer:
     in_training: InTraining | None = None
     faults: Faults = field(default_factory=Faults)
     step: int = 0
-    _ahead: Batch | Exception | None = None
 
     def fit(self) -> int:
         """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
@@ -70,10 +70,17 @@ class Trainer:
             Heartbeat(Path(self.run.output), world=self.world, timeout_seconds=limit) as heartbeat,
         ):
             self.take_step.phases.on_enter = heartbeat.mark
-            self.take_step.before_update = lambda: self._look_ahead(meter, heartbeat)
+            batches = BatchesAhead(self.loader, meter=meter, device=self.world.device)
+
+            def look_ahead() -> None:
+                if self.step + 1 < self.run.total_steps:
+                    heartbeat.mark("data")
+                    batches.prepare()
+
+            self.take_step.before_update = look_ahead
             while self.step < self.run.total_steps and not asked_to_stop:
                 heartbeat.mark("data", step=self.step)
-                batch = self._next_batch(meter)
+                batch = batches.next()
                 self.observer.before(self.step)
                 scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
                 result = self._take(batch, scale, stop=bool(signals))
@@ -107,28 +114,6 @@ class Trainer:
             self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
-
-    def _next_batch(self, meter: Meter) -> Batch:
-        ahead, self._ahead = self._ahead, None
-        if isinstance(ahead, Exception):
-            raise ahead
-        if ahead is not None:
-            return ahead
-        with meter.waiting():
-            return next(self.loader)
-
-    def _look_ahead(self, meter: Meter, heartbeat: Heartbeat) -> None:
-        """Put the next batch together while the device is in backward, instead of after the step while it is idle.
-
-        What goes wrong with it is told at its own turn: this step and its checkpoint are none the worse.
-        """
-        if self.step + 1 < self.run.total_steps:
-            heartbeat.mark("data")
-            try:
-                with meter.waiting(hidden_by=self.world.device):
-                    self._ahead = next(self.loader)
-            except Exception as error:
-                self._ahead = error
 
     def save(self, batch: Batch) -> None:
         """Write a checkpoint of the state after `batch`; collective."""

@@ -49,7 +49,11 @@ def _lock(file: IO[str], folder: Path) -> str:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return ""  # a file system without locks
             if second == 0:
-                print(f"Waiting for {_holder(file)} to leave {folder}.", file=sys.stderr, flush=True)
+                print(
+                    f"Waiting up to {LOCK_SECONDS} s for {_holder(file)} to leave {folder}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(1.0)
         else:
             file.truncate(0)

@@ -100,7 +100,7 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
     except Stopped:
         raise
     except Exception as error:  # object stores' clients raise many kinds
-        return Finding(name, unread=str(error) or type(error).__name__)
+        return Finding(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
         return Finding(name, damage="is empty")
     return Finding(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))

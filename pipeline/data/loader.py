@@ -197,13 +197,13 @@ class Loader:
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
         try:
             part = next(parts)
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):  # what a worker raised comes in other words
+        except (RuntimeError, OSError, EOFError) as error:
+            if not (self._config.workers and _tells_of_a_death(error)):
                 raise
             raise UserError(
-                f"A loading process was killed ({error}), as a machine does that runs out of memory. Each keeps about "
-                "half of data.shuffle_buffer encoded samples for every stream of its own, and data.prefetch batches: "
-                "lower one of them, or data.workers. `neuclip plan` estimates them."
+                f"A loading process was killed ({type(error).__name__}: {error}), as a machine does that runs out of "
+                "memory. Each keeps about half of data.shuffle_buffer encoded samples for every stream of its own, and "
+                "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates them."
             ) from error
         if isinstance(part, Failure):
             self.close()
@@ -237,6 +237,15 @@ def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
         order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
         corrupt=at.corrupt.plus(fresh),
     )
+
+
+def _tells_of_a_death(error: Exception) -> bool:
+    """Whether torch noticed that a worker is gone, or what it had announced can no longer be fetched from it.
+
+    Errors that a worker raised itself come as "Caught ... in DataLoader worker process ...".
+    """
+    said = str(error)
+    return "DataLoader worker (pid" in said or (isinstance(error, (OSError, EOFError)) and "Caught" not in said)
 
 
 def _as_is(part: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-LIMIT = 0.01  # the default of data.corrupt_limit
-
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
@@ -24,8 +22,10 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from pipeline.config import parse
     from pipeline.data.adopt import adopt
     from pipeline.data.caption import CaptionField
+    from pipeline.data.config import DataConfig
     from pipeline.errors import UserError
 
     try:
@@ -49,10 +49,10 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         click.echo(f"  left out: {name} {problem}")
     for reason, count in adoption.unusable.most_common():
         click.echo(f"  {count:,} samples ({count / manifest.n:.1%}): {reason}")
-    bad = adoption.unusable.total() / manifest.n
-    if bad > LIMIT:
+    bad, limit = adoption.unusable.total() / manifest.n, parse(DataConfig, {"sources": folder}).corrupt_limit
+    if bad > limit:
         click.echo(
-            f"Training ends at such a share: fix the shards, or set data.corrupt_limit (now {LIMIT:g}) above {bad:.2g}."
+            f"Training ends at such a share: fix the shards, or set data.corrupt_limit (now {limit:g}) above {bad:.2g}."
         )
     elif bad:
         click.echo("Training puts others in the place of these.")

@@ -142,7 +142,9 @@ def load_manifest(path: str | Path) -> Manifest:
     except ValueError as error:
         what = "is a shard, not a manifest: give its folder" if path.suffix == ".tar" else f"is damaged ({error})"
         raise UserError(f"The manifest {path} {what}.") from error
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
+    if not isinstance(tree, dict):
+        raise UserError(f"The manifest {path} is damaged: it holds a {type(tree).__name__}, not a mapping.")
+    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise UserError(
             f"{path} says format {tree.get('format')!r}, version {tree.get('version')!r}; "
             f"this program reads {FORMAT!r}, version {VERSION}."

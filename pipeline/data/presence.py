@@ -84,9 +84,8 @@ def _read(url: str) -> None:
         with open_records(url, skip=1) as records:
             next(records, None)
     except Exception as error:
-        said = str(error) or type(error).__name__
         raise UserError(
-            f"The shard {url} is there, but cannot be read ({type(error).__name__}: {said}). A web server must serve "
+            f"The shard {url} is there, but cannot be read ({type(error).__name__}: {error}). A web server must serve "
             "byte ranges; of an object store, check the client's version. `pipe:curl ...` reads without either."
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -67,6 +68,9 @@ def limit(folder: Path, world: World) -> dict[str, Any]:
                 steps(loader, 1)
                 loader.replaced()
         except UserError as error:
+            with contextlib.suppress(UserError):
+                loader.report()
+                raise AssertionError("the whole report tells the same") from error
             return {"stopped": str(error), "at": [loader.position.epoch, loader.position.batch]}
     return {"stopped": ""}
 

@@ -161,14 +161,15 @@ def test_what_slurm_queues_again(
 def test_the_template_is_sound_and_dry_runs(base: Path) -> None:
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)
     settings = ["output=/shared/a b", "optimizer.lr=1e-3"]
-    done = subprocess.run(["bash", str(SBATCH), "r.yaml", *settings], capture_output=True, text=True, check=True,
-                          env={**environment(), "DRY_RUN": "1", "CONTAINER": "/shared/neuclip.sif",
-                               "BIND": "/shared"})  # fmt: skip
-    assert done.stdout.split() == [
-        "apptainer", "exec", "--nv", "--bind", "/shared", "/shared/neuclip.sif",
-        "python", "-m", "jobs.train", "--recipe", "r.yaml", "--resume", "latest",
-        "output=/shared/a\\", "b", "optimizer.lr=1e-3",
-    ]  # fmt: skip
+    for bind, bound in ((None, []), ("/shared", ["--bind", "/shared"])):
+        inside = {"DRY_RUN": "1", "CONTAINER": "/shared/neuclip.sif"} | ({"BIND": bind} if bind else {})
+        done = subprocess.run(["bash", str(SBATCH), "r.yaml", *settings], capture_output=True, text=True, check=True,
+                              env={**environment(), **inside})  # fmt: skip
+        assert done.stdout.split() == [
+            "apptainer", "exec", "--nv", *bound, "/shared/neuclip.sif",
+            "python", "-m", "jobs.train", "--recipe", "r.yaml", "--resume", "latest",
+            "output=/shared/a\\", "b", "optimizer.lr=1e-3",
+        ]  # fmt: skip
     without = subprocess.run(["bash", str(SBATCH), "r.yaml"], capture_output=True, text=True, env=environment())
     assert without.returncode != 0
     assert "output=DIR" in without.stderr

@@ -138,6 +138,9 @@ def test_captions_that_training_does_not_read_are_not_taken_for_damage(tmp_path:
 def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:
     with pytest.raises(UserError, match=rf"run `neuclip manifest {shards}`"):
         load_manifest(shards)
+    (shards / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match="is damaged: it holds a list"):
+        load_manifest(shards)
     with pytest.raises(UserError, match="is a shard, not a manifest: give its folder"):
         load_manifest(shards / "a" / "00000.tar")
 

@@ -193,7 +193,9 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
     (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
     with (
         loader,
-        pytest.raises(UserError, match=r"no readable sample was found in \d+ .*: image is missing \(\d+\)") as raised,
+        pytest.raises(
+            UserError, match=r"no readable sample was found in \d+ .*: image is missing \(\d+\).*neuclip verify"
+        ) as raised,
     ):
         next(loader)
     assert "Traceback" not in str(raised.value)

@@ -64,11 +64,14 @@ def closed_form(
     optimizer = AdaGrad(LR)
     for side in (0, 1):
         slots = {"accumulator": memory[side]}
+        at = prototypes.prepare(anchors[side], weight[side], workspace, passes)
         for step in range(steps):
             gradient, _ = prototypes.unit_gradient(
-                anchors[side], weight[side], objective="unified", workspace=workspace, passes=passes
+                anchors[side], at, objective="unified", workspace=workspace, passes=passes
             )
-            passes.descend_(weight[side], gradient, slots, optimizer=optimizer, number=step + 1)
+            at = passes.descend(gradient, slots, optimizer=optimizer, number=step + 1, space=workspace)
+        if at.weight is not weight[side]:
+            weight[side].copy_(at.weight)
     return weight
 
 

@@ -18,7 +18,7 @@ from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.frame import Batch, Pair
 from pipeline.objectives.inner_optimizer import AdaGrad, Adam, Buffered, InnerOptimizer
-from pipeline.objectives.passes import COMPILED, FUSED, Passes, UnitGradient
+from pipeline.objectives.passes import COMPILED, FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.prototypes import Anchors
 from pipeline.objectives.workspace import Workspace
 
@@ -110,14 +110,7 @@ class PrototypeNpn(Npn):
         seen = (anchors[0].take(batch.rows), anchors[1].take(batch.rows)) if self.sharded else anchors
         cold, alpha = [], []
         for side in (0, 1):
-            first = None
-            for inner in range(self.inner_steps):
-                gradient, before = self._gradient(side, seen[side])
-                first = before if first is None else first
-                if self.config.npn_schedule == "simultaneous":
-                    self._held_back.append(gradient.clone())
-                else:
-                    self._update(side, gradient, number=self._next_updates + inner + 1)
+            first = self._inner_updates(side, seen[side])
             used = prototypes.log_normalizer(
                 seen[side].full_precision(), self.weight(side), workspace=self.workspace, passes=self.passes
             )
@@ -148,7 +141,7 @@ class PrototypeNpn(Npn):
 
     def commit(self, batch: Batch) -> None:
         for side, gradient in enumerate(self._held_back):
-            self._update(side, gradient, number=self._next_updates)
+            _put_back(self._updated(side, gradient, number=self._next_updates), gradient.at.weight)
         self._held_back = []
         self.state.commit()
         self.live.fill_(self._next_live)
@@ -161,23 +154,37 @@ class PrototypeNpn(Npn):
         counters = {"queue": self.queue, "live": self.live, "queued": self.queued, "updates": self.updates}
         return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
 
-    def _gradient(self, side: int, anchors: Anchors) -> tuple[UnitGradient, Tensor]:
-        """The gradient of the mean over all ranks' anchors, and alpha of those given, before it is applied."""
-        weight = self.weight(side)
+    def _inner_updates(self, side: int, anchors: Anchors) -> Tensor | None:
+        """Make the updates of a step on these prototypes. Returns: alpha before the first, if there are any."""
+        first, weight = None, self.weight(side)
+        at = prototypes.prepare(anchors, weight, self.workspace, self.passes)
+        for inner in range(self.inner_steps):
+            gradient, alpha = self._gradient(anchors, at)
+            first = alpha if first is None else first
+            if self.config.npn_schedule == "simultaneous":
+                self._held_back.append(gradient.clone())
+            else:
+                at = self._updated(side, gradient, number=self._next_updates + inner + 1)
+        _put_back(at, weight)
+        return first
+
+    def _gradient(self, anchors: Anchors, at: Prototypes) -> tuple[UnitGradient, Tensor]:
+        """The gradient of the mean over all ranks' anchors, and alpha of those given."""
         gradient, alpha = prototypes.unit_gradient(
-            anchors, weight, objective=self.config.npn_objective, workspace=self.workspace, passes=self.passes
+            anchors, at, objective=self.config.npn_objective, workspace=self.workspace, passes=self.passes
         )
         if self.sharded:
-            total = self.context.world.all_reduce(gradient.product.to(weight.dtype))
-            gradient = UnitGradient(total.div_(self.context.world.size), gradient.norms)
+            total = self.context.world.all_reduce(gradient.product.to(at.weight.dtype))
+            gradient = UnitGradient(total.div_(self.context.world.size), at)
         return gradient, alpha
 
-    def _update(self, side: int, gradient: UnitGradient, *, number: int) -> None:
-        weight = self.weight(side)
+    def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
         slots = {slot: self.state.working[slot][side, : self._next_live] for slot in self.optimizer.slots}
-        self.passes.descend_(weight, gradient, slots, optimizer=self.optimizer, number=number)
-        if self.config.renormalize:
-            weight.div_(weight.norm(dim=1, keepdim=True))
+        after = self.passes.descend(gradient, slots, optimizer=self.optimizer, number=number, space=self.workspace)
+        if not self.config.renormalize:
+            return after
+        unit = after.weight.div_(after.weight.norm(dim=1, keepdim=True))
+        return self.passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=self.workspace)
 
     def _fill(self, batch: Batch) -> int:
         """Fill the working buffers for this step; returns the number of live prototypes."""
@@ -229,6 +236,12 @@ class PrototypeNpn(Npn):
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
         return torch.randperm(batch.size, generator=generator)[: self.config.prototypes].to(self.context.device)
+
+
+def _put_back(at: Prototypes, weight_md: Tensor) -> None:
+    """Write updated prototypes over those they came from, unless they were updated in place."""
+    if at.weight is not weight_md:
+        weight_md.copy_(at.weight)
 
 
 def anchors_of(batch: Batch, config: Any, *, tau: Tensor) -> BothSides:

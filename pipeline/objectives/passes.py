@@ -2,9 +2,12 @@
 
 `Passes` chains kernels that PyTorch has fused already (softmax, weight normalisation and its backward, AdaGrad), and
 sends pieces that a core's cache can hold through them in turn. `CompiledPasses` lets torch.compile fuse the formulas as
-they stand, with what follows them row by row: fewer passes and kernels, for some seconds of compilation and a compiler
-on the machine. Its programs write in place only element by element or into what they do not read: Inductor 2.12 fails
-on a reduction in the same program (https://github.com/pytorch/pytorch/issues/196570).
+they stand: fewer passes and kernels, for some seconds of compilation and a compiler on the machine.
+
+Two properties of Inductor 2.12 on a CPU shape its programs. Consecutive loops over a matrix share their loop over rows,
+so that a row stays in a core's nearest cache, but not if the program also computes on vectors of [R] or [m] alone: that
+is left to other programs. And it fails where one loop sums over a row that another writes in place
+(https://github.com/pytorch/pytorch/issues/196570), so a step returns new prototypes.
 
 Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j / |W_j|.
 """
@@ -12,7 +15,7 @@ Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,112 +28,138 @@ from pipeline.objectives.workspace import Workspace
 # Elements per thread of a piece that consecutive passes find in a CPU's caches.
 _CPU_PIECE = 2**18
 
-# What is computed per row from log sum_j exp(z_ij), [R], and the arguments given with it.
-Follow = Callable[..., Any]
+
+@dataclass(frozen=True)
+class Prototypes:
+    """Prototypes ready for a GEMM: W, [m, d]; U_j / tau, [m, d]; |W_j|, [m, 1].
+
+    directions: the rows U_j / tau in the precision of the GEMM, maybe a buffer of a workspace, or `weight` itself.
+    scale: what the rows of `directions` have yet to be multiplied by, [m], or None. tau: scalar.
+    """
+
+    weight: Tensor
+    directions: Tensor
+    scale: Tensor | None
+    norms: Tensor
+    tau: Tensor
 
 
 @dataclass(frozen=True)
 class UnitGradient:
-    """G, dL/dU, [m, d], and |W_j|, [m, 1]; maybe buffers of a workspace, which the next gradient overwrites.
+    """G, dL/dU, [m, d], at these prototypes.
 
-    product: bf16 where it is one GEMM's result in bf16, else in the precision of W.
+    product: bf16 where it is one GEMM's result in bf16, else in the precision of W; maybe a buffer of a workspace,
+    which the next gradient overwrites.
     """
 
     product: Tensor
-    norms: Tensor
+    at: Prototypes
 
     def clone(self) -> UnitGradient:
-        return UnitGradient(self.product.clone(), self.norms.clone())
+        return UnitGradient(self.product.clone(), replace(self.at, norms=self.at.norms.clone()))
 
-    def tangent(self, weight_md: Tensor, rows: slice) -> Tensor:
+    def tangent(self, rows: slice) -> Tensor:
         """dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j| of these rows: the backward of W / |W|."""
-        norms, gradient = self.norms[rows], self.product[rows].to(weight_md.dtype)
+        weight, norms = self.at.weight[rows], self.at.norms[rows]
         backward = torch.ops.aten._weight_norm_interface_backward
-        result: Tensor = backward(gradient, weight_md[rows], torch.ones_like(norms), norms, 0)[0]
+        result: Tensor = backward(self.product[rows].to(weight.dtype), weight, torch.ones_like(norms), norms, 0)[0]
         return result
 
 
 class Passes:
     """What an update does to [m, d] and [R, m] beside multiplying them, by PyTorch's own fused kernels."""
 
-    def directions(
-        self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Tensor]:
-        """W_j / (|W_j| tau), [m, d] in `dtype`, a buffer of `space`, and |W_j|, [m, 1]."""
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
+        """These prototypes for GEMMs in `dtype`."""
         m = weight_md.shape[0]
         scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
         norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
         for rows in pieces(weight_md):
             direction, norms[rows] = torch._weight_norm_interface(weight_md[rows], gain[rows], 0)
             scaled[rows] = direction
-        return scaled, norms
+        return Prototypes(weight_md, scaled, None, norms, tau)
 
-    def softmax(
-        self, z: Tensor, follow: Follow, *given: Any, like: Tensor, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Any]:
-        """Softmax of z, [R, m], over its columns, in `dtype`; and follow(log sum_j exp(z_ij), [R], *given).
+    def exponentials(
+        self, z: Tensor, scale: Tensor | None, *, like: Tensor, dtype: torch.dtype, space: Workspace
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """p_ij = exp(scale_j z_ij - t_i), [R, m], in `dtype`; t_i near the row's largest exponent; s_i = sum_j p_ij.
 
-        Both are computed as `like`. z may be lost.
+        s and t, [R], are computed as `like`. z may be lost.
         """
-        # A row's largest probability is one over its sum of exp(z_ij - max_j z_ij): no further exponentials.
+        # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. The sum is known without further
+        # exponentials: the row's largest softmax is 1 / sum_j exp(z_ij - max_j z_ij).
         log_sums = []
         for rows in pieces(z):
             part = z[rows]
             wide = part
             if part.dtype != like.dtype:
                 wide = space.take("piece", tuple(part.shape), like=like).copy_(part)
+            if scale is not None:
+                wide.mul_(scale)
             top = wide.amax(1)
             torch.softmax(wide, 1, out=wide)
             log_sums.append(top - wide.amax(1).log_())
             if wide is not part:
                 part.copy_(wide)
-        return z.to(dtype), follow(torch.cat(log_sums), *given)
+        shift = torch.cat(log_sums)
+        return z.to(dtype), shift, torch.ones_like(shift)
 
-    def descend_(
+    def descend(
         self,
-        weight_md: Tensor,
         gradient: UnitGradient,
         slots: Mapping[str, Tensor],
         *,
         optimizer: InnerOptimizer,
         number: int,
-    ) -> None:
-        """The optimizer's step `number` (from 1) on the prototypes, in place."""
-        for rows in pieces(weight_md):
-            tangent = gradient.tangent(weight_md, rows)
-            optimizer.step(weight_md[rows], tangent, {name: slot[rows] for name, slot in slots.items()}, updates=number)
+        space: Workspace,
+    ) -> Prototypes:
+        """The prototypes after the optimizer's step `number` (from 1); whether it was taken in place is left open."""
+        before = gradient.at
+        for rows in pieces(before.weight):
+            parts = {name: slot[rows] for name, slot in slots.items()}
+            optimizer.step(before.weight[rows], gradient.tangent(rows), parts, updates=number)
+        return self.prepare(before.weight, before.tau, dtype=before.directions.dtype, space=space)
+
+    def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        """formula(*arguments), of [R] and [R, d]."""
+        return formula(*arguments)
 
 
 class CompiledPasses(Passes):
     """The formulas, fused by torch.compile. Optimizers other than AdaGrad take their step as in the base class."""
 
-    def directions(
-        self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Tensor]:
-        scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
-        return scaled, _compiled(_directions, weight_md, tau, scaled)
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
+        low = _low(weight_md, dtype, space)
+        return _as_they_are(weight_md, low, self.run(_squares, weight_md, low), tau)
 
-    def softmax(
-        self, z: Tensor, follow: Follow, *given: Any, like: Tensor, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Any]:
-        out = space.take("softmax", tuple(z.shape), like=z, dtype=dtype)
-        return out, _compiled(_softmax, z, out, like.dtype, follow, *given)
+    def exponentials(
+        self, z: Tensor, scale: Tensor | None, *, like: Tensor, dtype: torch.dtype, space: Workspace
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = space.take("exponentials", tuple(z.shape), like=z, dtype=dtype)
+        shift, total = self.run(_exponentials, z, scale, out, like.dtype)
+        return out, shift, total
 
-    def descend_(
+    def descend(
         self,
-        weight_md: Tensor,
         gradient: UnitGradient,
         slots: Mapping[str, Tensor],
         *,
         optimizer: InnerOptimizer,
         number: int,
-    ) -> None:
-        if isinstance(optimizer, AdaGrad):
-            product, norms, memory = gradient.product, gradient.norms, slots["accumulator"]
-            along = _compiled(_along, weight_md, product, norms)
-            _compiled(_adagrad_, weight_md, product, norms, along, memory, optimizer.lr, optimizer.eps)
-        else:
-            super().descend_(weight_md, gradient, slots, optimizer=optimizer, number=number)
+        space: Workspace,
+    ) -> Prototypes:
+        if not isinstance(optimizer, AdaGrad):
+            return super().descend(gradient, slots, optimizer=optimizer, number=number, space=space)
+        before, memory = gradient.at, slots["accumulator"]
+        low = _low(before.weight, before.directions.dtype, space)
+        inverse = before.norms.reciprocal()
+        weight_md, squares = self.run(
+            _adagrad, before.weight, gradient.product, inverse, memory, low, optimizer.lr, optimizer.eps
+        )
+        return _as_they_are(weight_md, low, squares, before.tau)
+
+    def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        return _compiled(formula, *arguments)
 
 
 FUSED, COMPILED = Passes(), CompiledPasses()
@@ -143,31 +172,48 @@ def pieces(matrix: Tensor) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _directions(weight_md: Tensor, tau: Tensor, scaled: Tensor) -> Tensor:
-    norms = weight_md.square().sum(1, keepdim=True).sqrt()
-    scaled.copy_(weight_md * (1.0 / (norms * tau)))
-    return norms
+def _low(weight_md: Tensor, dtype: torch.dtype, space: Workspace) -> Tensor | None:
+    """Where a copy of the prototypes for GEMMs in another precision goes; None where they need no copy."""
+    if dtype == weight_md.dtype:
+        return None
+    return space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
 
 
-def _softmax(z: Tensor, out: Tensor, dtype: torch.dtype, follow: Follow, *given: Any) -> Any:
-    wide = z.to(dtype)
-    top = wide.amax(1, keepdim=True)
-    power = torch.exp(wide - top)
-    total = power.sum(1, keepdim=True)
-    out.copy_(power / total)
-    return follow((top + total.log()).squeeze(1), *given)
+def _as_they_are(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:
+    """Prototypes that leave 1 / (|W_j| tau) to whoever next passes over their product. Args: squares: |W_j|^2."""
+    norms = squares.sqrt()
+    scale = (norms * tau).reciprocal_().squeeze(1)
+    return Prototypes(weight_md, weight_md if low is None else low, scale, norms, tau)
 
 
-def _along(weight_md: Tensor, product: Tensor, norms: Tensor) -> Tensor:
-    return (product.to(weight_md.dtype) * weight_md).sum(1, keepdim=True) / norms.square()
+def _squares(weight_md: Tensor, low: Tensor | None) -> Tensor:
+    if low is not None:
+        low.copy_(weight_md)
+    return weight_md.square().sum(1, keepdim=True)
 
 
-def _adagrad_(
-    weight_md: Tensor, product: Tensor, norms: Tensor, along: Tensor, memory: Tensor, lr: float, eps: float
-) -> None:
-    tangent = (product.to(weight_md.dtype) - along * weight_md) / norms
+def _exponentials(z: Tensor, scale: Tensor | None, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = z.to(dtype) if scale is None else z.to(dtype) * scale
+    shift = wide.amax(1, keepdim=True)
+    out.copy_(torch.exp(wide - shift))
+    return shift.squeeze(1), out.to(dtype).sum(1)
+
+
+def _adagrad(
+    weight_md: Tensor,
+    product: Tensor,
+    inverse: Tensor,
+    memory: Tensor,
+    low: Tensor | None,
+    lr: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    gradient = product.to(weight_md.dtype)
+    along = (gradient * weight_md).sum(1, keepdim=True) * inverse * inverse
+    tangent = (gradient - along * weight_md) * inverse
     memory.add_(tangent.square())
-    weight_md.sub_(lr * tangent / (memory.sqrt() + eps))
+    after = weight_md - lr * tangent / (memory.sqrt() + eps)
+    return after, _squares(after, low)
 
 
 _programs: dict[Callable[..., Any], Callable[..., Any]] = {}

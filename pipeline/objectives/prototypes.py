@@ -5,22 +5,22 @@
 Shape legend: B anchors, d feature dimension, m prototypes, R rows of a block. Anchors are unit-norm features.
 
 What an update costs beside its two GEMMs are passes over [B, m] and [m, d], and on a CPU they are the part that is easy
-to do badly. So whatever is constant along a row or a column makes no pass of its own: 1/(|W_j| tau) goes into the
-prototypes' copy for the GEMM, s_ii to the scalars of the row, and the anchors (small) carry the residuals r_i into the
-second GEMM. What is left is in `passes`: softmax, the prototypes' norms, and the optimizer's step along the tangent.
+to do badly. So whatever is constant along a row or a column makes no pass of its own: 1/(|W_j| tau) joins a pass over
+the prototypes or over the product, s_ii the scalars of the row, and the anchors (small) carry the residuals r_i into
+the second GEMM. What is left is in `passes`: softmax, the prototypes' norms, and the optimizer's step on the tangent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pipeline.objectives.passes import FUSED, Follow, Passes, UnitGradient, pieces
+from pipeline.objectives.passes import FUSED, Passes, Prototypes, UnitGradient, pieces
 from pipeline.objectives.workspace import Workspace
 
 # exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
@@ -29,6 +29,8 @@ MAX_LOG_RATIO = 30.0
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 
 NpnObjective = Literal["unified", "separate"]
+# What is computed per row from the parts of log sum_j exp(z_ij).
+Follow = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def log_normalizer(
 ) -> Tensor:
     """alpha of each anchor, [B]."""
     space = workspace or Workspace()
-    scaled, _ = _scaled_directions(anchors, weight_md, space, passes)
-    return torch.cat([alpha for _, _, (alpha, _) in _softmax_blocks(anchors, scaled, _predict, (), space, passes)])
+    at = prepare(anchors, weight_md, space, passes)
+    return torch.cat([alpha for _, _, (alpha, _) in _blocks(anchors, at, _predict, (), space, passes)])
 
 
 def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified") -> tuple[Tensor, Tensor]:
@@ -80,31 +82,35 @@ def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjectiv
     With P_ij = r_i exp(z_ij - log m - alpha_i) / B and G_j = sum_i P_ij e_i, both are
     dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|; for `separate` r_i = (alpha_i - log(eps + g_i)) / tau.
     """
-    gradient, alpha = unit_gradient(anchors, weight_md, objective=objective, workspace=Workspace())
-    return torch.cat([gradient.tangent(weight_md, rows) for rows in pieces(weight_md)]), alpha
+    space = Workspace()
+    gradient, alpha = unit_gradient(anchors, prepare(anchors, weight_md, space), objective=objective, workspace=space)
+    return torch.cat([gradient.tangent(rows) for rows in pieces(weight_md)]), alpha
+
+
+def prepare(anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passes = FUSED) -> Prototypes:
+    """The prototypes for GEMMs in the precision of the anchors."""
+    dtype = weight_md.dtype if anchors.low is None else torch.bfloat16
+    return passes.prepare(weight_md, anchors.tau, dtype=dtype, space=space)
 
 
 def unit_gradient(
-    anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
+    anchors: Anchors, at: Prototypes, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
 ) -> tuple[UnitGradient, Tensor]:
-    """G of `loss_gradient`, from which its tangent is dL/dW, and alpha."""
-    scaled, norms = _scaled_directions(anchors, weight_md, workspace, passes)
-    total = workspace.take("gradient", tuple(weight_md.shape), like=weight_md)
+    """G of `loss_gradient`, from which its tangent is dL/dW, and alpha. Args: at: as from `prepare`."""
+    total = workspace.take("gradient", tuple(at.weight.shape), like=at.weight)
     alphas: list[Tensor] = []
-    for part, softmax, (pull, alpha) in _softmax_blocks(
-        anchors, scaled, _pull, (objective, len(anchors)), workspace, passes
-    ):
+    for part, powers, (pull, alpha) in _blocks(anchors, at, _pull, (objective, len(anchors)), workspace, passes):
         first = not alphas
         if anchors.low is None:
-            torch.addmm(total, softmax.T, pull, beta=0.0 if first else 1.0, out=total)
+            torch.addmm(total, powers.T, pull, beta=0.0 if first else 1.0, out=total)
         else:
-            product = _matmul_low(softmax.T, pull, "low_gradient", workspace)
+            product = _matmul_low(powers.T, pull, "low_gradient", workspace)
             if len(part) == len(anchors):
                 total = product
             else:
                 total.copy_(product) if first else total.add_(product)
         alphas.append(alpha)
-    return UnitGradient(total, norms), torch.cat(alphas)
+    return UnitGradient(total, at), torch.cat(alphas)
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,11 +123,10 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
     full, space = anchors.full_precision(), Workspace()
-    scaled, _ = _scaled_directions(full, weight_md, space)
     start = 0
-    for part, softmax, (_, share) in _softmax_blocks(full, scaled, _predict, (), space):
+    for part, powers, (share, total) in _blocks(full, prepare(full, weight_md, space), _shares, (), space):
         rows = slice(start, start := start + len(part))
-        mean_prototype = (softmax @ unit) * share[:, None]
+        mean_prototype = (powers @ unit) * (share / total)[:, None]
         to_own[rows] = (mean_prototype - share[:, None] * partners_bd[rows]) / anchors.tau
         to_partner[rows] = -share[:, None] * part.features / anchors.tau
         cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
@@ -129,55 +134,52 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     return to_own, to_partner, torch.cat(to_tau)
 
 
-def _scaled_directions(
-    anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passes = FUSED
-) -> tuple[Tensor, Tensor]:
-    """W_j / (|W_j| tau), [m, d], in the precision of the GEMMs, and |W_j|, [m, 1]."""
-    dtype = weight_md.dtype if anchors.low is None else torch.bfloat16
-    return passes.directions(weight_md, anchors.tau, dtype=dtype, space=space)
-
-
-def _softmax_blocks(
+def _blocks(
     anchors: Anchors,
-    scaled_md: Tensor,
+    at: Prototypes,
     follow: Follow,
     given: tuple[Any, ...],
     space: Workspace,
     passes: Passes = FUSED,
 ) -> Iterator[tuple[Anchors, Tensor, Any]]:
-    """Blocks of R anchors, their softmax over the prototypes, and follow(log sum_j exp(z_ij), the block, m, *given).
+    """Blocks of R anchors; p_ij = exp(z_ij - t_i), [R, m]; and follow(t [R], sum_j p_ij [R], the block, m, *given).
 
-    The softmax, [R, m], in the precision of the GEMMs, is a buffer that the next block overwrites: memory O(R m).
+    p is in the precision of the GEMMs and a buffer that the next block overwrites: memory O(R m).
     """
-    m = scaled_md.shape[0]
-    step = max(1, (_GPU_BLOCK if scaled_md.is_cuda else _CPU_BLOCK) // m)
+    m = at.weight.shape[0]
+    step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // m)
     for start in range(0, len(anchors), step):
-        part = anchors.take(slice(start, start + step))
+        part = anchors.take(slice(start, start + step)) if step < len(anchors) else anchors
         if part.low is None:
-            z = torch.mm(part.features, scaled_md.T, out=space.take("products", (len(part), m), like=scaled_md))
+            z = torch.mm(part.features, at.directions.T, out=space.take("products", (len(part), m), like=part.features))
         else:
-            z = _matmul_low(part.low, scaled_md.T, "low_products", space)
-        softmax, followed = passes.softmax(
-            z, follow, part, m, *given, like=part.positive, dtype=scaled_md.dtype, space=space
-        )
-        yield part, softmax, followed
+            z = _matmul_low(part.low, at.directions.T, "low_products", space)
+        dtype = at.directions.dtype
+        powers, shift, total = passes.exponentials(z, at.scale, like=part.positive, dtype=dtype, space=space)
+        yield part, powers, passes.run(follow, shift, total, part, m, *given)
 
 
-def _predict(log_sum: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
+def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
     """alpha, [R], and the share of the prototypes in the sum of which it is the logarithm, the rest being eps, [R]."""
-    log_mean = log_sum - math.log(m) - anchors.positive / anchors.tau
+    log_mean = shift + total.log() - math.log(m) - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)
 
 
-def _pull(log_sum: Tensor, anchors: Anchors, m: int, objective: NpnObjective, size: int) -> tuple[Tensor, Tensor]:
-    """The factors of the gradient's second GEMM: r_i share_i e_i / size, [R, d], in its precision; and alpha, [R]."""
-    alpha, share = _predict(log_sum, anchors, m)
+def _shares(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
+    return _predict(shift, total, anchors, m)[1], total
+
+
+def _pull(
+    shift: Tensor, total: Tensor, anchors: Anchors, m: int, objective: NpnObjective, size: int
+) -> tuple[Tensor, Tensor]:
+    """r_i share_i e_i / (sum_j p_ij size), [R, d], by which p is multiplied in the gradient's GEMM; and alpha, [R]."""
+    alpha, share = _predict(shift, total, anchors, m)
     if objective == "unified":
         residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
     else:
         residual = (alpha - anchors.log_target) / anchors.tau
-    weighted = anchors.features * (residual * share / size)[:, None]
+    weighted = anchors.features * (residual * share / (total * size))[:, None]
     return weighted if anchors.low is None else weighted.to(anchors.low.dtype), alpha
 
 

@@ -63,11 +63,23 @@ def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
     workspace = Workspace()
-    gradient, _ = prototypes.unit_gradient(
-        anchors, make_weight(96, dtype=torch.float32), objective="unified", workspace=workspace
-    )
+    at = prototypes.prepare(anchors, make_weight(96, dtype=torch.float32), workspace)
+    gradient, _ = prototypes.unit_gradient(anchors, at, objective="unified", workspace=workspace)
     assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
     assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # of m d, and blocks are less
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("make", [passes.FUSED, passes.COMPILED])
+def test_exponentials_and_their_sums(make, scaled, monkeypatch):
+    monkeypatch.setattr(passes, "_CPU_PIECE", 40 * 3)  # pieces of a few rows
+    z, scale = make_weight(7, 40) * 200, make_weight(40, 1).squeeze(1).abs() if scaled else None
+    exponents = z if scale is None else z * scale
+    powers, shift, total = make.exponentials(z.clone(), scale, like=z, dtype=z.dtype, space=Workspace())
+    assert torch.allclose(powers.sum(1), total, rtol=1e-12)
+    assert torch.allclose(powers, (exponents - shift[:, None]).exp(), rtol=1e-9)
+    assert torch.allclose(shift + total.log(), exponents.logsumexp(1), rtol=1e-12)
 
 
 @pytest.mark.slow  # compiles

@@ -87,7 +87,8 @@ def check_stage(config: OptimizerConfig, *, stage: int) -> None:
 def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     """The named optimizer over `parameter_groups`; its learning rate is set before every step by `set_lr`.
 
-    LAMB leaves parameters without weight decay (gains, biases) unscaled, and clips nothing of its own accord.
+    LAMB scales every matrix by its trust ratio, as FastCLIP's Procedure 4 does, whatever the weight decay; gains and
+    biases are left unscaled, which is timm's rule and not the Procedure's. It clips nothing of its own accord.
     """
     groups, lr = list(groups), config.lr
     if config.name == "adamw":
@@ -104,7 +105,8 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     else:
         from timm.optim import Lamb
 
-        optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
+        adapted = [{**group, "always_adapt": group["name"] == "decay"} for group in groups]
+        optimizer = Lamb(adapted, lr=lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
         optimizer.register_step_pre_hook(_restore_group_counter)
     optimizer.register_step_post_hook(_count_steps)
     return optimizer

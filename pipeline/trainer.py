@@ -230,6 +230,7 @@ class Trainer:
             **self.objective.learning_rates(lr_scale=scale),
             **({} if norm is None else {"gradient_norm": norm}),
             **self.faults.scalars(),
+            **self.objective.counters(),
             "corrupt_samples": self.loader.replaced(position),
             **rates,
             **self.utilization.scalars(rates["samples_per_second"]),

@@ -34,7 +34,8 @@ class AmorLipConfig(TemperatureConfig):
     Jensen-Shannon divergence of the distributions that prediction and target define.
     positive_weight: weight of the own pair in the batch's mean. target_share: what the previous epoch's network gives
     to the target in the end; it rises by a cosine over half of the epochs. ema_decay, ema_every: the network in use is
-    a moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none.
+    a moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none but
+    exp(30), so that fp32 stays finite.
     """
 
     name: str = "amorlip"
@@ -83,6 +84,7 @@ class PartitionNetworks:
 
     def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
         self.config, self.context, self.optimizer = config, context, Adam(config.npn_lr)
+        self.epochs = context.epochs(wanted_by="objective.name = 'amorlip'")
         parameters = mlp.initial_parameters(context)
         self.names = tuple(parameters)
         tensors = dict(parameters)
@@ -102,8 +104,7 @@ class PartitionNetworks:
         self._next_updates = int(self.updates)
         if within == 0:
             self._restart(epoch, log_means)
-        epochs = -(-self.context.total_steps // self.context.steps_per_epoch)
-        share = target_share_at(epoch, highest=self.config.target_share, epochs=epochs)
+        share = target_share_at(epoch, highest=self.config.target_share, epochs=self.epochs)
         for side in (0, 1):
             features, target = batch.features[side], log_means[side]
             if share > 0:
@@ -182,7 +183,7 @@ class AmorLip(GlobalTemperatureObjective):
         log_means = tuple(logit + torch.logaddexp(g, kappa.log()) - torch.log1p(kappa) for g in batch.log_g)
         with self.world.phase("npn"):
             predicted = self.networks.advance(batch, (log_means[0], log_means[1]))
-        bound = math.log(config.ratio_cap) if config.ratio_cap else 30.0
+        bound = math.log(config.ratio_cap) if config.ratio_cap else MAX_LOG_RATIO
         normalizers, pulls, gaps, ratios = [], [], [], []
         tau_gradient = torch.zeros_like(tau) + config.rho
         for side in (0, 1):

@@ -32,7 +32,10 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """The facts of a run that an objective may need; all of them are known before the first batch."""
+    """The facts of a run that an objective may need; all of them are known before the first batch.
+
+    In somebody else's loop, dataset_size, steps_per_epoch and total_steps may be 0, unknown, where nothing needs them.
+    """
 
     dim: int
     batch_size: int
@@ -44,6 +47,15 @@ class ObjectiveContext:
     seed: int = 0
     dtype: torch.dtype = torch.float32  # of state and arithmetic; float64 serves tests
     table_rows: int | None = None  # rows of per-sample tables, if not n: for plans, which only weigh them
+
+    def epochs(self, *, wanted_by: str) -> int:
+        """Epochs of the run, the last one maybe not whole. Raises: UserError when the length of either is unknown."""
+        if self.total_steps < 1 or self.steps_per_epoch < 1:
+            raise UserError(
+                f"{wanted_by} follows the epochs of the run: give build_objective total_steps, and dataset_size or "
+                f"steps_per_epoch (total_steps = {self.total_steps}, steps_per_epoch = {self.steps_per_epoch})."
+            )
+        return -(-self.total_steps // self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,10 @@ class Objective(ABC):
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         """Rates of the method's own variables at this point of the encoders' schedule, by the name of their setting."""
+        return {}
+
+    def counters(self) -> dict[str, float]:
+        """What went wrong and was repaired, counted since the process began, by name."""
         return {}
 
     def distributions(self) -> dict[str, Tensor]:

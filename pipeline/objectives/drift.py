@@ -42,7 +42,7 @@ class DriftGuard:
         """True when the ranks agree; otherwise rank 0's tensors are copied to all, in place.
 
         Waits for the device, which is why it runs every so many steps only.
-        Raises: UserError at the third mismatch of a run, on every rank.
+        Raises: UserError at the third mismatch since the process began, on every rank.
         """
         own = fingerprint(tensors, device=self.device)
         seen = self.world.all_gather(own.reshape(1))
@@ -50,15 +50,16 @@ class DriftGuard:
             return True
         self.events += 1
         strangers = [rank for rank, value in enumerate(seen.tolist()) if value != int(seen[0])]
-        log.warning("step %d: objective state of ranks %s differed from rank 0's; it was replaced", step, strangers)
+        if self.world.is_main:
+            log.warning("step %d: objective state of ranks %s differed from rank 0's; it was replaced", step, strangers)
         for tensor in tensors.values():
             shared = tensor.to(self.device)
             tensor.copy_(self.world.broadcast(shared.clone()))
         if self.events >= MAX_EVENTS:
             raise UserError(
-                f"The objective's state differed between ranks {self.events} times in this run (last at step {step}, "
-                f"ranks {strangers} against rank 0). Every rank must run the same torch build on the same kind of "
-                "device with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
+                f"The objective's state differed between ranks {self.events} times since the start (last at step "
+                f"{step}, ranks {strangers} against rank 0). Every rank must run the same torch build on the same kind "
+                "of device with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
             )
         return False
 

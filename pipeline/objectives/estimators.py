@@ -50,8 +50,10 @@ def gamma_at(config: Any, context: ObjectiveContext, *, step: int) -> float:
     """gamma of a step under the configured schedule."""
     if config.gamma_schedule == "constant":
         return float(config.gamma)
-    epochs = -(-context.total_steps // context.steps_per_epoch)
-    decay_epochs = config.gamma_decay_epochs or max(1, epochs // 2)
+    decay_epochs = config.gamma_decay_epochs
+    if decay_epochs is None:
+        wanted_by = "objective.gamma_schedule = 'cosine' without objective.gamma_decay_epochs"
+        decay_epochs = max(1, context.epochs(wanted_by=wanted_by) // 2)
     return cosine_gamma(step // context.steps_per_epoch, gamma_min=config.gamma_min, decay_epochs=decay_epochs)
 
 
@@ -78,6 +80,7 @@ class EstimatorObjective(SoftmaxObjective):
             device=context.device,
             on_host=config.table_on == "host",
         )
+        gamma_at(config, context, step=0)  # what it cannot do without is asked for now
 
     def further_columns(self) -> dict[str, float]:
         """Columns of the method beyond log u, with their initial values."""

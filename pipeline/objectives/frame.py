@@ -139,6 +139,9 @@ class FramedObjective(Objective):
     def steps(self) -> int:
         return int(self._steps)
 
+    def counters(self) -> dict[str, float]:
+        return {"drift_events": float(self.drift.events)} if self.world.size > 1 else {}
+
     @property
     def world_size(self) -> int:
         return self.world.size
@@ -176,8 +179,11 @@ class SoftmaxObjective(FramedObjective):
         """What the method believes log(eps + g) of these pairs to be, without a lasting trace of having been asked.
 
         For the estimation error of NeuCLIP, appendix B.6. Collective. `image`, `text`: [b, d] should be this rank's
-        part of a batch of the training's size: methods without state answer with the value within the batch.
+        part of a batch of the training's size: methods without state answer with the value within the batch. Not
+        between `compute` and `commit`, whose pending changes it would replace. Raises: RuntimeError then.
         """
+        if self._pending is not None:
+            raise RuntimeError("log_normalizers() between compute() and commit(): ask before or after the step")
         dtype = self.context.dtype
         with plain_arithmetic(self.context.device):
             batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids), step=self.steps)

@@ -18,7 +18,8 @@ class NpnConfig(TemperatureConfig):
     npn: "prototypes" (equations 10 and 11), "mlp" (section 5.2), or "queue": prototypes that are the newest features,
     without learning, so that `restart_every` and `inner_steps` have no meaning. npn_objective: "unified" (12) or
     "separate" (squared error of the logs, section 5.2). npn_schedule: "alternating" (Algorithm 1) or "simultaneous"
-    (Algorithm 3: one update per step, alpha from before it). npn_update: "replicated" (every rank makes the whole
+    (the order of Algorithm 3: one update per step, alpha from before it; the rest of that algorithm is restart_every 0,
+    npn_optimizer adam, stop_gradient false, ratio_cap 0). npn_update: "replicated" (every rank makes the whole
     update; nothing is communicated) or "sharded" (a rank's GEMMs see its own anchors only, and every inner step sums
     the prototypes' gradient, [m, d], over the ranks: less work per rank, for many ranks on fast links). restart_every:
     steps, 0 = never. restart_with: newest features including the "current" batch, or of "previous" batches only.

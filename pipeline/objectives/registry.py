@@ -32,12 +32,16 @@ def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveCla
 
     def add(objective: ObjectiveClass) -> ObjectiveClass:
         present = _METHODS.get(name)
-        if present is not None and present[1].__qualname__ != objective.__qualname__:
+        if present is not None and _path(present[1]) != _path(objective):
             raise UserError(f"An objective named {name!r} exists ({present[1].__name__}): choose another name.")
         _METHODS[name] = (config, objective)
         return objective
 
     return add
+
+
+def _path(objective: type[Objective]) -> tuple[str, str]:
+    return objective.__module__, objective.__qualname__
 
 
 def objective_names() -> tuple[str, ...]:
@@ -69,7 +73,8 @@ def build_objective(
     """An objective, from its config, a mapping with its settings or its name alone.
 
     Args: context: the facts of the run. Without it, `facts` are `dim`, `batch_size` (both required), `dataset_size`
-      (required by the methods with per-sample state), and whatever else `ObjectiveContext` holds.
+      (required by the methods with per-sample state), `total_steps` (required by what follows epochs of the run), and
+      whatever else `ObjectiveContext` holds.
     Raises: UserError for wrong settings or missing facts.
     """
     if context is not None and facts:
@@ -87,10 +92,11 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
     missing = [name for name in ("dim", "batch_size") if name not in facts]
     if missing:
         raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
+    size = facts.get("dataset_size", 0)
     defaults = {
         "dataset_size": 0,
-        "steps_per_epoch": max(1, facts.get("dataset_size", 0) // facts["batch_size"]),
-        "total_steps": 1,
+        "steps_per_epoch": max(1, size // facts["batch_size"]) if size else 0,
+        "total_steps": 0,
         "world": World(),
         "device": torch.device("cpu"),
     }

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "inner_steps": 1,
     },
     "neuclip_full_gradient": {**NEUCLIP, "stop_gradient": False, "ratio_cap": 0},
+    "neuclip_literal": {**NEUCLIP, "name": "neuclip_literal"},
     "neuclip_mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
 }
 
@@ -177,7 +178,7 @@ def drifting(world: World) -> dict[str, Any]:
             objective.commit()
         except UserError as stop:
             error = str(stop)
-        events.append(objective.drift.events)  # type: ignore[attr-defined]
+        events.append(objective.counters()["drift_events"])
         bits = fingerprint(objective.state_dict(), device=torch.device("cpu"))
         agreed.append(bool((world.all_gather(bits[None]) == bits).all()))
     return {"events": events, "error": error, "agreed": agreed}

@@ -94,5 +94,5 @@ def test_a_drifting_rank_is_repaired_counted_and_at_last_stops_the_run(ranks, si
         drift = result["drift"]
         assert drift["events"] == [0, 0, 0, 1, 1, 2, 2, 3]
         assert drift["agreed"] == [True] * 8
-        assert "3 times in this run" in drift["error"]
+        assert "3 times since the start" in drift["error"]
         assert "ranks [1] against rank 0" in drift["error"]

@@ -19,18 +19,21 @@ from pipeline.trainer import Trainer
 from pipeline.world import start_world
 
 POISON: set[int] = set()
+ASKED: list[int] = []
 
 
 @register("poisoned", OpenClipConfig)
 class Poisoned(OpenClip):
-    """`openclip`, but NaN at the steps in POISON, and inf in one gradient only at odd ones."""
+    """`openclip`, but NaN at the tries in POISON, and inf in one gradient only at odd ones."""
 
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
         output = super().compute(image, text, sample_ids=sample_ids, step=step)
-        if step not in POISON:
+        attempt = len(ASKED)
+        ASKED.append(step)
+        if attempt not in POISON:
             return output
         bad = torch.full_like(output.grad_text, torch.inf)
-        loss = output.loss if step % 2 else output.loss * torch.nan
+        loss = output.loss if attempt % 2 else output.loss * torch.nan
         return ObjectiveOutput(loss, output.grad_image, bad, output.metrics)
 
 
@@ -60,6 +63,7 @@ def main() -> None:
             found["untouched"] = all(torch.equal(value, before[name]) for name, value in after.items())
             assert trainer._take(next(trainer.loader), 1.0).applied
             found["moved"] = not all(torch.equal(value, before[name]) for name, value in state_of(trainer).items())
+            found["asked"] = list(ASKED)
             trainer.step = 5
             POISON.update(range(5, 20))
             try:

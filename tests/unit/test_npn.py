@@ -99,6 +99,20 @@ def test_compiled_passes_make_the_same_updates(optimizer):
         assert torch.allclose(states[1][name], value, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.slow  # compiles
+def test_compiled_passes_with_bf16_products_err_as_the_others_do():
+    updated = {}
+    for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
+        settings = {"name": "neuclip", "prototypes": 64, "npn_precision": precision, "npn_compile": compiled}
+        objective = build_objective(settings, context=context(96, dim=32, dtype=torch.float32))
+        image, text = unit_features(96, 32, seed=1, dtype=torch.float32)
+        objective.compute(image, text, sample_ids=torch.arange(96), step=0)
+        objective.commit()
+        updated[precision, compiled] = objective.state_dict()["npn.weight"]
+    full = updated["fp32", False]
+    assert 1e-5 < relative_error(updated["bf16", True], full) < 2 * relative_error(updated["bf16", False], full)
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
     def fail(*arguments):
         raise TorchDynamoException("no C++ compiler here\n\nSet TORCHDYNAMO_VERBOSE=1")

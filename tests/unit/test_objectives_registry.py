@@ -56,6 +56,28 @@ def test_missing_facts_are_named(facts, says):
         build_objective("openclip", **facts)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"name": "amorlip"}, "objective.name = 'amorlip' follows the epochs of the run"),
+        ({"name": "fastclip_v3"}, "without objective.gamma_decay_epochs follows the epochs of the run"),
+    ],
+)
+def test_what_follows_epochs_asks_for_them(settings, says):
+    facts = {"dim": 4, "batch_size": 8, "dataset_size": 32}
+    with pytest.raises(UserError, match=says):
+        build_objective(settings, **facts)
+    assert build_objective(settings, **facts, total_steps=9).context.epochs(wanted_by="this") == 3
+    build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **facts)
+
+
+def test_another_modules_class_does_not_replace_a_method(monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    other = type("OpenClip", (registry._METHODS["openclip"][1],), {"__module__": "elsewhere"})
+    with pytest.raises(UserError, match="'openclip' exists"):
+        register("openclip", ObjectiveConfig)(other)
+
+
 @section
 class HardestNegativeConfig(ObjectiveConfig):
     name: str = "toy_softmax"
@@ -140,7 +162,7 @@ def test_the_readmes_snippet_runs():
 @pytest.mark.parametrize("name", ["neuclip", "neuclip_literal", "fastclip_v2", "fastclip_v3", "isogclr"])
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
 def test_a_rho_out_of_reach_is_told(name, caplog):
-    facts = {"dim": 4, "batch_size": 8, "dataset_size": 100}
+    facts = {"dim": 4, "batch_size": 8, "dataset_size": 100, "total_steps": 10}
     build_objective({"name": name, "rho": 6.0}, **facts)
     assert "objective.rho = 6 is not below log(n - 1) = 4.60" in caplog.text
     assert "set objective.rho to 2.0 to 3.1" in caplog.text
@@ -152,6 +174,6 @@ def test_a_rho_out_of_reach_is_told(name, caplog):
 
 
 def test_sample_ids_are_asked_for_where_they_are_needed():
-    objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8)
+    objective = build_objective("sogclr", dim=16, batch_size=8, dataset_size=8)
     with pytest.raises(UserError, match="sample_ids"):
         objective.loss(*unit_features(8, dtype=torch.float32))

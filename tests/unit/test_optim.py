@@ -46,13 +46,15 @@ def written(config, value, moments, gradient, *, step):
     moments["v"] = beta2 * moments["v"] + (1 - beta2) * gradient**2
     update = moments["m"] / (1 - beta1**step) / ((moments["v"] / (1 - beta2**step)).sqrt() + config.eps)
     update = update + decay * value
-    ratio = value.norm() / update.norm() if config.name == "lamb" and decay else 1.0
+    ratio = value.norm() / update.norm() if config.name == "lamb" and value.dim() >= 2 else 1.0
     return value - config.lr * ratio * update
 
 
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_updates_are_procedure_4(name):
-    config, net = OptimizerConfig(name=name, lr=0.02), model()
+def test_updates_are_procedure_4(name, weight_decay):
+    """But for LAMB's gains and biases, which are not scaled."""
+    config, net = OptimizerConfig(name=name, lr=0.02, weight_decay=weight_decay), model()
     optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
     values = {n: p.detach().clone() for n, p in net.named_parameters()}
     moments = {n: {"m": torch.zeros_like(p), "v": torch.zeros_like(p)} for n, p in values.items()}

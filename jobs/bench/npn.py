@@ -3,12 +3,13 @@
     python -m jobs.bench.npn                      # B = 512 and 5,120, d = 512, m = 4,096, T_u = 10, both networks
     python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
 
-Per batch size and round, in turn: autograd with torch.optim.Adagrad in fp32, our closed form in fp32, with bf16 GEMMs,
-and with `npn_compile` on top, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the process's own CPU
-time is counted. Of the rounds the least time is printed, since other users of the machine only ever add to it, and the
-median; ratios are those of the least times and, in brackets, the median of the rounds' own ratios. Set
-OMP_WAIT_POLICY=passive on a shared machine, or waiting threads count as work. The last line is about precision: what
-bf16 GEMMs cost, as mean squared difference of alpha, beside what the prototypes are off by.
+Per batch size and round, in turn: autograd with torch.optim.Adagrad in fp32, our closed form in fp32, with bf16
+GEMMs, and with `npn_compile` on top, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the
+process's own CPU time is counted; on a GPU the wall's, which at small sizes is that of launching. Of the rounds the
+least time is printed, since other users of the machine only ever add to it, and the median; ratios are those of the
+least times and, in brackets, the median of the rounds' own ratios. Set OMP_WAIT_POLICY=passive on a shared machine,
+or waiting threads count as work. The last line is about precision: what bf16 GEMMs cost without `npn_compile`, as
+mean squared difference of alpha, beside what the prototypes are off by.
 """
 
 from __future__ import annotations
@@ -97,8 +98,12 @@ def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dt
         z = torch.empty(len(features), len(prototype), dtype=dtype, device=features.device)
         gradient = torch.empty_like(prototype)
         for _ in range(steps):
-            torch.mm(features, prototype.T, out=z)
-            torch.mm(z.T, features, out=gradient)
+            if features.is_cuda:  # the results of both are fp32 there, as those of the network's products are
+                torch.mm(features, prototype.T, out_dtype=torch.float32)
+                torch.mm(z.T, features, out_dtype=torch.float32)
+            else:
+                torch.mm(features, prototype.T, out=z)
+                torch.mm(z.T, features, out=gradient)
 
 
 def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -134,7 +139,8 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
         calls[f"GEMMs {name}"] = functools.partial(gemms, anchors, weight, steps=steps, dtype=dtype)
     times = measure(calls, rounds=arguments.rounds, device=device)
     print(f"\nB = {batch}, d = {dim}, m = {m}, {steps} updates of both networks, milliseconds:")
-    print("   ".join(f"{name} {min(rounds):.0f} ({median(rounds):.0f})" for name, rounds in times.items()))
+    digits = 2 if device.type == "cuda" else 0
+    print("   ".join(f"{name} {min(taken):.{digits}f} ({median(taken):.{digits}f})" for name, taken in times.items()))
     for name in makes:
         mine, alone = times[f"closed {name}"], times[f"GEMMs {name.split()[0]}"]
         print(

@@ -76,6 +76,7 @@ def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
         pipe.send("ready")
         while (steps := pipe.recv()) is not None:
             pipe.send(seconds(run, steps, world.device, threads=args.threads))
+            torch.cuda.empty_cache()  # the next contestant, another process, needs the room
         if world.device.type == "cuda":
             pipe.send(torch.cuda.max_memory_allocated() / 2**30)
         else:

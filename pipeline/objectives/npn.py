@@ -235,7 +235,10 @@ class PrototypeNpn(Npn):
         if self.config.prototypes == batch.size:
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
-        return torch.randperm(batch.size, generator=generator)[: self.config.prototypes].to(self.context.device)
+        chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
+        if self.context.device.type == "cuda":
+            chosen = chosen.pin_memory()  # a copy that nobody waits for
+        return chosen.to(self.context.device, non_blocking=True)
 
 
 def _put_back(at: Prototypes, weight_md: Tensor) -> None:

@@ -104,6 +104,12 @@ class Passes:
         shift = torch.cat(log_sums)
         return z.to(dtype), shift, torch.ones_like(shift)
 
+    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        """t and s of `exponentials`, where nobody asks for p. z may be lost."""
+        scaled = (z[rows] if scale is None else z[rows] * scale for rows in pieces(z))
+        shift = torch.cat([part.to(like.dtype).logsumexp(1) for part in scaled])
+        return shift, torch.ones_like(shift)
+
     def descend(
         self,
         gradient: UnitGradient,
@@ -138,6 +144,10 @@ class CompiledPasses(Passes):
         out = space.take("exponentials", tuple(z.shape), like=z, dtype=dtype)
         shift, total = self.run(_exponentials, z, scale, out, like.dtype)
         return out, shift, total
+
+    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        shift, total = self.run(_sums, z, scale, like.dtype)
+        return shift, total
 
     def descend(
         self,
@@ -192,6 +202,12 @@ def _squares(weight_md: Tensor, low: Tensor | None) -> Tensor:
     return weight_md.square().sum(1, keepdim=True)
 
 
+def _sums(z: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = z.to(dtype) if scale is None else z.to(dtype) * scale
+    shift = wide.amax(1, keepdim=True)
+    return shift.squeeze(1), torch.exp(wide - shift).sum(1)
+
+
 def _exponentials(z: Tensor, scale: Tensor | None, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = z.to(dtype) if scale is None else z.to(dtype) * scale
     shift = wide.amax(1, keepdim=True)
@@ -226,6 +242,8 @@ def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:
         # Inductor's cache on disk overlooks the threads a program was made for, unless they are an option of it
         # (https://github.com/pytorch/pytorch/issues/167463): a launcher's OMP_NUM_THREADS=1 would stay for ever.
         options: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": torch.get_num_threads()}
+        # Without it each rank chooses among kernels by timing them on its GPU, and some sum rows in another order.
+        options["deterministic"] = True
         _programs[formula] = torch.compile(formula, dynamic=False, options=options)
     try:
         return _programs[formula](*arguments)

@@ -13,9 +13,9 @@ the second GEMM. What is left is in `passes`: softmax, the prototypes' norms, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ MAX_LOG_RATIO = 30.0
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 
 NpnObjective = Literal["unified", "separate"]
-# What is computed per row from the parts of log sum_j exp(z_ij).
-Follow = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,12 @@ def log_normalizer(
 ) -> Tensor:
     """alpha of each anchor, [B]."""
     space = workspace or Workspace()
-    at = prepare(anchors, weight_md, space, passes)
-    return torch.cat([alpha for _, _, (alpha, _) in _blocks(anchors, at, _predict, (), space, passes)])
+    at, found = prepare(anchors, weight_md, space, passes), []
+    for part, z in _products(anchors, at, space):
+        shift, total = passes.sums(z, at.scale, like=part.positive)
+        alpha, _ = passes.run(_predict, shift, total, part, len(weight_md))
+        found.append(alpha)
+    return torch.cat(found)
 
 
 def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified") -> tuple[Tensor, Tensor]:
@@ -97,20 +99,30 @@ def unit_gradient(
     anchors: Anchors, at: Prototypes, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
 ) -> tuple[UnitGradient, Tensor]:
     """G of `loss_gradient`, from which its tangent is dL/dW, and alpha. Args: at: as from `prepare`."""
-    total = workspace.take("gradient", tuple(at.weight.shape), like=at.weight)
-    alphas: list[Tensor] = []
-    for part, powers, (pull, alpha) in _blocks(anchors, at, _pull, (objective, len(anchors)), workspace, passes):
-        first = not alphas
-        if anchors.low is None:
-            torch.addmm(total, powers.T, pull, beta=0.0 if first else 1.0, out=total)
-        else:
-            product = _matmul_low(powers.T, pull, "low_gradient", workspace)
-            if len(part) == len(anchors):
-                total = product
-            else:
-                total.copy_(product) if first else total.add_(product)
+    total, alphas = None, []
+    for part, z in _products(anchors, at, workspace):
+        powers, shift, sums = _exponentials(z, part, at, workspace, passes)
+        del z  # on a GPU no buffer of the workspace: its memory is free for the product
+        pull, alpha = passes.run(_pull, shift, sums, part, len(at.weight), objective, len(anchors))
+        total = _add_product(total, powers, pull, at, workspace, whole=part is anchors)
         alphas.append(alpha)
+    assert total is not None  # there are anchors
     return UnitGradient(total, at), torch.cat(alphas)
+
+
+def _add_product(
+    total: Tensor | None, powers: Tensor, pull: Tensor, at: Prototypes, space: Workspace, *, whole: bool
+) -> Tensor:
+    """total + p^T pull, [m, d]. Sums over blocks are in the precision of W; `whole`: there is one block, and no sum."""
+    shape = tuple(at.weight.shape)
+    if pull.dtype == at.weight.dtype:
+        if total is None:
+            return torch.mm(powers.T, pull, out=space.take("gradient", shape, like=at.weight))
+        return total.addmm_(powers.T, pull)
+    product = _matmul_low(powers.T, pull, "low_gradient", space)
+    if whole:
+        return product
+    return space.take("gradient", shape, like=at.weight).copy_(product) if total is None else total.add_(product)
 
 
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +136,10 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
     full, space = anchors.full_precision(), Workspace()
     start = 0
-    for part, powers, (share, total) in _blocks(full, prepare(full, weight_md, space), _shares, (), space):
+    at = prepare(full, weight_md, space)
+    for part, z in _products(full, at, space):
+        powers, shift, total = _exponentials(z, part, at, space, FUSED)
+        _, share = _predict(shift, total, part, len(weight_md))
         rows = slice(start, start := start + len(part))
         mean_prototype = (powers @ unit) * (share / total)[:, None]
         to_own[rows] = (mean_prototype - share[:, None] * partners_bd[rows]) / anchors.tau
@@ -134,29 +149,27 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     return to_own, to_partner, torch.cat(to_tau)
 
 
-def _blocks(
-    anchors: Anchors,
-    at: Prototypes,
-    follow: Follow,
-    given: tuple[Any, ...],
-    space: Workspace,
-    passes: Passes = FUSED,
-) -> Iterator[tuple[Anchors, Tensor, Any]]:
-    """Blocks of R anchors; p_ij = exp(z_ij - t_i), [R, m]; and follow(t [R], sum_j p_ij [R], the block, m, *given).
+def _products(anchors: Anchors, at: Prototypes, space: Workspace) -> Iterator[tuple[Anchors, Tensor]]:
+    """Blocks of R anchors and their products with the prototypes' directions, [R, m], still without `at.scale`.
 
-    p is in the precision of the GEMMs and a buffer that the next block overwrites: memory O(R m).
+    On a CPU a buffer that the next block overwrites: memory O(R m).
     """
     m = at.weight.shape[0]
     step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // m)
     for start in range(0, len(anchors), step):
         part = anchors.take(slice(start, start + step)) if step < len(anchors) else anchors
         if part.low is None:
-            z = torch.mm(part.features, at.directions.T, out=space.take("products", (len(part), m), like=part.features))
+            out = space.take("products", (len(part), m), like=part.features)
+            yield part, torch.mm(part.features, at.directions.T, out=out)
         else:
-            z = _matmul_low(part.low, at.directions.T, "low_products", space)
-        dtype = at.directions.dtype
-        powers, shift, total = passes.exponentials(z, at.scale, like=part.positive, dtype=dtype, space=space)
-        yield part, powers, passes.run(follow, shift, total, part, m, *given)
+            yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
+
+
+def _exponentials(
+    z: Tensor, part: Anchors, at: Prototypes, space: Workspace, passes: Passes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p_ij = exp(scale_j z_ij - t_i), [R, m], in the precision of the GEMMs; t and sum_j p_ij, [R]."""
+    return passes.exponentials(z, at.scale, like=part.positive, dtype=at.directions.dtype, space=space)
 
 
 def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
@@ -164,10 +177,6 @@ def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Te
     log_mean = shift + total.log() - math.log(m) - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)
-
-
-def _shares(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
-    return _predict(shift, total, anchors, m)[1], total
 
 
 def _pull(

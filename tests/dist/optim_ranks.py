@@ -37,16 +37,17 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return image, text, gradients[0], gradients[1]
 
 
-def plain(arch: str, config: OptimizerConfig) -> dict[str, Tensor]:
-    """The weights after plain PyTorch steps on the whole batch."""
+def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights before and after plain PyTorch steps on the whole batch."""
     model = towers(arch)
+    before = {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
     optimizer = build_optimizer(config, parameter_groups(model, weight_decay=config.weight_decay))
     for step in range(STEPS):
         image, text, *gradients = batch(step)
         torch.autograd.backward(model(image, text), gradients)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
+    return before, {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
 
 
 def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -> dict[str, Tensor]:

@@ -43,7 +43,10 @@ def test_optimizer_and_stage_make_the_steps_of_plain_pytorch(engines, reference,
         assert "trust ratio" in weights
         return
     assert isinstance(weights, dict), weights
-    distance = sum(float((weights[n].double() - w.double()).square().sum()) for n, w in reference[name].items())
-    moved = sum(float(w.double().square().sum()) for w in reference[name].values())
-    # Lion moves by a sign, which a rounding error can turn where the momentum is near zero.
-    assert (distance / moved) ** 0.5 < (2e-4 if name == "lion" else 1e-5)
+    before, after = ({n: w.double() for n, w in side.items()} for side in reference[name])
+    distance = torch.cat([(weights[n].double() - w).flatten() for n, w in after.items()])
+    movement = torch.cat([(before[n] - w).flatten() for n, w in after.items()])
+    if name == "lion":  # it moves by a sign, which a rounding error can turn where the momentum is near zero
+        assert (distance.abs() > 1e-3 * movement.abs().mean()).double().mean() < 0.005
+    else:
+        assert distance.norm() < 1e-5 * movement.norm()

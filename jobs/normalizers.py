@@ -77,6 +77,11 @@ def show(measurements: list[Measurement], *, title: str) -> None:
         f"are left out); {last.rows:,} anchors compared in both directions. A constant at the mean would have the "
         "variance as its error: read both beside tau, since a model that has not learned is easy to predict."
     )
+    if fresh := [f"{m.samples:,}" for m in measurements if m.fresh]:
+        click.echo(
+            f"After {', '.join(fresh)} samples the next step restarts the network: what is in use there is fresh. "
+            "Checkpoints between restarts (checkpoint.every no multiple of objective.restart_every) tell of the rest."
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Measurement:
     pairs: n, over which the exact ones sum; left_over: pairs of the dataset that fill no batch and are not among them.
     rows: anchors compared, per direction. tau: their mean temperature. mean, variance: of the exact log-normalizers;
     an estimator that knows nothing but the mean has an error of `variance`. cold: the method's lasting state alone;
-    in_use: with what a step on the anchors' batch learns first.
+    in_use: with what a step on the anchors' batch learns first; fresh: that step begins with a restart of the network.
     """
 
     step: int
@@ -68,6 +68,7 @@ class Measurement:
     variance: float
     cold: Errors
     in_use: Errors
+    fresh: bool
 
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -166,6 +167,7 @@ def measure(
         variance=float(exact.var(correction=0)),
         cold=_errors(torch.cat(found.cold), exact),
         in_use=_errors(torch.cat(found.in_use), exact),
+        fresh=objective.restarts(objective.steps),
     )
     return measurement, found
 

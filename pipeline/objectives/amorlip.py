@@ -219,6 +219,9 @@ class AmorLip(GlobalTemperatureObjective):
         super().apply(pending, lr_scale=lr_scale)
         self.networks.commit()
 
+    def restarts(self, step: int) -> bool:
+        return step % self.context.steps_per_epoch == 0
+
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
 

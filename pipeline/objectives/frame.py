@@ -174,6 +174,10 @@ class SoftmaxObjective(FramedObjective):
         """log-normalizers that a step on this batch would weigh its gradients with, [B] each."""
         return self.decide(batch).log_normalizer
 
+    def restarts(self, step: int) -> bool:
+        """Whether the step that follows `step` applied ones begins with a fresh network."""
+        return False
+
     @torch.no_grad()
     def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> Beliefs:
         """What the method believes log(eps + g) of these pairs to be, without a lasting trace of having been asked.

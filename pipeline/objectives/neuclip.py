@@ -144,6 +144,10 @@ class NeuClip(GlobalTemperatureObjective):
         super().apply(pending, lr_scale=lr_scale)
         self.npn.commit(pending.update)
 
+    def restarts(self, step: int) -> bool:
+        every = self.config.restart_every if self.config.npn == "prototypes" else 0
+        return every > 0 and step % every == 0
+
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
 

@@ -113,6 +113,23 @@ def test_compiled_passes_with_bf16_products_err_as_the_others_do():
     assert 1e-5 < relative_error(updated["bf16", True], full) < 2 * relative_error(updated["bf16", False], full)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fresh"),
+    [
+        ({"name": "neuclip", "restart_every": 4}, [0, 4, 8]),
+        ({"name": "neuclip", "restart_every": 0}, []),
+        ({"name": "neuclip", "npn": "queue"}, []),
+        ({"name": "amorlip"}, [0, 4, 8]),  # steps of an epoch
+        ({"name": "openclip"}, []),
+    ],
+)
+def test_steps_that_begin_with_a_fresh_network_are_known(settings, fresh):
+    objective = build_objective(
+        {**settings, **({"prototypes": 8} if settings["name"] == "neuclip" else {})}, context=context(8)
+    )
+    assert [step for step in range(9) if objective.restarts(step)] == fresh
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
     def fail(*arguments):
         raise TorchDynamoException("no C++ compiler here\n\nSet TORCHDYNAMO_VERBOSE=1")

@@ -83,6 +83,11 @@ def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: i
         raise UserError(
             f"{path} must set managed_gradient_accumulation to false: the trainer owns the step's boundary."
         )
+    if zero_stage(settings) == 0 and settings.get("bf16", {}).get("enabled"):
+        raise UserError(
+            f"{path} sets bf16.enabled at ZeRO stage 0, where DeepSpeed (0.19) takes an optimizer step on zero "
+            "gradients while it starts: use torch_autocast, as ds_configs/zero0_bf16.json does, or a higher stage."
+        )
     # DeepSpeed's own timer would make the host wait for the device in every forward pass.
     quiet = {"steps_per_print": 2**62, "wall_clock_breakdown": False, "timers": {"throughput": {"enabled": False}}}
     return {**settings, **filled, **quiet}

@@ -101,6 +101,9 @@ def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
     contradiction.write_text('{"optimizer": {"type": "Adam"}, "managed_gradient_accumulation": false}')
     with pytest.raises(UserError, match="optimizer"):
         deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
+    contradiction.write_text('{"bf16": {"enabled": true}, "managed_gradient_accumulation": false}')
+    with pytest.raises(UserError, match=r"stage 0.*torch_autocast"):
+        deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -104,11 +104,10 @@ class Passes:
         shift = torch.cat(log_sums)
         return z.to(dtype), shift, torch.ones_like(shift)
 
-    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
         """t and s of `exponentials`, where nobody asks for p. z may be lost."""
-        scaled = (z[rows] if scale is None else z[rows] * scale for rows in pieces(z))
-        shift = torch.cat([part.to(like.dtype).logsumexp(1) for part in scaled])
-        return shift, torch.ones_like(shift)
+        _, shift, total = self.exponentials(z, scale, like=like, dtype=z.dtype, space=space)  # softmax beats logsumexp
+        return shift, total
 
     def descend(
         self,
@@ -145,7 +144,7 @@ class CompiledPasses(Passes):
         shift, total = self.run(_exponentials, z, scale, out, like.dtype)
         return out, shift, total
 
-    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
         shift, total = self.run(_sums, z, scale, like.dtype)
         return shift, total
 

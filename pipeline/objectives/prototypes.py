@@ -70,7 +70,7 @@ def log_normalizer(
     space = workspace or Workspace()
     at, found = prepare(anchors, weight_md, space, passes), []
     for part, z in _products(anchors, at, space):
-        shift, total = passes.sums(z, at.scale, like=part.positive)
+        shift, total = passes.sums(z, at.scale, like=part.positive, space=space)
         alpha, _ = passes.run(_predict, shift, total, part, len(weight_md))
         found.append(alpha)
     return torch.cat(found)

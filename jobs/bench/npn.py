@@ -64,15 +64,14 @@ def closed_form(
     memory = workspace.take("bench_memory", tuple(weight.shape), like=weight).zero_()
     optimizer = AdaGrad(LR)
     for side in (0, 1):
-        slots = {"accumulator": memory[side]}
-        at = prototypes.prepare(anchors[side], weight[side], workspace, passes)
+        slots, updated = {"accumulator": memory[side]}, weight[side]
+        at = prototypes.prepare(anchors[side], updated, workspace, passes)
         for step in range(steps):
             gradient, _ = prototypes.unit_gradient(
                 anchors[side], at, objective="unified", workspace=workspace, passes=passes
             )
             at = passes.descend(gradient, slots, optimizer=optimizer, number=step + 1, space=workspace)
-        if at.weight is not weight[side]:
-            weight[side].copy_(at.weight)
+        at.write_to(updated)
     return weight
 
 
@@ -149,8 +148,11 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
         )
     full = closed_form(anchors, weight, steps=steps, workspace=Workspace())
     rounded = closed_form(low, weight, steps=steps, workspace=Workspace())
-    alpha = prototypes.log_normalizer(anchors[0], full[0])
-    cost = (prototypes.log_normalizer(anchors[0], rounded[0]) - alpha).square().mean()
+    alpha, other = (
+        prototypes.log_normalizer(anchors[0], prototypes.prepare(anchors[0], weight[0], Workspace()))
+        for weight in (full, rounded)
+    )
+    cost = (other - alpha).square().mean()
     own = (alpha - anchors[0].log_target).square().mean()
     print(f"alpha: bf16 GEMMs cost {cost:.1e} of MSE; its own error is {own:.1e}")
 

@@ -110,10 +110,11 @@ class PrototypeNpn(Npn):
         seen = (anchors[0].take(batch.rows), anchors[1].take(batch.rows)) if self.sharded else anchors
         cold, alpha = [], []
         for side in (0, 1):
-            first = self._inner_updates(side, seen[side])
-            used = prototypes.log_normalizer(
-                seen[side].full_precision(), self.weight(side), workspace=self.workspace, passes=self.passes
-            )
+            at, first = self._inner_updates(side, seen[side])
+            full = seen[side].full_precision()
+            if at.directions.dtype != at.weight.dtype:
+                at = self._prepare(full, at.weight)
+            used = prototypes.log_normalizer(full, at, workspace=self.workspace, passes=self.passes)
             alpha.append(used)
             cold.append(used if first is None else first)
         self._next_updates += self.inner_steps
@@ -126,7 +127,11 @@ class PrototypeNpn(Npn):
         if not live:
             raise RuntimeError("there are no prototypes before the first committed step")
         weight = self.state.lasting["weight"][:, :live]
-        first, second = (prototypes.log_normalizer(anchors[s].full_precision(), weight[s]) for s in (0, 1))
+        full, space = [side.full_precision() for side in anchors], Workspace()
+        first, second = (
+            prototypes.log_normalizer(full[s], prototypes.prepare(full[s], weight[s], space), workspace=space)
+            for s in (0, 1)
+        )
         return first, second
 
     def weight(self, side: int) -> Tensor:
@@ -141,7 +146,7 @@ class PrototypeNpn(Npn):
 
     def commit(self, batch: Batch) -> None:
         for side, gradient in enumerate(self._held_back):
-            _put_back(self._updated(side, gradient, number=self._next_updates), gradient.at.weight)
+            self._updated(side, gradient, number=self._next_updates).write_to(gradient.at.weight)
         self._held_back = []
         self.state.commit()
         self.live.fill_(self._next_live)
@@ -154,10 +159,10 @@ class PrototypeNpn(Npn):
         counters = {"queue": self.queue, "live": self.live, "queued": self.queued, "updates": self.updates}
         return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
 
-    def _inner_updates(self, side: int, anchors: Anchors) -> Tensor | None:
-        """Make the updates of a step on these prototypes. Returns: alpha before the first, if there are any."""
+    def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
+        """Make the updates of a step on these prototypes. Returns: them; alpha before the first, if there are any."""
         first, weight = None, self.weight(side)
-        at = prototypes.prepare(anchors, weight, self.workspace, self.passes)
+        at = self._prepare(anchors, weight)
         for inner in range(self.inner_steps):
             gradient, alpha = self._gradient(anchors, at)
             first = alpha if first is None else first
@@ -165,8 +170,11 @@ class PrototypeNpn(Npn):
                 self._held_back.append(gradient.clone())
             else:
                 at = self._updated(side, gradient, number=self._next_updates + inner + 1)
-        _put_back(at, weight)
-        return first
+        at.write_to(weight)
+        return at, first
+
+    def _prepare(self, anchors: Anchors, weight_md: Tensor) -> Prototypes:
+        return prototypes.prepare(anchors, weight_md, self.workspace, self.passes)
 
     def _gradient(self, anchors: Anchors, at: Prototypes) -> tuple[UnitGradient, Tensor]:
         """The gradient of the mean over all ranks' anchors, and alpha of those given."""
@@ -239,12 +247,6 @@ class PrototypeNpn(Npn):
         if self.context.device.type == "cuda":
             chosen = chosen.pin_memory()  # a copy that nobody waits for
         return chosen.to(self.context.device, non_blocking=True)
-
-
-def _put_back(at: Prototypes, weight_md: Tensor) -> None:
-    """Write updated prototypes over those they came from, unless they were updated in place."""
-    if at.weight is not weight_md:
-        weight_md.copy_(at.weight)
 
 
 def anchors_of(batch: Batch, config: Any, *, tau: Tensor) -> BothSides:

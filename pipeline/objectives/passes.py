@@ -43,6 +43,11 @@ class Prototypes:
     norms: Tensor
     tau: Tensor
 
+    def write_to(self, weight_md: Tensor) -> None:
+        """Put W there, unless it was updated there."""
+        if self.weight is not weight_md:
+            weight_md.copy_(self.weight)
+
 
 @dataclass(frozen=True)
 class UnitGradient:
@@ -79,12 +84,10 @@ class Passes:
             scaled[rows] = direction
         return Prototypes(weight_md, scaled, None, norms, tau)
 
-    def exponentials(
-        self, z: Tensor, scale: Tensor | None, *, like: Tensor, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """p_ij = exp(scale_j z_ij - t_i), [R, m], in `dtype`; t_i near the row's largest exponent; s_i = sum_j p_ij.
+    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """p_ij = exp(scale_j z_ij - t_i), [R, m]; t_i near the row's largest exponent; s_i = sum_j p_ij.
 
-        s and t, [R], are computed as `like`. z may be lost.
+        Args: z: products with at.directions; may be lost. p is in the precision of these, s and t, [R], in that of W.
         """
         # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. The sum is known without further
         # exponentials: the row's largest softmax is 1 / sum_j exp(z_ij - max_j z_ij).
@@ -92,21 +95,21 @@ class Passes:
         for rows in pieces(z):
             part = z[rows]
             wide = part
-            if part.dtype != like.dtype:
-                wide = space.take("piece", tuple(part.shape), like=like).copy_(part)
-            if scale is not None:
-                wide.mul_(scale)
+            if part.dtype != at.weight.dtype:
+                wide = space.take("piece", tuple(part.shape), like=at.weight).copy_(part)
+            if at.scale is not None:
+                wide.mul_(at.scale)
             top = wide.amax(1)
             torch.softmax(wide, 1, out=wide)
             log_sums.append(top - wide.amax(1).log_())
             if wide is not part:
                 part.copy_(wide)
         shift = torch.cat(log_sums)
-        return z.to(dtype), shift, torch.ones_like(shift)
+        return z.to(at.directions.dtype), shift, torch.ones_like(shift)
 
-    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
-        """t and s of `exponentials`, where nobody asks for p. z may be lost."""
-        _, shift, total = self.exponentials(z, scale, like=like, dtype=z.dtype, space=space)  # softmax beats logsumexp
+    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+        """t and s of `exponentials`, where nobody asks for p."""
+        _, shift, total = self.exponentials(z, at, space)  # softmax beats logsumexp
         return shift, total
 
     def descend(
@@ -137,15 +140,13 @@ class CompiledPasses(Passes):
         low = _low(weight_md, dtype, space)
         return _as_they_are(weight_md, low, self.run(_squares, weight_md, low), tau)
 
-    def exponentials(
-        self, z: Tensor, scale: Tensor | None, *, like: Tensor, dtype: torch.dtype, space: Workspace
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out = space.take("exponentials", tuple(z.shape), like=z, dtype=dtype)
-        shift, total = self.run(_exponentials, z, scale, out, like.dtype)
+    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        out = space.take("exponentials", tuple(z.shape), like=at.directions)
+        shift, total = self.run(_exponentials, z, at.scale, out, at.weight.dtype)
         return out, shift, total
 
-    def sums(self, z: Tensor, scale: Tensor | None, *, like: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
-        shift, total = self.run(_sums, z, scale, like.dtype)
+    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+        shift, total = self.run(_sums, z, at.scale, at.weight.dtype)
         return shift, total
 
     def descend(

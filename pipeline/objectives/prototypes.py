@@ -64,14 +64,13 @@ class Anchors:
 
 
 def log_normalizer(
-    anchors: Anchors, weight_md: Tensor, *, workspace: Workspace | None = None, passes: Passes = FUSED
+    anchors: Anchors, at: Prototypes, *, workspace: Workspace | None = None, passes: Passes = FUSED
 ) -> Tensor:
-    """alpha of each anchor, [B]."""
-    space = workspace or Workspace()
-    at, found = prepare(anchors, weight_md, space, passes), []
+    """alpha of each anchor, [B]. Args: at: as from `prepare`, for these anchors."""
+    space, found = workspace or Workspace(), []
     for part, z in _products(anchors, at, space):
-        shift, total = passes.sums(z, at.scale, like=part.positive, space=space)
-        alpha, _ = passes.run(_predict, shift, total, part, len(weight_md))
+        shift, total = passes.sums(z, at, space)
+        alpha, _ = passes.run(_predict, shift, total, part, len(at.weight))
         found.append(alpha)
     return torch.cat(found)
 
@@ -101,7 +100,7 @@ def unit_gradient(
     """G of `loss_gradient`, from which its tangent is dL/dW, and alpha. Args: at: as from `prepare`."""
     total, alphas = None, []
     for part, z in _products(anchors, at, workspace):
-        powers, shift, sums = _exponentials(z, part, at, workspace, passes)
+        powers, shift, sums = passes.exponentials(z, at, workspace)
         del z  # on a GPU no buffer of the workspace: its memory is free for the product
         pull, alpha = passes.run(_pull, shift, sums, part, len(at.weight), objective, len(anchors))
         total = _add_product(total, powers, pull, at, workspace, whole=part is anchors)
@@ -135,10 +134,9 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
     full, space = anchors.full_precision(), Workspace()
-    start = 0
-    at = prepare(full, weight_md, space)
+    at, start = prepare(full, weight_md, space), 0
     for part, z in _products(full, at, space):
-        powers, shift, total = _exponentials(z, part, at, space, FUSED)
+        powers, shift, total = FUSED.exponentials(z, at, space)
         _, share = _predict(shift, total, part, len(weight_md))
         rows = slice(start, start := start + len(part))
         mean_prototype = (powers @ unit) * (share / total)[:, None]
@@ -163,13 +161,6 @@ def _products(anchors: Anchors, at: Prototypes, space: Workspace) -> Iterator[tu
             yield part, torch.mm(part.features, at.directions.T, out=out)
         else:
             yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
-
-
-def _exponentials(
-    z: Tensor, part: Anchors, at: Prototypes, space: Workspace, passes: Passes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ij = exp(scale_j z_ij - t_i), [R, m], in the precision of the GEMMs; t and sum_j p_ij, [R]."""
-    return passes.exponentials(z, at.scale, like=part.positive, dtype=at.directions.dtype, space=space)
 
 
 def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective, passes, prototypes
@@ -69,50 +68,6 @@ def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
     assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # of m d, and blocks are less
 
 
-@pytest.mark.slow  # compiles
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("make", [passes.FUSED, passes.COMPILED])
-def test_exponentials_and_their_sums(make, scaled, monkeypatch):
-    monkeypatch.setattr(passes, "_CPU_PIECE", 40 * 3)  # pieces of a few rows
-    z, scale = make_weight(7, 40) * 200, make_weight(40, 1).squeeze(1).abs() if scaled else None
-    exponents = z if scale is None else z * scale
-    powers, shift, total = make.exponentials(z.clone(), scale, like=z, dtype=z.dtype, space=Workspace())
-    assert torch.allclose(powers.sum(1), total, rtol=1e-12)
-    assert torch.allclose(powers, (exponents - shift[:, None]).exp(), rtol=1e-9)
-    assert torch.allclose(shift + total.log(), exponents.logsumexp(1), rtol=1e-12)
-
-
-@pytest.mark.slow  # compiles
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_compiled_passes_make_the_same_updates(optimizer):
-    settings = {"name": "neuclip", "prototypes": 20, "restart_every": 3, "inner_steps": 3, "npn_optimizer": optimizer}
-    states = []
-    for compiled in (False, True):
-        objective, losses = build_objective({**settings, "npn_compile": compiled}, context=context(8)), []
-        for step in range(5):  # prototypes grow from 8 to 20, and are restarted
-            image, text = unit_features(8, 16, seed=step, dtype=torch.float64)
-            output = objective.compute(image, text, sample_ids=torch.arange(8), step=step)
-            objective.commit()
-            losses.append(output.loss)
-        states.append({"losses": torch.stack(losses), **objective.state_dict()})
-    for name, value in states[0].items():
-        assert torch.allclose(states[1][name], value, rtol=1e-9, atol=1e-12), name
-
-
-@pytest.mark.slow  # compiles
-def test_compiled_passes_with_bf16_products_err_as_the_others_do():
-    updated = {}
-    for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
-        settings = {"name": "neuclip", "prototypes": 64, "npn_precision": precision, "npn_compile": compiled}
-        objective = build_objective(settings, context=context(96, dim=32, dtype=torch.float32))
-        image, text = unit_features(96, 32, seed=1, dtype=torch.float32)
-        objective.compute(image, text, sample_ids=torch.arange(96), step=0)
-        objective.commit()
-        updated[precision, compiled] = objective.state_dict()["npn.weight"]
-    full = updated["fp32", False]
-    assert 1e-5 < relative_error(updated["bf16", True], full) < 2 * relative_error(updated["bf16", False], full)
-
-
 @pytest.mark.parametrize(
     ("settings", "fresh"),
     [
@@ -128,18 +83,6 @@ def test_steps_that_begin_with_a_fresh_network_are_known(settings, fresh):
         {**settings, **({"prototypes": 8} if settings["name"] == "neuclip" else {})}, context=context(8)
     )
     assert [step for step in range(9) if objective.restarts(step)] == fresh
-
-
-def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
-    def fail(*arguments):
-        raise TorchDynamoException("no C++ compiler here\n\nSet TORCHDYNAMO_VERBOSE=1")
-
-    monkeypatch.setattr(torch, "compile", lambda formula, **options: fail)
-    monkeypatch.setattr(passes, "_programs", {})
-    objective = build_objective({"name": "neuclip", "prototypes": 4, "npn_compile": True}, context=context(8))
-    image, text = unit_features(8, 16, seed=0, dtype=torch.float64)
-    with pytest.raises(UserError, match=r"no C\+\+ compiler here.*npn_compile=false"):
-        objective.compute(image, text, sample_ids=torch.arange(8), step=0)
 
 
 def test_slopes_of_alpha_are_autograd():

@@ -174,6 +174,6 @@ def test_a_rho_out_of_reach_is_told(name, caplog):
 
 
 def test_sample_ids_are_asked_for_where_they_are_needed():
-    objective = build_objective("sogclr", dim=16, batch_size=8, dataset_size=8)
+    objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8, total_steps=1)
     with pytest.raises(UserError, match="sample_ids"):
         objective.loss(*unit_features(8, dtype=torch.float32))

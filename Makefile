@@ -4,6 +4,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTABLE := $(VENV)/.testable
+# pip resumes a download that broke off, but never begins one anew, and 5 GB have to come: so an installation is tried
+# again after each of these pauses, in seconds.
+PAUSES ?= 5 30 120
+INSTALL = @install() { \
+	for pause in $(PAUSES) none; do \
+		echo "pip install $$*"; $(BIN)/python -m pip install --quiet "$$@" && return; \
+		test $$pause != none || return 1; \
+		echo "That failed; once more in $$pause s"; sleep $$pause; \
+	done; }; install
 export DS_BUILD_OPS := 0
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -22,16 +31,16 @@ environment: $(READY)
 # Two steps, so that deepspeed finds torch when it is built.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --constraint constraints.txt torch torchvision setuptools wheel
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
 # clip-benchmark, which need none of what it depends on.
 $(TESTABLE): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,scale,onnx]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps clip-benchmark
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx]'
+	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	touch $@
 
 demo: $(READY)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -82,7 +82,6 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         result = command.main(arguments, prog_name=prog_name, standalone_mode=False)
-        sys.exit(result if isinstance(result, int) else 0)
     except click.exceptions.Abort:
         _fail("Interrupted.", EXIT_INTERRUPTED)
     except KeyboardInterrupt:
@@ -108,14 +107,19 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             f"Unexpected {type(error).__name__}: {error}. This is likely a fault of the program.{hint}",
             EXIT_BUG,
         )
+    _leave(result if isinstance(result, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(
         textwrap.fill(f"Error: {message}", 110, break_long_words=False, break_on_hyphens=False),
         file=sys.stderr,
     )
-    world = sys.modules.get("pipeline.world")
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    world = sys.modules.get("pipeline.world")  # not imported by those who need no torch
     if world is not None:
         world.leave(code)
     sys.exit(code)

@@ -6,6 +6,7 @@ every collective is counted: `world.traffic` holds calls and payload bytes per c
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -94,10 +95,15 @@ class World:
 
 
 def joined_world() -> World:
-    """The ranks of the process group that this process has joined, for layers deep in a model; else one rank."""
+    """The ranks of the process group that this process has joined, whoever started it; else one rank on the CPU.
+
+    Its device is the current one of CUDA where the group communicates there.
+    """
     if not dist.is_initialized():
         return World()
-    return World(rank=dist.get_rank(), size=dist.get_world_size())
+    on_gpus = dist.get_backend() != "gloo" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 
 @contextmanager
@@ -153,10 +159,19 @@ def limit_collectives(minutes: float) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process: at once, without destructors that wait for other ranks, when its process group still stands."""
+    """End this process, one rank of several without taking its interpreter apart.
+
+    Where the process group still stands, destructors would wait for other ranks. Where it does not, whoever refers to
+    it, as DeepSpeed does, keeps gloo's threads alive, and one that lets go of its last tensor too late for the
+    interpreter aborts the process (PyTorch issue 190489).
+    """
+    standing = dist.is_available() and dist.is_initialized()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and not standing:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_available() and dist.is_initialized():
+    if several or standing:
         os._exit(code)
     sys.exit(code)
 

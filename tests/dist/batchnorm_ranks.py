@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.batchnorm import use_fp32_batch_norms
 from pipeline.step import frozen_statistics
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 
 ROWS, STEPS = 12, 3
 
@@ -72,3 +72,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

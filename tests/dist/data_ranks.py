@@ -13,7 +13,7 @@ from pipeline.config import parse
 from pipeline.data.config import DataConfig
 from pipeline.data.loader import Loader, build_loader
 from pipeline.errors import UserError
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 from tests.shards import count_tokens
 
 BATCH, STREAMS = 12, 6
@@ -84,3 +84,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -16,7 +16,7 @@ from pipeline.objectives import Objective, ObjectiveContext, build_objective, ob
 from pipeline.optim import OptimizerConfig
 from pipeline.probe import GradientProbe
 from pipeline.step import TrainStep
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 
 BATCH, STEPS, EACH = 16, 20, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -138,3 +138,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -12,7 +12,7 @@ from pipeline.engine import Engine, EngineConfig
 from pipeline.errors import UserError
 from pipeline.model import ModelConfig, Towers, build_towers
 from pipeline.optim import OptimizerConfig, build_optimizer, parameter_groups
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 
 BATCH, STEPS, DIM = 8, 4, 16
 # Some gradients are 0 but for rounding (attention's key biases); with a small eps Adam makes whole steps of that noise.
@@ -91,3 +91,4 @@ def main(arch: str, out: Path, files: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    leave(0)

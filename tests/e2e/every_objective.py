@@ -14,7 +14,7 @@ from pipeline.objectives import objective_names
 from pipeline.recipe import load_recipe
 from pipeline.run_folder import prepare_folder
 from pipeline.train import setup
-from pipeline.world import start_world
+from pipeline.world import leave, start_world
 
 
 def main() -> None:
@@ -44,3 +44,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -108,3 +108,21 @@ _fail("one rank's trouble", 2)
         assert done.returncode == 2
         assert "Error: one rank's trouble" in done.stderr
         assert done.stdout == ending
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_of_several_ends_without_taking_its_interpreter_apart(ranks: int) -> None:
+    # gloo's threads may want the interpreter later than that; what was registered for the end is done all the same.
+    program = """
+import atexit, os, sys
+from pipeline.world import leave
+class Last:
+    def __del__(self, write=os.write): write(1, b"taken apart")
+sys.last_of_all = Last()
+atexit.register(print, "registered", end=" ")
+leave(3)
+"""
+    environment = {**os.environ, "WORLD_SIZE": str(ranks)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.split() == ["registered", *(["taken", "apart"] if ranks == 1 else [])]

@@ -15,12 +15,12 @@ from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
 from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
-from pipeline.objectives.temperature import warn_of_large_rho
+from pipeline.objectives.temperature import TauSchedule, tau_lr_at, warn_of_large_rho
 
 
 @section
 class ISogClrConfig(EstimatorConfig):
-    """Per-sample temperatures, learned as tau itself; `tau_lr` follows the encoders' schedule.
+    """Per-sample temperatures, learned as tau itself; `tau_schedule`: as for global temperatures.
 
     tau_optimizer: "adam" with moments per sample (FastCLIP) or "momentum" (iSogCLR's own Algorithm 2). The gradient is
     written without the papers' 1/n, which only rescales the learning rate.
@@ -32,6 +32,7 @@ class ISogClrConfig(EstimatorConfig):
     tau_min: float = Field(default=0.005, gt=0)
     tau_max: float = Field(default=1.0, gt=0)
     tau_lr: float = Field(default=1e-2, ge=0)
+    tau_schedule: TauSchedule = "encoders"
     tau_optimizer: Literal["adam", "momentum"] = "adam"
     tau_beta1: float = Field(default=0.9, ge=0, lt=1)
     tau_beta2: float = Field(default=0.98, ge=0, lt=1)
@@ -101,12 +102,12 @@ class ISogClr(EstimatorObjective):
 
     def apply(self, pending: Decision, *, lr_scale: float) -> None:
         log_u, gradient, rows = pending.update
-        tau_rows = self._step(rows[:, 2:], gradient, lr=self.config.tau_lr * lr_scale)
+        tau_rows = self._step(rows[:, 2:], gradient, lr=tau_lr_at(self.config, lr_scale=lr_scale))
         self.batch_tau.copy_(tau_rows[:, :2].mean())
         self.table.write(torch.cat([log_u, tau_rows], 1))
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"tau_lr": self.config.tau_lr * lr_scale}
+        return {"tau_lr": tau_lr_at(self.config, lr_scale=lr_scale)}
 
     def _step(self, rows: Tensor, gradient: Tensor, *, lr: float) -> Tensor:
         """One optimizer step on [tau, moments, ...] rows of the batch; tau stays within [tau_min, tau_max]."""

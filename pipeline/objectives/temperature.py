@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import torch
@@ -20,12 +20,20 @@ from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
 from pipeline.objectives.frame import Decision, Pair, SoftmaxObjective
 
 log = logging.getLogger(__name__)
+TauSchedule = Literal["encoders", "constant"]
+
+
+def tau_lr_at(config: Any, *, lr_scale: float) -> float:
+    """The learning rate of temperatures where the encoders' schedule stands at `lr_scale`, in [0, 1]."""
+    return float(config.tau_lr * (1.0 if config.tau_schedule == "constant" else lr_scale))
 
 
 @section
 class TemperatureConfig(ObjectiveConfig):
-    """Settings of methods with one learned temperature; `tau_lr` acts on log(1/tau) and follows the encoders' schedule.
+    """Settings of methods with one learned temperature; `tau_lr` acts on log(1/tau).
 
+    tau_schedule: the rate follows that of the "encoders", warm-up and decay (as in open_clip, where the temperature is
+    one of the model's parameters), or stays "constant" (FastCLIP, appendix B, and its published commands).
     tau_lr_fall: below `tau_lr_threshold` the learning rate is multiplied by it (1 = never falls).
     """
 
@@ -36,6 +44,7 @@ class TemperatureConfig(ObjectiveConfig):
     tau_beta1: float = Field(default=0.9, ge=0, lt=1)
     tau_beta2: float = Field(default=0.98, ge=0, lt=1)
     tau_eps: float = Field(default=1e-8, gt=0)
+    tau_schedule: TauSchedule = "encoders"
     tau_lr_threshold: float = Field(default=0.03, gt=0)
     tau_lr_fall: float = Field(default=1.0, gt=0, le=1)
 
@@ -87,7 +96,7 @@ class Temperature:
     def rate(self, *, lr_scale: float) -> Tensor:
         """The learning rate of log(1/tau), a 0-dim tensor; below the threshold it falls."""
         c = self.config
-        return c.tau_lr * lr_scale * torch.where(self.value() < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
+        return tau_lr_at(c, lr_scale=lr_scale) * torch.where(self.value() < c.tau_lr_threshold, c.tau_lr_fall, 1.0)
 
     def update(self, tau_gradient: Tensor, *, lr_scale: float) -> None:
         """One Adam step on log(1/tau) from dL/dtau = -(1/tau) dL/dlog(1/tau); tau stays in [tau_min, tau_max]."""
@@ -107,13 +116,13 @@ def warn_of_large_rho(config: Any, context: ObjectiveContext) -> None:
     if context.world.is_main and moves and n > 2 and rho >= math.log(n - 1):
         log.warning(
             "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
-            "The papers use 0.44 to 0.67 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
+            "The papers use 0.44 to 0.82 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
             rho,
             math.log(n - 1),
             n,
             config.tau_min,
             0.44 * math.log(n),
-            0.67 * math.log(n),
+            0.82 * math.log(n),
         )
 
 

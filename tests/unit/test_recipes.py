@@ -76,6 +76,17 @@ def test_neuclip_has_the_papers_values_and_its_own_reading_beside_them(name: str
     assert (ours.npn_lr, ours.ratio_cap) == (0.01, 5.0)
 
 
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("method", [name for name in objective_names() if name not in ("sogclr", "fastclip_v1")])
+def test_temperatures_are_learned_as_the_encoders_are(name: str, method: str) -> None:
+    run = load(name, f"objective.name={method}")
+    objective = run.objective
+    assert (objective.tau_beta1, objective.tau_beta2) == tuple(run.optimizer.betas)
+    assert objective.tau_eps == run.optimizer.eps
+    constant = method.startswith("fastclip") or method in ("isogclr", "amorlip")
+    assert objective.tau_schedule == ("constant" if constant else "encoders")
+
+
 @pytest.mark.parametrize(
     ("name", "method", "expected"),
     [

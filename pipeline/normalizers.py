@@ -167,7 +167,7 @@ def measure(
         variance=float(exact.var(correction=0)),
         cold=_errors(torch.cat(found.cold), exact),
         in_use=_errors(torch.cat(found.in_use), exact),
-        fresh=objective.restarts(objective.steps),
+        fresh=objective.restarts(),
     )
     return measurement, found
 

@@ -69,9 +69,7 @@ class TrainStep:
             features = self._features(image, text, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
-            # Its own count, of steps applied: what falls on a skipped step, a restart for one, falls on the next.
-            applied = self.objective.steps
-            output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, step=applied)
+            output = self.objective.compute(f_image, f_text, sample_ids=sample_ids)
             finite, stop = self._agree(output, stop)
         if not finite:  # known before backward: some engines keep what a backward pass left until they have used it
             self.objective.discard()

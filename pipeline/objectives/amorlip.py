@@ -211,16 +211,17 @@ class AmorLip(GlobalTemperatureObjective):
         )
 
     def predict(self, batch: Batch) -> Pair:
-        logit = batch.positive / self.temperature.value()
+        # As the log-normalizer that `decide` uses: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
+        own = batch.positive / self.temperature.value() - math.log1p(self.config.positive_weight / (batch.size - 1))
         first, second = self.networks.predict(batch.features)
-        return first - logit, second - logit
+        return first - own, second - own
 
     def apply(self, pending: Any, *, lr_scale: float) -> None:
         super().apply(pending, lr_scale=lr_scale)
         self.networks.commit()
 
-    def restarts(self, step: int) -> bool:
-        return step % self.context.steps_per_epoch == 0
+    def restarts(self) -> bool:
+        return self.steps % self.context.steps_per_epoch == 0
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}

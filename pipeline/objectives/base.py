@@ -34,7 +34,8 @@ class ObjectiveConfig:
 class ObjectiveContext:
     """The facts of a run that an objective may need; all of them are known before the first batch.
 
-    In somebody else's loop, dataset_size, steps_per_epoch and total_steps may be 0, unknown, where nothing needs them.
+    batch_size: pairs of the global batch, over all ranks. In somebody else's loop, dataset_size, steps_per_epoch and
+    total_steps may be 0, unknown, where nothing needs them.
     """
 
     dim: int
@@ -81,11 +82,12 @@ class Objective(ABC):
     needs_sample_ids: ClassVar[bool] = False
 
     @abstractmethod
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         """Loss and feature gradients of one batch; every lasting change of state is held back until `commit`.
 
-        Args: image, text: [b, d] unit-norm fp32 features of this rank, without graph. sample_ids: [b] int64.
-          step: number of steps applied so far, from 0.
+        Args: image, text: [b, d] unit-norm fp32 features of this rank, without graph, b the same on all ranks.
+          sample_ids: [b] int64.
+        Raises: RuntimeError when the last batch was neither committed nor discarded.
         """
 
     @abstractmethod
@@ -105,7 +107,10 @@ class Objective(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """The small lasting state as tensors, the same on every rank and for any number of ranks."""
+        """The small lasting state as tensors, the same on every rank and for any number of ranks.
+
+        Methods with per-sample state have `row_state_dict` beside it, and are not restored without.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -114,19 +119,20 @@ class Objective(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Number of committed steps; part of the lasting state."""
+        """Number of committed steps, part of the lasting state: what a method does every so often goes by it."""
 
     def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None) -> Tensor:
         """The loss of the global batch, with a graph to this rank's features: for use in anybody's own loop.
 
         Call `backward()` on it, step the encoders, then `commit()` (or `discard()` when the step was skipped).
-        Args: image, text: [b, d] unit-norm features. sample_ids: [b] stable ids, for methods with per-sample state.
+        Args: image, text: [b, d] unit-norm features, b the same on all ranks. sample_ids: [b] stable ids in [0, n), for
+          methods with per-sample state. Raises: RuntimeError when the last batch was neither committed nor discarded.
         Gradients are scaled for DistributedDataParallel, which averages over the ranks; one rank changes nothing.
         """
         if sample_ids is None and self.needs_sample_ids:
             raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
         ids = torch.full((image.shape[0],), -1, device=image.device) if sample_ids is None else sample_ids
-        output = self.compute(image.detach(), text.detach(), sample_ids=ids, step=self.steps)
+        output = self.compute(image.detach(), text.detach(), sample_ids=ids)
         loss: Tensor = _WithGradient.apply(image, text, output, self.world_size)
         return loss
 
@@ -197,7 +203,7 @@ def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None
         if state[key].shape != tensor.shape:
             raise UserError(
                 f"The saved {key} has shape {tuple(state[key].shape)}, but these settings need {tuple(tensor.shape)}. "
-                "Resume with the objective settings that the checkpoint was written with."
+                "Resume with the objective settings and the batch_size that the checkpoint was written with."
             )
     for key, tensor in own.items():
         tensor.copy_(state[key])

@@ -103,7 +103,7 @@ class FramedObjective(Objective):
         self._pending: Any = None
 
     @abstractmethod
-    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> tuple[ObjectiveOutput, Any]:
+    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
         """Output of this batch and what `apply` needs on commit; must not change lasting state."""
 
     @abstractmethod
@@ -115,10 +115,16 @@ class FramedObjective(Objective):
         return {}
 
     @torch.no_grad()
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+        if self._pending is not None:
+            raise RuntimeError(
+                "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
+                "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
+                "several cannot be accumulated."
+            )
         dtype = self.context.dtype
         with plain_arithmetic(self.context.device):
-            output, self._pending = self.evaluate(image.to(dtype), text.to(dtype), sample_ids=sample_ids, step=step)
+            output, self._pending = self.evaluate(image.to(dtype), text.to(dtype), sample_ids=sample_ids)
         return output
 
     @torch.no_grad()
@@ -174,8 +180,8 @@ class SoftmaxObjective(FramedObjective):
         """log-normalizers that a step on this batch would weigh its gradients with, [B] each."""
         return self.decide(batch).log_normalizer
 
-    def restarts(self, step: int) -> bool:
-        """Whether the step that follows `step` applied ones begins with a fresh network."""
+    def restarts(self) -> bool:
+        """Whether the next step begins with a fresh network."""
         return False
 
     @torch.no_grad()
@@ -190,7 +196,7 @@ class SoftmaxObjective(FramedObjective):
             raise RuntimeError("log_normalizers() between compute() and commit(): ask before or after the step")
         dtype = self.context.dtype
         with plain_arithmetic(self.context.device):
-            batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids), step=self.steps)
+            batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids))
             pairs = (self.predict(batch), self.in_use(batch), batch.tau)
         cold, in_use, tau = ((first[batch.rows], second[batch.rows]) for first, second in pairs)
         return Beliefs(cold, in_use, tau)
@@ -199,11 +205,9 @@ class SoftmaxObjective(FramedObjective):
         """Per-sample state of the batch, the same on every rank; the method finds it in `batch.fetched`."""
         return None
 
-    def evaluate(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int
-    ) -> tuple[ObjectiveOutput, Decision]:
+    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Decision]:
         with record_function("objective.gather"):
-            batch = self._gather((image, text), fetched=self.fetch(sample_ids), step=step)
+            batch = self._gather((image, text), fetched=self.fetch(sample_ids))
         with record_function("objective.decide"):
             decision = self.decide(batch)
         with record_function("objective.gradient"):
@@ -215,12 +219,15 @@ class SoftmaxObjective(FramedObjective):
         seen["similarity_of_pair"] = batch.positive
         return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics, seen), decision
 
-    def _gather(self, own: Pair, *, fetched: Any, step: int) -> Batch:
+    def _gather(self, own: Pair, *, fetched: Any) -> Batch:
         features = (self.world.all_gather(own[0]), self.world.all_gather(own[1]))
         rows = self.world.rows(own[0].shape[0])
         size = features[0].shape[0]
-        if size < 2:
-            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs 2 or more.")
+        if not 2 <= size <= self.context.batch_size:
+            raise UserError(
+                f"The global batch holds {size} pairs: a contrastive loss needs 2 or more, and batch_size = "
+                f"{self.context.batch_size}, over all ranks, is what this objective was built for."
+            )
         tau = self.temperatures(size, fetched)
         positive_b = (own[0] * own[1]).sum(1)
         scalars = [positive_b]
@@ -229,7 +236,7 @@ class SoftmaxObjective(FramedObjective):
                 own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
             )
         positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
-        return Batch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), fetched, rows, step)
+        return Batch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), fetched, rows, self.steps)
 
     def _feature_gradients(self, batch: Batch, decision: Decision) -> Pair:
         sides = [_anchor_side(batch, decision, side) for side in (0, 1)]

@@ -31,7 +31,8 @@ class NeuClipConfig(NpnConfig):
     runs; no gradient through alpha. `rho`, `eps` and the temperature's settings suit small data: set them as a recipe
     of your size does.
 
-    rho: robustness radius; must stay below log(n - 1), or tau falls to its lower bound.
+    rho: robustness radius; must stay below log(n - 1), or tau falls to its lower bound (below log(B - 1) where the
+    updates bring alpha to the batch's own value).
     eps: the small constant beside g. ratio_cap: upper bound of q = (eps + g) / exp(alpha) in the gradients of encoders
     and temperature, 0 = none but exp(30), so that fp32 stays finite. stop_gradient: alpha is a constant for encoders
     and temperature.
@@ -50,7 +51,8 @@ class NeuClipLiteralConfig(NeuClipConfig):
 
     AdaGrad with a zero accumulator moves every coordinate by `npn_lr` in its first step, here the length of a whole
     prototype; at desk size one run of two stalled with it, and in a later study its predictions were worse, its scores
-    not. `reset_accumulator` false is the other reading. `rho` is as little the paper's as above. Not validated at
+    not. Algorithm 1 speaks of W alone: that a restart clears the accumulator is a guess, `reset_accumulator` false the
+    other one. `rho` is as little the paper's as above. Not validated at
     scale.
     """
 
@@ -144,9 +146,9 @@ class NeuClip(GlobalTemperatureObjective):
         super().apply(pending, lr_scale=lr_scale)
         self.npn.commit(pending.update)
 
-    def restarts(self, step: int) -> bool:
+    def restarts(self) -> bool:
         every = self.config.restart_every if self.config.npn == "prototypes" else 0
-        return every > 0 and step % every == 0
+        return every > 0 and self.steps % every == 0
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}

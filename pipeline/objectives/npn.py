@@ -106,7 +106,8 @@ class PrototypeNpn(Npn):
         return int(self.live) == 0 or (every > 0 and step % every == 0)
 
     def advance(self, batch: Batch, anchors: BothSides) -> Prediction:
-        self._next_live, self._next_updates, self._held_back = self._fill(batch), int(self.updates), []
+        self._next_updates, self._held_back = int(self.updates), []
+        self._next_live = self._fill(batch)
         seen = (anchors[0].take(batch.rows), anchors[1].take(batch.rows)) if self.sharded else anchors
         cold, alpha = [], []
         for side in (0, 1):
@@ -202,6 +203,7 @@ class PrototypeNpn(Npn):
         if not self.restarts_at(batch.step):
             return self._grow(batch, live=live, from_queue=from_queue)
         if self.config.reset_accumulator and live:
+            self._next_updates = 0
             for slot in self.optimizer.slots:
                 self.state.working[slot].zero_()
         if from_queue:

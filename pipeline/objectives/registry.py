@@ -12,12 +12,10 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
 from pipeline.config import parse, suggest
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
-from pipeline.world import World
+from pipeline.world import joined_world
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
@@ -72,9 +70,10 @@ def build_objective(
 ) -> Objective:
     """An objective, from its config, a mapping with its settings or its name alone.
 
-    Args: context: the facts of the run. Without it, `facts` are `dim`, `batch_size` (both required), `dataset_size`
-      (required by the methods with per-sample state), `total_steps` (required by what follows epochs of the run), and
-      whatever else `ObjectiveContext` holds.
+    Args: context: the facts of the run. Without it, `facts` are `dim` of the features, `batch_size`, pairs over all
+      ranks (both required), `dataset_size` (required by the methods with per-sample state), `total_steps` (required by
+      what follows epochs of the run), and whatever else `ObjectiveContext` holds: `world` is by default the process
+      group that this process has joined, `device` the world's.
     Raises: UserError for wrong settings or missing facts.
     """
     if context is not None and facts:
@@ -92,13 +91,13 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
     missing = [name for name in ("dim", "batch_size") if name not in facts]
     if missing:
         raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
-    size = facts.get("dataset_size", 0)
+    size, world = facts.get("dataset_size", 0), facts.get("world") or joined_world()
     defaults = {
         "dataset_size": 0,
         "steps_per_epoch": max(1, size // facts["batch_size"]) if size else 0,
         "total_steps": 0,
-        "world": World(),
-        "device": torch.device("cpu"),
+        "world": world,
+        "device": world.device,
     }
     known = set(ObjectiveContext.__dataclass_fields__)
     unknown = sorted(set(facts) - known)

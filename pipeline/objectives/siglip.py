@@ -37,7 +37,7 @@ class SigLip(FramedObjective):
         betas = (config.tau_beta1, config.tau_beta2)
         self.bias = LearnedScalar(config.bias_init, name="bias", betas=betas, context=context)
 
-    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> tuple[ObjectiveOutput, Any]:
+    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
         images, texts = self.world.all_gather(image), self.world.all_gather(text)
         size, first = images.shape[0], self.world.rows(image.shape[0]).start
         if size < 2:

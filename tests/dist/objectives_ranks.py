@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective
 from pipeline.objectives.drift import fingerprint
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 from tests.unit.objectives_reference import context, unit_features
 
 BATCH, DIM, STEPS = 16, 12, 5
@@ -53,11 +54,11 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
     objective, found = make(name, world, dtype=dtype), {}
     for step in range(steps):
         image, text, ids = local(world, step, dtype=dtype)
-        output = objective.compute(image, text, sample_ids=ids, step=step)
+        output = objective.compute(image, text, sample_ids=ids)
         if step == 2:
             objective.discard()
             objective.prefetch(ids)
-            output = objective.compute(image, text, sample_ids=ids, step=step)
+            output = objective.compute(image, text, sample_ids=ids)
         objective.commit(lr_scale=1 / (1 + step))
         found[f"loss{step}"] = output.loss
         for side, gradient in (("image", output.grad_image), ("text", output.grad_text)):
@@ -85,7 +86,7 @@ def bytes_moved(world: World) -> dict[str, dict[str, int]]:
         objective = make(name, world, dtype=torch.float32)
         image, text, ids = local(world, 0, dtype=torch.float32)
         world.traffic.clear()
-        objective.compute(image, text, sample_ids=ids, step=0)
+        objective.compute(image, text, sample_ids=ids)
         objective.commit()
         found[name] = {key: count for key, count in world.traffic.items() if key.endswith(".bytes")}
     return found
@@ -145,7 +146,7 @@ def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
     for name, peer in peers.items():
         objective = make(name.removesuffix("_whole"), world)
         image, text, ids = local(world, 0)
-        output = objective.compute(image, text, sample_ids=ids, step=0)
+        output = objective.compute(image, text, sample_ids=ids)
         scale, bias = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in objective.logit_parameters())
         image, text = image.requires_grad_(), text.requires_grad_()
         arguments = (scale.exp(), bias) if name == "siglip" else (scale.exp(),)
@@ -171,7 +172,7 @@ def drifting(world: World) -> dict[str, Any]:
     events, error, agreed = [], "", []
     for step in range(8):
         image, text, ids = local(world, step, dtype=torch.float32)
-        objective.compute(image, text, sample_ids=ids, step=step)
+        objective.compute(image, text, sample_ids=ids)
         if world.rank == 1 and step in (3, 5, 7):
             objective.temperature.log_scale.moment2.view(torch.int32).bitwise_xor_(1)  # type: ignore[attr-defined]
         try:
@@ -184,6 +185,41 @@ def drifting(world: World) -> dict[str, Any]:
     return {"events": events, "error": error, "agreed": agreed}
 
 
+def own_loop(world: World) -> dict[str, Tensor]:
+    """Losses and weights of an open_clip model in somebody else's loop, as docs/methods.md has it; no `world` is given."""
+    from open_clip import CLIP
+
+    towers = {
+        "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "patch_size": 8, "head_width": 8},
+        "text_cfg": {"context_length": 8, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1},
+    }
+    found = {}
+    for name in ("neuclip", "fastclip_v3", "siglip"):
+        torch.manual_seed(0)
+        model = CLIP(embed_dim=DIM, **towers).double()
+        model.logit_scale.requires_grad_(False)
+        encode = DistributedDataParallel(model) if world.size > 1 else model
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        facts = {"dim": DIM, "batch_size": BATCH, "dataset_size": 37, "total_steps": 8, "dtype": torch.float64}
+        objective = build_objective({"name": name, "rho": 1.5} if name != "siglip" else name, **facts)
+        assert objective.world_size == world.size
+        rows = world.rows(BATCH // world.size)
+        for step in range(STEPS):
+            draw = torch.Generator().manual_seed(step)
+            images = torch.randn(BATCH, 3, 16, 16, generator=draw, dtype=torch.float64)
+            tokens, ids = torch.randint(1, 20, (BATCH, 8), generator=draw), torch.randperm(37, generator=draw)[:BATCH]
+            features = encode(images[rows], tokens[rows])
+            loss = objective.loss(features[0], features[1], sample_ids=ids[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            objective.commit(lr_scale=0.5)
+            found[f"{name}.loss{step}"] = loss.detach()
+        model.logit_scale.data.fill_(objective.logit_parameters()[0])
+        found |= {f"{name}.{key}": value.clone() for key, value in model.state_dict().items()}
+    return found
+
+
 def main(out: Path) -> None:
     with start_world(device="cpu") as world:
         result = {
@@ -192,9 +228,11 @@ def main(out: Path) -> None:
             "autograd_bytes": bytes_of_autograd(world),
             "open_clip": against_open_clip(world),
             "drift": drifting(world),
+            "own_loop": own_loop(world),
         }
         torch.save(result, out / f"{world.size}-{world.rank}.pt")
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.world import World
-from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything
+from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything, own_loop
 from tests.unit.objectives_reference import relative_error
 
 pytestmark = pytest.mark.slow  # two starts of several processes
@@ -86,6 +86,14 @@ def test_open_clips_distributed_losses_agree(ranks, name, size):
         values = result["open_clip"][name]
         for key in [k.removeprefix("ours.") for k in values if k.startswith("ours.")]:
             assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
+
+
+def test_anybodys_loop_with_ranks_is_the_loop_of_one_process(ranks):
+    expected = own_loop(World())
+    for size in SIZES:
+        for result in ranks[size]:
+            for key, value in expected.items():  # rows of `fastclip_v3` are fp32
+                assert torch.allclose(result["own_loop"][key], value, rtol=1e-5, atol=1e-7), (size, key)
 
 
 @pytest.mark.parametrize("size", SIZES)

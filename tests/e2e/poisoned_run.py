@@ -16,7 +16,7 @@ from pipeline.recipe import load_recipe
 from pipeline.run_folder import prepare_folder
 from pipeline.train import setup
 from pipeline.trainer import Trainer
-from pipeline.world import start_world
+from pipeline.world import leave, start_world
 
 POISON: set[int] = set()
 ASKED: list[int] = []
@@ -26,10 +26,10 @@ ASKED: list[int] = []
 class Poisoned(OpenClip):
     """`openclip`, but NaN at the tries in POISON, and inf in one gradient only at odd ones."""
 
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
-        output = super().compute(image, text, sample_ids=sample_ids, step=step)
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+        output = super().compute(image, text, sample_ids=sample_ids)
         attempt = len(ASKED)
-        ASKED.append(step)
+        ASKED.append(self.steps)
         if attempt not in POISON:
             return output
         bad = torch.full_like(output.grad_text, torch.inf)
@@ -75,3 +75,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

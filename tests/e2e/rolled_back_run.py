@@ -17,7 +17,7 @@ from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.recipe import RunConfig, load_recipe
 from pipeline.run_folder import prepare_folder
 from pipeline.train import setup
-from pipeline.world import World, start_world
+from pipeline.world import World, leave, start_world
 
 POISON: set[int] = set()
 BAD_STEPS = (7, 8, 9)
@@ -27,8 +27,8 @@ BAD_STEPS = (7, 8, 9)
 class Poisonous(OpenClip):
     """`openclip`, but NaN for batches that hold one of the samples in POISON on any rank."""
 
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, step: int) -> ObjectiveOutput:
-        output = super().compute(image, text, sample_ids=sample_ids, step=step)
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+        output = super().compute(image, text, sample_ids=sample_ids)
         if not POISON & set(sample_ids.tolist()):
             return output
         return ObjectiveOutput(output.loss * torch.nan, output.grad_image, output.grad_text, output.metrics)
@@ -96,3 +96,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

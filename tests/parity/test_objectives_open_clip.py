@@ -17,7 +17,7 @@ from tests.unit.objectives_reference import context, relative_error, unit_featur
 def test_openclip_equals_clip_loss(batch_size, dtype, tolerance):
     objective = build_objective("openclip", context=context(batch_size, dtype=dtype))
     image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size), step=0)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
     log_scale = torch.tensor(objective.logit_parameters()[0], dtype=dtype, requires_grad=True)
     loss = ClipLoss()(image, text, log_scale.exp())
     expected = torch.autograd.grad(loss, [image, text, log_scale])
@@ -33,7 +33,7 @@ def test_openclip_equals_clip_loss(batch_size, dtype, tolerance):
 def test_siglip_equals_siglip_loss(batch_size, bias, dtype, tolerance):
     objective = build_objective({"name": "siglip", "bias_init": bias}, context=context(batch_size, dtype=dtype))
     image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size), step=0)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
     log_scale, shift = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in objective.logit_parameters())
     loss = SigLipLoss()(image, text, log_scale.exp(), shift)
     expected = torch.autograd.grad(loss, [image, text, log_scale, shift])

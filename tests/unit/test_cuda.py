@@ -28,7 +28,7 @@ def run(settings: dict[str, object], device: str, *, strict: bool = False) -> li
         if strict and step:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            output = objective.compute(image, text, sample_ids=ids, step=step)
+            output = objective.compute(image, text, sample_ids=ids)
             objective.commit()
         finally:
             if strict:
@@ -79,6 +79,6 @@ def test_nothing_of_a_step_stays_on_the_device_but_state() -> None:
     ids = torch.arange(BATCH, device="cuda")
     image, text = (side.cuda() for side in unit_features(BATCH, DIM, dtype=torch.float32))
     held = torch.cuda.memory_allocated()
-    objective.compute(image, text, sample_ids=ids, step=0)
+    objective.compute(image, text, sample_ids=ids)
     objective.commit()
     assert torch.cuda.memory_allocated() - held < 4 * BATCH * BATCH  # less than one matrix of products

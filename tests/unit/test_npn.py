@@ -82,7 +82,11 @@ def test_steps_that_begin_with_a_fresh_network_are_known(settings, fresh):
     objective = build_objective(
         {**settings, **({"prototypes": 8} if settings["name"] == "neuclip" else {})}, context=context(8)
     )
-    assert [step for step in range(9) if objective.restarts(step)] == fresh
+    found = []
+    for step in range(9):
+        found += [step] if objective.restarts() else []
+        run_steps(objective, 1, batch_size=8, first=step)
+    assert found == fresh
 
 
 def test_slopes_of_alpha_are_autograd():
@@ -135,7 +139,7 @@ def run_steps(objective, steps, *, batch_size, first=0, dim=16):
     for step in range(first, first + steps):
         image, text = unit_features(batch_size, dim, seed=step)
         features.append((image, text))
-        objective.compute(image, text, sample_ids=torch.arange(batch_size), step=step)
+        objective.compute(image, text, sample_ids=torch.arange(batch_size))
         objective.commit()
     return features
 
@@ -144,7 +148,7 @@ def test_restart_from_the_whole_batch_gives_open_clips_normalizer():
     """With m = B and no inner updates alpha is log(1/(B-1) + g) + log((B-1)/B), in float64."""
     objective = build_objective({"name": "neuclip", "prototypes": 8, "inner_steps": 0}, context=context(8))
     image, text = unit_features(8)
-    objective.compute(image, text, sample_ids=torch.arange(8), step=0)
+    objective.compute(image, text, sample_ids=torch.arange(8))
     tau = objective.temperature.value()
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         own, partner = ((image, text), (text, image))[side]
@@ -217,6 +221,16 @@ def test_queue_is_the_newest_features():
     assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
 
 
+def test_a_reset_of_adam_begins_its_count_anew():
+    settings = {"name": "neuclip", "npn_optimizer": "adam", "reset_accumulator": True, "restart_every": 3}
+    objective = build_objective({**settings, "prototypes": 8, "inner_steps": 2}, context=context(8))
+    counts = []
+    for step in range(5):
+        run_steps(objective, 1, batch_size=8, first=step)
+        counts.append(int(objective.npn.updates))
+    assert counts == [2, 4, 6, 2, 4]
+
+
 @pytest.mark.parametrize("extra", [{}, {"npn": "mlp", "restart_every": 0}])
 def test_simultaneous_uses_the_weights_before_the_update(extra):
     settings = {"name": "neuclip", "npn_schedule": "simultaneous", "inner_steps": 1, "npn_optimizer": "adam", **extra}
@@ -224,7 +238,7 @@ def test_simultaneous_uses_the_weights_before_the_update(extra):
     run_steps(objective, 1, batch_size=8)
     before = {k: v.clone() for k, v in objective.npn.state.lasting.items()}
     image, text = unit_features(8, seed=1)
-    output = objective.compute(image, text, sample_ids=torch.arange(8), step=1)
+    output = objective.compute(image, text, sample_ids=torch.arange(8))
     assert torch.equal(output.metrics["normalizer_gap"], output.metrics["normalizer_gap_cold"])
     assert all(torch.equal(v, objective.npn.state.working[k]) for k, v in before.items())
     objective.commit()
@@ -246,7 +260,7 @@ def test_inner_updates_close_the_gap_on_a_fixed_batch(settings):
     base = {"name": "neuclip", "prototypes": 32, "npn_lr": 0.02, "inner_steps": 40, "restart_every": 0}
     objective = build_objective({**base, **settings}, context=context(16))
     image, text = unit_features(16)
-    output = objective.compute(image, text, sample_ids=torch.arange(16), step=0)
+    output = objective.compute(image, text, sample_ids=torch.arange(16))
     assert output.metrics["normalizer_gap"] < 0.6 * output.metrics["normalizer_gap_cold"]
 
 
@@ -254,7 +268,7 @@ def test_mlp_gradient_through_alpha_is_autograd():
     settings = {"name": "neuclip", "npn": "mlp", "restart_every": 0, "ratio_cap": 0, "stop_gradient": False}
     objective = build_objective(settings, context=context(5))
     image, text = (f.requires_grad_() for f in unit_features(5))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(5), step=0)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(5))
     from pipeline.objectives import mlp
 
     tau = objective.temperature.value().requires_grad_()
@@ -277,7 +291,7 @@ def test_ratio_cap_bounds_the_encoders_but_not_the_prototypes():
         with pytest.warns(UserWarning, match="npn_lr"):
             objective = build_objective(settings, context=context(16))
         image, text = unit_features(16)
-        output = objective.compute(image, text, sample_ids=torch.arange(16), step=0)
+        output = objective.compute(image, text, sample_ids=torch.arange(16))
         results[cap] = output.metrics["ratio_max"], objective.npn.weight(0).clone()
     assert results[1.5][0] <= 1.5 + 1e-12 < results[0.0][0]
     assert torch.equal(results[1.5][1], results[0.0][1])

@@ -41,7 +41,7 @@ def test_compiled_passes_make_the_same_updates(optimizer):
         objective, losses = build_objective({**settings, "npn_compile": compiled}, context=context(8)), []
         for step in range(5):  # prototypes grow from 8 to 20, and are restarted
             image, text = unit_features(8, 16, seed=step, dtype=torch.float64)
-            output = objective.compute(image, text, sample_ids=torch.arange(8), step=step)
+            output = objective.compute(image, text, sample_ids=torch.arange(8))
             objective.commit()
             losses.append(output.loss)
         states.append({"losses": torch.stack(losses), **objective.state_dict()})
@@ -56,7 +56,7 @@ def test_compiled_passes_with_bf16_products_err_as_the_others_do():
         settings = {"name": "neuclip", "prototypes": 64, "npn_precision": precision, "npn_compile": compiled}
         objective = build_objective(settings, context=context(96, dim=32, dtype=torch.float32))
         image, text = unit_features(96, 32, seed=1, dtype=torch.float32)
-        objective.compute(image, text, sample_ids=torch.arange(96), step=0)
+        objective.compute(image, text, sample_ids=torch.arange(96))
         objective.commit()
         updated[precision, compiled] = objective.state_dict()["npn.weight"]
     full = updated["fp32", False]
@@ -72,4 +72,4 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
     objective = build_objective({"name": "neuclip", "prototypes": 4, "npn_compile": True}, context=context(8))
     image, text = unit_features(8, 16, seed=0, dtype=torch.float64)
     with pytest.raises(UserError, match=r"no C\+\+ compiler here.*npn_compile=false"):
-        objective.compute(image, text, sample_ids=torch.arange(8), step=0)
+        objective.compute(image, text, sample_ids=torch.arange(8))

@@ -16,7 +16,7 @@ def test_loss_and_gradients_are_autograd_of_the_written_loss(batch_size, positiv
     settings = {"name": "amorlip", "positive_weight": positive_weight, "ratio_cap": 0}
     objective = build_objective(settings, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size), step=0)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
     tau = objective.temperature.value().requires_grad_()
     weights = torch.ones(batch_size, batch_size).double().fill_diagonal_(positive_weight)
     weights = weights / weights.sum(1, keepdim=True)
@@ -71,7 +71,7 @@ def test_an_update_follows_the_mean_divergence(divergence):
     settings = {"name": "amorlip", "divergence": divergence, "inner_steps": 1}
     objective = build_objective(settings, context=context(8))
     image, text = unit_features(8)
-    objective.compute(image, text, sample_ids=torch.arange(8), step=0)
+    objective.compute(image, text, sample_ids=torch.arange(8))
     fresh = mlp.initial_parameters(objective.context, restart=0)
     kappa = objective.config.positive_weight
     for side, s in enumerate((image @ text.T, text @ image.T)):
@@ -89,11 +89,11 @@ def test_an_update_follows_the_mean_divergence(divergence):
 def test_networks_restart_each_epoch_and_remember_the_last_average():
     objective = build_objective("amorlip", context=context(8, steps_per_epoch=3, total_steps=12))
     for step in range(3):
-        objective.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8), step=step)
+        objective.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8))
         objective.commit()
     average = objective.networks.state.lasting["linear1.weight.average"].clone()
     assert int(objective.networks.updates) == 9
-    objective.compute(*unit_features(8, seed=3), sample_ids=torch.arange(8), step=3)
+    objective.compute(*unit_features(8, seed=3), sample_ids=torch.arange(8))
     objective.commit()
     assert torch.equal(objective.networks.state.lasting["linear1.weight.previous"], average)
     assert int(objective.networks.updates) == 3
@@ -104,3 +104,16 @@ def test_share_of_the_previous_network_rises_to_its_highest_by_the_middle():
     assert shares[0] == 0
     assert shares == sorted(shares)
     assert shares[5:] == pytest.approx([0.8] * 5)
+
+
+def test_beliefs_are_of_the_normalizer_that_gradients_divide_by():
+    objective = build_objective({"name": "amorlip", "positive_weight": 3.0}, context=context(8))
+    image, text = unit_features(8)
+    objective.compute(image, text, sample_ids=torch.arange(8))
+    objective.commit()
+    beliefs = objective.log_normalizers(image, text, sample_ids=torch.arange(8))
+    log_lambda = objective.networks.predict((image, text))
+    logit = (image * text).sum(1) / beliefs.tau[0]
+    for side in (0, 1):  # lambda stands for E = exp(s_ii / tau) (g + kappa) / (1 + kappa), kappa = 3 / 7
+        expected = torch.exp(log_lambda[side] - logit) * (1 + 3 / 7)
+        assert relative_error(torch.exp(beliefs.cold[side]), expected) < 1e-12

@@ -20,7 +20,7 @@ def test_neuclip_is_equation_12(batch_size, stop_gradient):
     settings = {"name": "neuclip", "prototypes": 7, "inner_steps": 3, "ratio_cap": 0, "stop_gradient": stop_gradient}
     objective = build_objective(settings, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
-    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size), step=0)
+    output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
 
     tau = objective.temperature.value().requires_grad_()
     loss = 2 * tau * (objective.config.rho - 1)
@@ -53,7 +53,7 @@ def test_estimator_methods_are_their_papers_gradients(name, batch_size):
         for side in (0, 1):
             old = torch.tensor([log_u.get(int(i), [math.nan] * 2)[side] for i in ids]).double()
             u.append(torch.where(old.isnan(), g[side], 0.7 * old.exp() + 0.3 * g[side]).detach())
-        output = objective.compute(image.detach(), text.detach(), sample_ids=ids, step=step)
+        output = objective.compute(image.detach(), text.detach(), sample_ids=ids)
         value, surrogate = _written(objective, tau, g, u)
         expected = torch.autograd.grad(surrogate, [image, text], retain_graph=True)
         assert relative_error(output.loss, value) < EXACT

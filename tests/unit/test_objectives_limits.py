@@ -16,7 +16,7 @@ from tests.unit.objectives_reference import context, normalizers, relative_error
 def gradients(settings, batch_size=16, **facts):
     objective = build_objective(settings, context=context(batch_size, **facts))
     image, text = unit_features(batch_size, dtype=facts.get("dtype", torch.float64))
-    return objective.compute(image, text, sample_ids=torch.arange(batch_size), step=facts.get("step", 0))
+    return objective.compute(image, text, sample_ids=torch.arange(batch_size))
 
 
 def gcl_gradient(batch_size, *, tau, log_normalizers=None):
@@ -37,7 +37,7 @@ def test_gamma_one_makes_fastclip_v1_an_in_batch_estimator():
     )
     for step in (0, 1):  # the second visit forgets the first
         image, text = unit_features(16, seed=1 - step)
-        output = objective.compute(image, text, sample_ids=torch.arange(16), step=step)
+        output = objective.compute(image, text, sample_ids=torch.arange(16))
         objective.commit()
     for ours, expected in zip((output.grad_image, output.grad_text), gcl_gradient(16, tau=0.05), strict=True):
         assert relative_error(ours, expected) < 1e-10
@@ -56,7 +56,7 @@ def test_neuclip_with_exact_alpha_has_gcls_gradient(monkeypatch):
         return dataclasses.replace(advance(batch, anchors), alpha=tuple(exact))
 
     monkeypatch.setattr(objective.npn, "advance", exactly)
-    output = objective.compute(image, text, sample_ids=torch.arange(16), step=0)
+    output = objective.compute(image, text, sample_ids=torch.arange(16))
     expected = gcl_gradient(16, tau=float(tau), log_normalizers=exact)
     assert relative_error(output.grad_image, expected[0]) < 1e-10
     assert relative_error(output.grad_text, expected[1]) < 1e-10
@@ -85,8 +85,8 @@ def test_swapping_image_and_text_swaps_the_gradients():
         if name in ("amorlip", "neuclip_literal"):
             continue  # the two networks start from different numbers; same class as neuclip
         one, other = (build_objective(name, context=context(12)) for _ in range(2))
-        there = one.compute(image, text, sample_ids=torch.arange(12), step=0)
-        back = other.compute(text, image, sample_ids=torch.arange(12), step=0)
+        there = one.compute(image, text, sample_ids=torch.arange(12))
+        back = other.compute(text, image, sample_ids=torch.arange(12))
         assert relative_error(back.grad_text, there.grad_image) < 1e-12, name
         assert relative_error(back.loss, there.loss) < 1e-12, name
 
@@ -131,7 +131,7 @@ def test_tau_can_only_fall_where_rho_is_not_below_log_n(name):
         for features in (unit_features(16), worst):
             settings = {"name": name, "rho": rho, "gamma_schedule": "constant", "gamma": 1.0, "tau_init": 0.03}
             objective = build_objective(settings, context=context(16, dataset_size=16))
-            objective.compute(*features, sample_ids=torch.arange(16), step=0)
+            objective.compute(*features, sample_ids=torch.arange(16))
             pending = objective._pending
             gradient = pending.update[1] if name == "isogclr" else pending.tau_gradient
             found[rho, features is worst] = float(gradient.min())
@@ -179,7 +179,7 @@ def test_autocast_of_the_users_loop_does_not_reach_the_loss(name):
         for step in range(3):
             image, text = unit_features(8, 16, seed=step, dtype=torch.float32)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                output = objective.compute(image, text, sample_ids=torch.arange(8), step=step)
+                output = objective.compute(image, text, sample_ids=torch.arange(8))
                 objective.commit()
             found += [output.loss, output.grad_image, output.grad_text]
         return found
@@ -193,7 +193,7 @@ def test_beliefs_come_from_lasting_state_and_change_nothing(name):
     objective = build_objective(settings, context=context(16))
     image, text = unit_features(16)
     ids = torch.arange(16)
-    objective.compute(image, text, sample_ids=ids, step=0)
+    objective.compute(image, text, sample_ids=ids)
     objective.commit(lr_scale=0.0)
     before = objective.state_dict()
     beliefs = objective.log_normalizers(image, text, sample_ids=ids)

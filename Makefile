@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTABLE := $(VENV)/.testable
-# pip resumes a download that broke off, but never begins one anew, and 5 GB have to come: so an installation is tried
-# again after each of these pauses, in seconds.
+# pip resumes a download that broke off, but never begins one anew, and 5 GB have to come: so an installation that
+# failed, for whatever reason, is tried again after each of these pauses, in seconds.
 PAUSES ?= 5 30 120
-INSTALL = @install() { \
+INSTALL = @trap 'exit 130' INT; install() { \
 	for pause in $(PAUSES) none; do \
 		echo "pip install $$*"; $(BIN)/python -m pip install --quiet "$$@" && return; \
 		test $$pause != none || return 1; \

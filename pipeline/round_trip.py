@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from pipeline.world import start_world
+from pipeline.world import leave, start_world
 
 SIZE, REPEATS = 2**22, 5
 
@@ -34,3 +34,4 @@ def main(device: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave(0)

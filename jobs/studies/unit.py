@@ -29,7 +29,7 @@ from pipeline.report.run import Run, read_run
 from pipeline.train import open_run
 from pipeline.trainer import Trainer
 from pipeline.versions import versions
-from pipeline.world import World
+from pipeline.world import World, leave
 
 SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
 NOT_FIGURES = ("kind", "step", "time")
@@ -142,7 +142,8 @@ if __name__ == "__main__":
     # Launchers put their own arguments (--local_rank=0) before ours.
     given = [argument for argument in sys.argv[1:] if not argument.startswith("--local")]
     try:
-        sys.exit(main(Path(given[-1])))
+        code = main(Path(given[-1]))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    leave(code)

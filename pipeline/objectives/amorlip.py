@@ -28,7 +28,10 @@ Divergence = Literal["squared_log", "kl", "js"]
 
 @section
 class AmorLipConfig(TemperatureConfig):
-    """Settings as published with AmorLIP's code (rho and tau_lr: its CC12M values), but for ratio_cap, which is ours.
+    """Settings as published with AmorLIP's code (rho and tau_lr: its CC12M values).
+
+    Ours: ratio_cap, and that the rate of tau follows the encoders' and never falls (AmorLIP's is constant, and a third
+    below 0.03, as in the recipes of the papers' datasets).
 
     divergence: what the networks minimize, see `slope`: the squared error of the logs, or the Kullback-Leibler or
     Jensen-Shannon divergence of the distributions that prediction and target define.

@@ -114,6 +114,16 @@ class FramedObjective(Objective):
         """The method's replicated lasting tensors, by name: the very tensors, so that loading writes into them."""
         return {}
 
+    def gather_features(self, image: Tensor, text: Tensor) -> Pair:
+        """[b, d] features of every rank -> the global batch's, [B, d] each. Raises: UserError for a B out of range."""
+        images, texts = self.world.all_gather(image), self.world.all_gather(text)
+        if not 2 <= len(images) <= self.context.batch_size:
+            raise UserError(
+                f"The global batch holds {len(images)} pairs: a contrastive loss needs 2 or more, and batch_size = "
+                f"{self.context.batch_size}, over all ranks, is what this objective was built for."
+            )
+        return images, texts
+
     @torch.no_grad()
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         if self._pending is not None:
@@ -220,14 +230,8 @@ class SoftmaxObjective(FramedObjective):
         return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics, seen), decision
 
     def _gather(self, own: Pair, *, fetched: Any) -> Batch:
-        features = (self.world.all_gather(own[0]), self.world.all_gather(own[1]))
-        rows = self.world.rows(own[0].shape[0])
-        size = features[0].shape[0]
-        if not 2 <= size <= self.context.batch_size:
-            raise UserError(
-                f"The global batch holds {size} pairs: a contrastive loss needs 2 or more, and batch_size = "
-                f"{self.context.batch_size}, over all ranks, is what this objective was built for."
-            )
+        features = self.gather_features(*own)
+        rows, size = self.world.rows(own[0].shape[0]), features[0].shape[0]
         tau = self.temperatures(size, fetched)
         positive_b = (own[0] * own[1]).sum(1)
         scalars = [positive_b]

@@ -83,7 +83,7 @@ class PrototypeNpn(Npn):
         self.state = Buffered({"weight": weight} | {slot: torch.zeros_like(weight) for slot in self.optimizer.slots})
         queue_length = m if m > context.batch_size or config.restart_with == "previous" else 0
         self.queue = weight.new_zeros((2, queue_length, dim))
-        # Host tensors: prototypes in use; features ever written to the queue; inner updates ever made.
+        # Host tensors: prototypes in use; features ever written to the queue; inner updates the optimizer remembers.
         self.live, self.queued, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(3))
         self._next_live = self._next_updates = 0
         self._held_back: list[UnitGradient] = []

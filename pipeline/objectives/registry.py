@@ -91,7 +91,7 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
     missing = [name for name in ("dim", "batch_size") if name not in facts]
     if missing:
         raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
-    size, world = facts.get("dataset_size", 0), facts.get("world") or joined_world()
+    size, world = facts.get("dataset_size", 0), facts.get("world", joined_world())
     defaults = {
         "dataset_size": 0,
         "steps_per_epoch": max(1, size // facts["batch_size"]) if size else 0,

@@ -10,12 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.errors import UserError
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.frame import FramedObjective
 from pipeline.objectives.registry import register
-from pipeline.objectives.temperature import LearnedScalar, Temperature, TemperatureConfig
+from pipeline.objectives.temperature import LearnedScalar, Temperature, TemperatureConfig, tau_lr_at
 
 
 @section
@@ -38,10 +37,8 @@ class SigLip(FramedObjective):
         self.bias = LearnedScalar(config.bias_init, name="bias", betas=betas, context=context)
 
     def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
-        images, texts = self.world.all_gather(image), self.world.all_gather(text)
+        images, texts = self.gather_features(image, text)
         size, first = images.shape[0], self.world.rows(image.shape[0]).start
-        if size < 2:
-            raise UserError(f"The global batch holds {size} pair: a contrastive loss needs 2 or more.")
         scale, bias = 1.0 / self.temperature.value(), self.bias.value
         sums = torch.zeros(3, dtype=image.dtype, device=image.device)  # loss, dL/dscale, dL/dbias of this rank's images
 
@@ -66,7 +63,7 @@ class SigLip(FramedObjective):
         tau_gradient, bias_gradient = pending
         config = self.config
         self.temperature.update(tau_gradient, lr_scale=lr_scale)
-        self.bias.update(bias_gradient, lr=config.tau_lr * lr_scale, eps=config.tau_eps)
+        self.bias.update(bias_gradient, lr=tau_lr_at(config, lr_scale=lr_scale), eps=config.tau_eps)
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         return {"tau_lr": float(self.temperature.rate(lr_scale=lr_scale))}

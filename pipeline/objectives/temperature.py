@@ -33,7 +33,7 @@ class TemperatureConfig(ObjectiveConfig):
     """Settings of methods with one learned temperature; `tau_lr` acts on log(1/tau).
 
     tau_schedule: the rate follows that of the "encoders", warm-up and decay (as in open_clip, where the temperature is
-    one of the model's parameters), or stays "constant" (FastCLIP, appendix B, and its published commands).
+    one of the model's parameters), or stays "constant" (the published commands of FastCLIP-v2, -v3 and AmorLIP).
     tau_lr_fall: below `tau_lr_threshold` the learning rate is multiplied by it (1 = never falls).
     """
 
@@ -116,13 +116,13 @@ def warn_of_large_rho(config: Any, context: ObjectiveContext) -> None:
     if context.world.is_main and moves and n > 2 and rho >= math.log(n - 1):
         log.warning(
             "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
-            "The papers use 0.44 to 0.82 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
+            "Most of the papers have 0.44 to 0.67 of log n: give objective.rho %.1f to %.1f, or objective.tau_lr 0.",
             rho,
             math.log(n - 1),
             n,
             config.tau_min,
             0.44 * math.log(n),
-            0.82 * math.log(n),
+            0.67 * math.log(n),
         )
 
 

@@ -186,7 +186,7 @@ def drifting(world: World) -> dict[str, Any]:
 
 
 def own_loop(world: World) -> dict[str, Tensor]:
-    """Losses and weights of an open_clip model in somebody else's loop, as docs/methods.md has it; no `world` is given."""
+    """Losses and weights of an open_clip model in somebody else's loop, as in docs/methods.md: no `world` is given."""
     from open_clip import CLIP
 
     towers = {
@@ -196,8 +196,10 @@ def own_loop(world: World) -> dict[str, Tensor]:
     found = {}
     for name in ("neuclip", "fastclip_v3", "siglip"):
         torch.manual_seed(0)
-        model = CLIP(embed_dim=DIM, **towers).double()
-        model.logit_scale.requires_grad_(False)
+        model = CLIP(embed_dim=DIM, init_logit_bias=-10.0 if name == "siglip" else None, **towers).double()
+        learned = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
+        for parameter in learned:
+            parameter.requires_grad_(False)
         encode = DistributedDataParallel(model) if world.size > 1 else model
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         facts = {"dim": DIM, "batch_size": BATCH, "dataset_size": 37, "total_steps": 8, "dtype": torch.float64}
@@ -215,7 +217,8 @@ def own_loop(world: World) -> dict[str, Tensor]:
             optimizer.step()
             objective.commit(lr_scale=0.5)
             found[f"{name}.loss{step}"] = loss.detach()
-        model.logit_scale.data.fill_(objective.logit_parameters()[0])
+        for parameter, value in zip(learned, objective.logit_parameters(), strict=False):
+            parameter.data.fill_(value)
         found |= {f"{name}.{key}": value.clone() for key, value in model.state_dict().items()}
     return found
 

@@ -89,7 +89,8 @@ def test_steps_that_begin_with_a_fresh_network_are_known(settings, fresh):
     assert found == fresh
 
 
-def test_slopes_of_alpha_are_autograd():
+def test_slopes_of_alpha_are_autograd(monkeypatch):
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", 5 * 4)  # blocks of four anchors and of two
     anchors, text = make_anchors(6)
     weight = make_weight(5)
     own, partner = anchors.features.clone().requires_grad_(), text.clone().requires_grad_()

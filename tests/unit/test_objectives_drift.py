@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.drift import fingerprint
+from tests.unit.objectives_reference import context, unit_features
 
 CPU = torch.device("cpu")
 
@@ -41,3 +43,15 @@ def test_places_count():
     swapped = tensors()
     swapped["weight"] = swapped["weight"].flip(0)
     assert fingerprint(swapped, device=CPU) != fingerprint(tensors(), device=CPU)
+
+
+@pytest.mark.parametrize("name", objective_names())
+@pytest.mark.filterwarnings("ignore:objective.npn_lr")
+def test_all_that_every_rank_keeps_is_compared(name, monkeypatch):
+    objective = build_objective({"name": name, "drift_check_every": 1}, context=context(8))
+    seen: list[set[str]] = []
+    monkeypatch.setattr(objective.drift, "due", lambda steps: True)  # as if there were other ranks
+    monkeypatch.setattr(objective.drift, "check", lambda state, step: seen.append(set(state)))
+    objective.compute(*unit_features(8), sample_ids=torch.arange(8))
+    objective.commit()
+    assert seen == [set(objective.state_dict()) - {"steps"}]

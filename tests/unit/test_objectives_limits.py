@@ -79,6 +79,27 @@ def test_row_blocks_change_nothing(name, monkeypatch):
         assert (whole.grad_text - blocks.grad_text).abs().max() < tolerance * scale
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_blocks_of_a_later_rank_are_its_own(rank, monkeypatch):
+    """The own pairs stand on the diagonal that begins at the rank's first row, in every block."""
+    image, text = unit_features(16)
+    positive, tau = (image * text).sum(1), torch.full((16,), 0.07).double()
+    rows = slice(8 * rank, 8 * rank + 8)
+
+    def of(part):
+        facts = {"positive_b": positive[part], "tau_b": tau[part], "first": part.start}
+        statistics = pairwise.anchor_statistics(image[part], text, **facts)
+        side = pairwise.AnchorSide(positive, tau, torch.linspace(-3, 1, 16).double(), torch.linspace(0, 1, 16).double())
+        gradient = pairwise.softmax_gradient(image[part], text, own=side.take(part), others=side, first=part.start)
+        return *statistics, gradient
+
+    whole = of(slice(0, 16))
+    monkeypatch.setattr(pairwise, "CPU_BLOCK", 1)
+    monkeypatch.setattr(pairwise, "LEAST_ROWS", 3)
+    for found, expected in zip(of(rows), whole, strict=True):
+        assert torch.allclose(found, expected[rows], rtol=1e-12)
+
+
 def test_swapping_image_and_text_swaps_the_gradients():
     image, text = unit_features(12)
     for name in objective_names():
@@ -185,6 +206,14 @@ def test_autocast_of_the_users_loop_does_not_reach_the_loss(name):
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(run(autocast=True), run(autocast=False), strict=True))
+
+
+def test_openclip_believes_in_the_normalizer_without_the_own_pair():
+    beliefs = build_objective("openclip", context=context(16)).log_normalizers(
+        *unit_features(16), sample_ids=torch.arange(16)
+    )
+    for side, g in enumerate(normalizers(*unit_features(16), beliefs.tau)):
+        assert relative_error(beliefs.in_use[side], g.log()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])

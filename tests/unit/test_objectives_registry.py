@@ -195,7 +195,7 @@ def test_a_batch_larger_than_the_objective_was_built_for_is_refused(name):
         objective.loss(*unit_features(9, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("name", ["neuclip", "siglip", "isogclr", "fastclip_v3"])
+@pytest.mark.parametrize("name", ["neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
 def test_the_temperatures_rate_follows_the_encoders_or_nobody(name):
     def moved(schedule):
         facts = {"dim": 16, "batch_size": 8, "dataset_size": 8, "total_steps": 1}

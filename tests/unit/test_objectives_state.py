@@ -126,3 +126,26 @@ def test_extremes_stay_finite_in_fp32(settings):
                     assert torch.isfinite(tensor.double()).all(), (settings, name)
                 for _, table in rows.values():
                     assert torch.isfinite(table[:size]).all()
+
+
+@pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip"])
+def test_loading_forgets_the_step_under_way(name):
+    objective = build({"name": name})
+    saved = objective.state_dict()
+    one_step(objective, 0)
+    objective.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="nothing is pending"):
+        objective.commit()
+    one_step(objective, 0)
+    objective.commit()
+
+
+@pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])
+def test_beliefs_are_not_asked_for_within_a_step(name):
+    objective = build({"name": name})
+    one_step(objective, 0)
+    objective.commit()
+    one_step(objective, 1)
+    image, text = unit_features(BATCH, seed=9, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"between compute\(\) and commit\(\)"):
+        objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH))

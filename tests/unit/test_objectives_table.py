@@ -149,3 +149,31 @@ def test_fifty_million_samples():
     ids = torch.tensor(list(expected))
     assert torch.equal(rows.lookup(ids), torch.stack([ids.float(), torch.tensor(list(expected.values()))], 1))
     assert int(torch.isneginf(rows.owned()[:, 0]).sum()) == n - len(expected)
+
+
+def test_a_snapshot_holds_what_was_written_last():
+    rows, ids = table(), torch.tensor([3, 8])
+    rows.lookup(ids)
+    rows.write(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert torch.equal(torch.cat(list(rows.snapshot()))[ids], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_what_was_written_before_loading_does_not_come_back():
+    rows, ids = table(), torch.tensor([3, 8])
+    rows.lookup(ids)
+    rows.write(torch.ones(2, 2))
+    rows.prefetch(ids)
+    rows.load("per_sample", lambda name, start, stop: torch.zeros(stop - start, 2))
+    assert not rows.owned().any()
+    assert not rows.lookup(ids).any()
+
+
+def test_rows_fetched_for_another_batch_are_not_used():
+    rows, one, other = table(), torch.tensor([1, 2]), torch.tensor([5, 6])
+    rows.lookup(torch.arange(10))
+    rows.write(torch.arange(20.0).reshape(10, 2))
+    rows.prefetch(one)
+    assert torch.equal(rows.lookup(other), torch.tensor([[10.0, 11.0], [12.0, 13.0]]))
+    rows.write(torch.zeros(2, 2))
+    assert torch.equal(rows.owned()[1], torch.tensor([2.0, 3.0]))
+    assert not rows.owned()[5:7].any()

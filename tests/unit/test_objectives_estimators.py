@@ -1,0 +1,61 @@
+"""Moving averages: when gamma falls, what a first visit means, what a checkpoint of several ranks holds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.objectives import build_objective
+from pipeline.objectives.estimators import cosine_gamma
+from pipeline.world import World
+from tests.unit.objectives_reference import context, normalizers, unit_features
+
+IDS = torch.arange(8)
+
+
+def test_gamma_falls_with_the_first_step_of_an_epoch():
+    settings = {"name": "fastclip_v3", "gamma_decay_epochs": 4, "gamma_min": 0.2, "tau_lr": 0.0}
+    objective = build_objective(settings, context=context(8, steps_per_epoch=4))
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    estimate = [torch.zeros(8).double() for _ in (0, 1)]
+    for step in range(9):
+        features = unit_features(8, seed=step)
+        output = objective.compute(*features, sample_ids=IDS)
+        gamma = cosine_gamma(step // 4, gamma_min=0.2, decay_epochs=4)
+        assert float(output.metrics["gamma"]) == pytest.approx(gamma)
+        for side, g in enumerate(normalizers(*features, (tau, tau))):
+            estimate[side] = (1 - gamma) * estimate[side] + gamma * g
+            found = output.distributions[f"log_normalizer_of_{('image', 'text')[side]}"]
+            assert torch.allclose(found, estimate[side].log(), rtol=1e-5, atol=1e-5), step  # rows are fp32
+        gaps = [
+            (
+                output.distributions[f"log_normalizer_of_{s}"] - output.distributions[f"log_batch_normalizer_of_{s}"]
+            ).abs()
+            for s in ("image", "text")
+        ]
+        assert float(output.metrics["normalizer_gap"]) == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-9)
+        objective.commit()
+    assert gamma == pytest.approx(cosine_gamma(2, gamma_min=0.2, decay_epochs=4))
+
+
+def test_of_a_sample_never_seen_the_batchs_own_value_is_believed():
+    objective = build_objective("fastclip_v3", context=context(8))
+    features = unit_features(8)
+    beliefs = objective.log_normalizers(*features, sample_ids=IDS)
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    for side, g in enumerate(normalizers(*features, (tau, tau))):
+        assert torch.allclose(beliefs.cold[side], g.log(), rtol=1e-9)
+
+
+def test_a_checkpoint_knows_where_a_ranks_rows_belong():
+    ranks = [
+        build_objective("sogclr", context=context(8, dataset_size=31, world=World(rank=r, size=2))) for r in (0, 1)
+    ]
+    for objective, start, count in zip(ranks, (0, 16), (16, 15), strict=True):
+        for rows in (objective.row_state_dict(), objective.row_blocks()):
+            ((first, values),) = rows.values()
+            assert first == start
+            assert sum(len(block) for block in ([values] if torch.is_tensor(values) else values)) == count
+    assert math.isinf(float(ranks[0].row_state_dict()["per_sample"][1][0, 0]))

@@ -1,0 +1,99 @@
+"""A training step around an engine that is plain PyTorch: what is drawn, what is frozen, what reaches the objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.objectives import build_objective
+from pipeline.step import TrainStep, check_micro_batch
+from pipeline.world import World
+
+BATCH, IDS = 8, torch.arange(8)
+
+
+class PlainEngine:
+    """What `TrainStep` asks of an engine, and every feature of images that it gave."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
+        self.text = nn.Sequential(nn.EmbeddingBag(20, 16), nn.Linear(16, 8))
+        self.module = nn.ModuleList([self.image, self.text])
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.given: list[Tensor] = []
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        features = F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1)
+        self.given.append(features[0].detach().clone())
+        return features
+
+    def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+        torch.autograd.backward(features, gradients)
+
+    def step(self, *, lr_scale: float) -> bool:
+        if lr_scale:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return True
+
+
+def make(*, micro_batch: int | None = None) -> tuple[TrainStep, Any]:
+    engine: Any = PlainEngine()
+    objective = build_objective({"name": "openclip", "tau_lr": 0.1}, dim=8, batch_size=BATCH)
+    world = World()
+    return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH, micro_batch=micro_batch), engine
+
+
+def take(step: TrainStep, number: int, *, lr_scale: float = 0.0) -> None:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(BATCH, 12, generator=generator), torch.randint(0, 20, (BATCH, 5), generator=generator)
+    assert step(inputs, sample_ids=IDS, step=number, lr_scale=lr_scale).applied
+
+
+def test_the_second_pass_of_a_micro_batch_drops_what_the_first_did() -> None:
+    step, engine = make(micro_batch=2)
+    take(step, 0)
+    first, second = torch.cat(engine.given[:4]), torch.cat(engine.given[4:])
+    assert len(engine.given) == 8
+    assert torch.equal(first, second)
+
+
+def test_every_step_drops_other_units_and_leaves_the_random_state_alone() -> None:
+    step, engine = make()
+    state = torch.get_rng_state()
+    for number in (0, 1, 0):
+        take(step, number)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(engine.given[0], engine.given[1])
+    assert torch.equal(engine.given[0], engine.given[2])
+
+
+def test_running_statistics_move_once_a_step_with_the_first_micro_batch() -> None:
+    whole, cached = make()[1], make(micro_batch=2)
+    take(cached[0], 0)
+    norm = cached[1].image[1]
+    assert int(norm.num_batches_tracked) == 1
+    generator = torch.Generator().manual_seed(7)
+    whole.image[:2](torch.randn(BATCH, 12, generator=generator)[:2])
+    assert torch.equal(norm.running_mean, whole.image[1].running_mean)
+
+
+@pytest.mark.parametrize(("lr_scale", "moves"), [(0.0, False), (0.5, True)])
+def test_the_schedule_reaches_the_temperature(lr_scale: float, moves: bool) -> None:
+    step, _ = make()
+    before = step.objective.logit_parameters()[0]
+    take(step, 0, lr_scale=lr_scale)
+    assert abs(step.objective.logit_parameters()[0] - before) == pytest.approx(0.05 if moves else 0.0, rel=1e-3)
+
+
+def test_micro_batches_divide_the_local_batch() -> None:
+    assert check_micro_batch(global_batch=16, world_size=2, micro_batch=4) == 8
+    assert check_micro_batch(global_batch=8, world_size=2, micro_batch=16) == 4  # as good as none
+    with pytest.raises(UserError, match="micro_batch = 3 does not divide the local batch 8"):
+        check_micro_batch(global_batch=16, world_size=2, micro_batch=3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import UserError
-from pipeline.objectives import Objective, build_objective
+from pipeline.objectives import Objective, build_objective, pairwise
 from pipeline.objectives.drift import fingerprint
 from pipeline.world import World, leave, start_world
 from tests.unit.objectives_reference import context, unit_features
@@ -72,9 +74,12 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
 
 
 def everything(world: World) -> dict[str, dict[str, Tensor]]:
+    """Of every variant some steps in float64, several ranks in blocks of three rows, and one in fp32."""
     found = {}
     for name in VARIANTS:
-        found[name] = trajectory(name, world, dtype=torch.float64, steps=STEPS)
+        blocks = {"LEAST_ROWS": 3, "CPU_BLOCK": 1} if world.size > 1 else {}
+        with mock.patch.multiple(pairwise, **blocks) if blocks else contextlib.nullcontext():
+            found[name] = trajectory(name, world, dtype=torch.float64, steps=STEPS)
         found[f"{name}.fp32"] = trajectory(name, world, dtype=torch.float32, steps=1)
     return found
 

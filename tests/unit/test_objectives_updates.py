@@ -120,6 +120,7 @@ def test_amorlips_networks_live_as_written(cap):
             peers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in nets]
         share = target_share_at(epoch, highest=0.8, epochs=3)
         output = objective.compute(*features, sample_ids=IDS)
+        gaps, ratios = [], []
         for side in (0, 1):
             target = means[side]
             if share > 0:
@@ -134,7 +135,11 @@ def test_amorlips_networks_live_as_written(cap):
             predicted = average[side](features[side]).detach()
             expected = torch.maximum(predicted, means[side] - math.log(cap)) if cap else predicted
             bound += int((expected > predicted).sum())
+            gaps.append((predicted - means[side]).abs())
+            ratios.append(torch.exp(means[side] - expected))
             assert torch.allclose(lambda_of(objective, output, side, 0.5), expected, rtol=1e-9, atol=1e-9), (step, side)
+        assert float(output.metrics["ratio_max"]) == pytest.approx(float(torch.cat(ratios).max()), rel=1e-9)
+        assert float(output.metrics["normalizer_gap"]) == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-9)
         objective.commit()
     assert share > 0.3
     assert (bound > 0) == (cap > 0)

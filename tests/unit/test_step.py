@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
-from pipeline.step import TrainStep, check_micro_batch
+from pipeline.step import StepResult, TrainStep, check_micro_batch, seeded
 from pipeline.world import World
 
 BATCH, IDS = 8, torch.arange(8)
@@ -27,6 +28,7 @@ class PlainEngine:
         self.module = nn.ModuleList([self.image, self.text])
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         self.given: list[Tensor] = []
+        self.applies = True
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         features = F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1)
@@ -40,7 +42,7 @@ class PlainEngine:
         if lr_scale:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return True
+        return self.applies
 
 
 def make(*, micro_batch: int | None = None) -> tuple[TrainStep, Any]:
@@ -50,10 +52,10 @@ def make(*, micro_batch: int | None = None) -> tuple[TrainStep, Any]:
     return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH, micro_batch=micro_batch), engine
 
 
-def take(step: TrainStep, number: int, *, lr_scale: float = 0.0) -> None:
+def take(step: TrainStep, number: int, *, lr_scale: float = 0.0, stop: bool = False) -> StepResult:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(BATCH, 12, generator=generator), torch.randint(0, 20, (BATCH, 5), generator=generator)
-    assert step(inputs, sample_ids=IDS, step=number, lr_scale=lr_scale).applied
+    return step(inputs, sample_ids=IDS, step=number, lr_scale=lr_scale, stop=stop)
 
 
 def test_the_second_pass_of_a_micro_batch_drops_what_the_first_did() -> None:
@@ -72,6 +74,48 @@ def test_every_step_drops_other_units_and_leaves_the_random_state_alone() -> Non
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(engine.given[0], engine.given[1])
     assert torch.equal(engine.given[0], engine.given[2])
+
+
+def test_every_rank_and_micro_batch_draws_for_itself() -> None:
+    drawn = set()
+    for name in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 0, 0)):
+        with seeded(*name):
+            drawn.add(float(torch.rand(())))
+    assert len(drawn) == 5
+
+
+def test_a_step_that_the_engine_skipped_leaves_the_objective_as_it_was() -> None:
+    step, engine = make()
+    before = step.objective.state_dict()
+    engine.applies = False
+    assert not take(step, 0, lr_scale=1.0).applied
+    assert all(torch.equal(value, before[key]) for key, value in step.objective.state_dict().items())
+    engine.applies = True
+    assert take(step, 1, lr_scale=1.0).applied
+    assert step.objective.steps == 1
+
+
+@pytest.mark.parametrize("part", ["loss", "grad_image", "grad_text"])
+def test_a_batch_that_is_not_finite_reaches_neither_backward_nor_the_objective(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, engine = make()
+    compute = step.objective.compute
+    bad = {part: torch.tensor(torch.nan) if part == "loss" else torch.full((BATCH, 8), torch.inf)}
+    monkeypatch.setattr(step.objective, "compute", lambda *a, **k: dataclasses.replace(compute(*a, **k), **bad))
+    result = take(step, 0, lr_scale=1.0)
+    assert (result.finite, result.applied, step.objective.steps) == (False, False, 0)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_next_batch_is_fetched_before_the_update_unless_the_run_ends(stop: bool) -> None:
+    step, _ = make()
+    called: list[bool] = []
+    step.before_update = lambda: called.append(True)
+    result = take(step, 0, stop=stop)
+    assert (result.stop, result.applied) == (stop, True)
+    assert called == ([] if stop else [True])
 
 
 def test_running_statistics_move_once_a_step_with_the_first_micro_batch() -> None:

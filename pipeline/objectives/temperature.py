@@ -116,7 +116,7 @@ def warn_of_large_rho(config: Any, context: ObjectiveContext) -> None:
     if context.world.is_main and moves and n > 2 and rho >= math.log(n - 1):
         log.warning(
             "objective.rho = %g is not below log(n - 1) = %.2f for n = %d samples: tau will fall to tau_min = %g. "
-            "Most of the papers have 0.44 to 0.67 of log n: give objective.rho %.1f to %.1f, or objective.tau_lr 0.",
+            "Most papers use 0.44 to 0.67 of log n: set objective.rho to %.1f to %.1f, or objective.tau_lr to 0.",
             rho,
             math.log(n - 1),
             n,

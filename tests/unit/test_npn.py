@@ -164,8 +164,9 @@ def test_prototypes_grow_with_distinct_features_until_all_live():
         run_steps(objective, 1, batch_size=8, first=step)
         live.append(int(objective.npn.live))
     assert live == [8, 16, 20, 20]
-    features = [unit_features(8, seed=s)[1] for s in range(3)]
-    assert torch.equal(objective.npn.state.lasting["weight"][0], torch.cat(features)[:20])
+    for side in (0, 1):  # each of its partners
+        features = [unit_features(8, seed=s)[1 - side] for s in range(3)]
+        assert torch.equal(objective.npn.state.lasting["weight"][side], torch.cat(features)[:20])
 
 
 @pytest.mark.parametrize(("restart_with", "newest"), [("current", [3, 2, 1]), ("previous", [2, 1, 0])])

@@ -27,14 +27,6 @@ def rows_in(weight: Tensor, features: Tensor) -> list[int]:
     return torch.where(equal.any(1), equal.int().argmax(1), -1).tolist()
 
 
-def test_both_sides_grow_with_their_partners():
-    objective = build(8, prototypes=20)
-    seen = [step(objective, seed, size=8) for seed in range(3)]
-    for side in (0, 1):
-        expected = torch.cat([features[side] for features in seen])[:20]
-        assert torch.equal(objective.npn.state.lasting["weight"][side], expected)
-
-
 def test_few_prototypes_of_previous_batches_are_of_previous_batches():
     objective = build(8, prototypes=5, restart_every=1, restart_with="previous")
     first, second = (step(objective, seed, size=8) for seed in (0, 1))

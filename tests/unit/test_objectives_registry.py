@@ -165,7 +165,7 @@ def test_a_rho_out_of_reach_is_told(name, caplog):
     facts = {"dim": 4, "batch_size": 8, "dataset_size": 100, "total_steps": 10}
     build_objective({"name": name, "rho": 6.0}, **facts)
     assert "objective.rho = 6 is not below log(n - 1) = 4.60" in caplog.text
-    assert "give objective.rho 2.0 to 3.1" in caplog.text
+    assert "set objective.rho to 2.0 to 3.1" in caplog.text
     caplog.clear()
     build_objective({"name": name, "rho": 4.0}, **facts)
     build_objective({"name": name, "rho": 6.0, "tau_lr": 0.0}, **facts)  # tau is meant to stay

@@ -119,7 +119,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    world = sys.modules.get("pipeline.world")  # not imported by those who need no torch
+    world = sys.modules.get("pipeline.distributed.world")  # not imported by those who need no torch
     if world is not None:
         world.leave(code)
     sys.exit(code)

@@ -33,7 +33,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     SECTION.KEY=VALUE changes the training recipe (jobs/recipes/demo.yaml).
     """
     from data_prep.scenes import ScenesConfig
-    from pipeline.recipe import load_recipe
+    from pipeline.training.recipe import load_recipe
 
     data = Path(f"{output}-data")
     run = load_recipe(RECIPE, [f"output={output}", f"data.sources={data / 'shards'}", *overrides])
@@ -61,7 +61,7 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
     What was trained on it is kept under another name: it is neither continued on this corpus nor lost.
     """
     from data_prep.scenes import corpus_digest
-    from pipeline.data.manifest import MANIFEST_NAME
+    from pipeline.data.shards.manifest_format import MANIFEST_NAME
 
     mark, digest = data / "corpus.sha256", corpus_digest(scenes, INGESTION)
     if mark.exists() and mark.read_text().strip() == digest:
@@ -85,13 +85,13 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
 
 def ingest(scenes: Any, data: Path) -> None:
     """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted."""
-    from data_prep.config import DownloadConfig
-    from data_prep.download import download
-    from data_prep.report import write_report as write_ingestion_report
+    from data_prep.dataset.ingest_report import write_report as write_ingestion_report
+    from data_prep.download_config import DownloadConfig
+    from data_prep.ingest import download
     from data_prep.scenes import serve_scenes, write_url_table
     from jobs.download import ProgressBar, summary
     from pipeline.config import merge, parse, read_yaml
-    from pipeline.data.manifest import MANIFEST_NAME, load_manifest
+    from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest
 
     shards, table, port_file = data / "shards", data / "urls.parquet", data / "port"
     if (shards / MANIFEST_NAME).exists():
@@ -124,8 +124,8 @@ def make_suite(scenes: Any, folder: Path) -> None:
 
 def train(run: Any) -> int:
     """Train, or continue, or say that it is done."""
-    from pipeline.checkpoint import finished_checkpoints, step_of
-    from pipeline.train import train as train_run
+    from pipeline.checkpoint.writer import finished_checkpoints, step_of
+    from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))
     if done and step_of(done[-1]) >= run.total_steps:
@@ -137,7 +137,7 @@ def train(run: Any) -> int:
 
 def evaluate(run: str, suite: Path) -> None:
     """Score every checkpoint that the run kept."""
-    from pipeline.checkpoint import finished_checkpoints
+    from pipeline.checkpoint.writer import finished_checkpoints
     from pipeline.evaluation import evaluate as evaluate_run
 
     checkpoints = [str(path) for path in finished_checkpoints(Path(run))]

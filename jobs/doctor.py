@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.doctor import Finding
+    from pipeline.planning.node_checks import NodeFinding
 
 EXIT_BROKEN = 1
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
@@ -44,25 +44,25 @@ def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constrai
 
 def examine(
     output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
-) -> Iterator[Finding]:
+) -> Iterator[NodeFinding]:
     """Every check, cheap ones first; findings come as they are made."""
-    from pipeline import doctor
+    from pipeline.planning import node_checks
 
-    yield from doctor.check_packages(constraints)
-    yield doctor.check_compiler()
-    yield from doctor.check_memory()
-    yield from doctor.check_disk(output, needed_gib=needs_gib)
+    yield from node_checks.check_packages(constraints)
+    yield node_checks.check_compiler()
+    yield from node_checks.check_memory()
+    yield from node_checks.check_disk(output, needed_gib=needs_gib)
     for manifest in manifests:
-        yield from doctor.check_data(manifest)
-    yield doctor.check_collectives("cpu", ranks=ranks)
+        yield from node_checks.check_data(manifest)
+    yield node_checks.check_collectives("cpu", ranks=ranks)
     import torch
 
     if torch.cuda.is_available():  # before this process takes part of a GPU for itself
-        yield doctor.check_collectives("cuda", ranks=torch.cuda.device_count())
-    yield from doctor.check_gpus()
+        yield node_checks.check_collectives("cuda", ranks=torch.cuda.device_count())
+    yield from node_checks.check_gpus()
 
 
-def show(finding: Finding) -> None:
+def show(finding: NodeFinding) -> None:
     mark, colour = MARKS[finding.status]
     click.echo(f"{click.style(f'{mark:<7}', fg=colour)} {finding.subject:<14} {finding.found}")
     if finding.remedy:

@@ -11,8 +11,8 @@ import click
 from jobs.recipe_path import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
-    from data_prep.session import Progress
-    from pipeline.data.manifest import Manifest
+    from data_prep.fetching.supervisor import Progress
+    from pipeline.data.shards.manifest_format import Manifest
 
 
 @click.command()
@@ -31,11 +31,11 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     guard.allow_addresses.
 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes nothing but the plan; all settings
-    with their defaults are in data_prep/config.py, and what a run used is in OUTPUT/download.yaml.
+    with their defaults are in data_prep/download_config.py, and what a run used is in OUTPUT/download.yaml.
     """
-    from data_prep.config import DownloadConfig
-    from data_prep.download import PartDone, download, prepare
-    from data_prep.report import write_report
+    from data_prep.dataset.ingest_report import write_report
+    from data_prep.download_config import DownloadConfig
+    from data_prep.ingest import PartDone, download, prepare
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))

@@ -20,12 +20,12 @@ def command(folder: str, only: tuple[str, ...], mirror: str | None, endpoint: st
 
     Run it again to continue; what is there and whole is not fetched again. Exits with 1 when a set is missing or wrong.
     """
-    from data_prep.evalsets import Source, check_evalsets, fetch_evalsets
+    from data_prep.evalsets.mirror import PublishedSet, check_evalsets, fetch_evalsets
 
     if check:
         outcome = check_evalsets(folder, only)
     else:
-        source = Source(Path(mirror) if mirror else None, endpoint)
+        source = PublishedSet(Path(mirror) if mirror else None, endpoint)
         outcome = fetch_evalsets(folder, only, source=source, on_note=click.echo)
     total = sum(outcome.good.values())
     click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")

@@ -15,7 +15,7 @@ import click
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.evaluator import Evaluation
+    from pipeline.evaluation.runner.evaluator import Evaluation
 
 EXIT_SOME_FAILED = 1
 KEY_WIDTH = 51  # the longest key of the benchmark has 50 letters
@@ -40,9 +40,9 @@ def command(
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
-    from pipeline.evaluation.evaluator import EvaluationConfig
-    from pipeline.evaluation.suite import open_suite
-    from pipeline.evaluation.world import start_processes
+    from pipeline.evaluation.datasets.suite import open_suite
+    from pipeline.evaluation.runner.evaluator import EvaluationConfig
+    from pipeline.evaluation.runner.processes import start_processes
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
     checkpoints = [argument for argument in arguments if argument not in settings]
@@ -99,7 +99,7 @@ def _heading(sources: Sequence[str]) -> list[str]:
 
 
 def _summary(evaluation: Evaluation) -> list[str]:
-    from pipeline.evaluation.aggregate import aggregate, describe
+    from pipeline.evaluation.runner.aggregate import aggregate, describe
 
     lines = [f"{evaluation.model.source}: {len(evaluation.results)} tasks, {len(evaluation.failures)} failed"]
     lines += [describe(value) for value in aggregate(evaluation.results).values()]

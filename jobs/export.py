@@ -18,8 +18,8 @@ def command(checkpoint: Path, output: Path, with_torch: bool, with_onnx: bool) -
     OUTPUT/open_clip_model.safetensors loads with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), and the
     folder as "local-dir:OUTPUT" or, uploaded, as "hf-hub:NAME". Everything written is held against the trained model.
     """
-    from pipeline.export import choose_checkpoint, export, logit_parameters
-    from pipeline.model_card import model_card
+    from pipeline.export.exporter import choose_checkpoint, export, logit_parameters
+    from pipeline.export.model_card import model_card
 
     chosen = choose_checkpoint(checkpoint)
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)

@@ -23,9 +23,9 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from pipeline.config import parse
-    from pipeline.data.adopt import adopt
-    from pipeline.data.caption import CaptionField
-    from pipeline.data.config import DataConfig
+    from pipeline.data.data_config import DataConfig
+    from pipeline.data.shards.caption_field import CaptionField
+    from pipeline.data.shards.make_manifest import adopt
     from pipeline.errors import UserError
 
     try:

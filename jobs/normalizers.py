@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.normalizers import Measurement
+    from pipeline.analysis.normalizer_error import Measurement
 
 RESULT_NAME = "normalizers.jsonl"
 
@@ -28,9 +28,9 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
     normalizers.jsonl beside the checkpoints. "In use": with what the step on an anchor's batch learns first; "cold":
     from lasting state alone.
     """
+    from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of, save_rows
     from pipeline.config import parse_overrides
-    from pipeline.normalizers import checkpoints_of, measure, run_of, save_rows
-    from pipeline.world import start_world
+    from pipeline.distributed.world import start_world
 
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)

@@ -11,8 +11,8 @@ import click
 from jobs.recipe_path import TRAINING, RecipePath
 
 if TYPE_CHECKING:
-    from pipeline.data.plan import DataPlan
-    from pipeline.run_plan import RunPlan
+    from pipeline.data.order.data_costs import DataPlan
+    from pipeline.planning.run_plan import RunPlan
 
 GIB = 2**30
 
@@ -28,8 +28,8 @@ def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -
     `neuclip train`: try engine.micro_batch or model.grad_checkpointing where memory is short, and data.streams and
     data.shuffle_buffer before a run, since these two cannot change once it has begun.
     """
-    from pipeline.recipe import load_recipe
-    from pipeline.run_plan import plan_run
+    from pipeline.planning.run_plan import plan_run
+    from pipeline.training.recipe import load_recipe
 
     run = load_recipe(recipe, overrides)
     plan = plan_run(run, gpus=ranks or run.plan.gpus)

@@ -24,8 +24,8 @@ def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool) -> N
 
     click.echo(write_report(runs, output=output))
     if tensorboard:
-        from pipeline.report.board import write_scores
-        from pipeline.report.run import read_run
+        from pipeline.report.run_data import read_run
+        from pipeline.report.tensorboard_scores import write_scores
 
         for folder in runs:
             click.echo(write_scores(read_run(folder)))

@@ -124,8 +124,8 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tup
 
 def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:
     """Tables and figures of what is done."""
+    from jobs.studies.outcomes import read_outcomes
     from jobs.studies.publish import publish as write
-    from jobs.studies.results import read_outcomes
 
     outcomes = read_outcomes(units, place)
     for folder in [place / name] + ([Path(publish) / name] if publish else []):

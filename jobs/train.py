@@ -30,16 +30,16 @@ def command(
     The run's folder (`output`) receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
     """
     from pipeline.config import dump
-    from pipeline.recipe import load_recipe
+    from pipeline.training.recipe import load_recipe
 
     run = load_recipe(recipe, overrides)
     if dry_run:
-        from pipeline.architectures import register
+        from pipeline.model.architectures import register
 
         register(run.model.arch)
         click.echo(dump(run), nl=False)
         return 0
-    from pipeline.train import train
+    from pipeline.training.run import train
 
     return train(run, resume=resume)
 

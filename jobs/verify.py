@@ -44,11 +44,11 @@ def command(
     if overlap:
         _overlap(folder, overlap[0], _writable(overlap[1]))
         return 0
-    from data_prep import verify
-    from data_prep.folder import Folder
-    from pipeline.data.manifest import load_manifest
+    from data_prep.dataset import verification
+    from data_prep.dataset.dataset_folder import Folder
+    from pipeline.data.shards.manifest_format import load_manifest
 
-    problems = verify.verify(folder, decode=decode)
+    problems = verification.verify(folder, decode=decode)
     for problem in problems:
         click.echo(str(problem))
     manifest = load_manifest(folder)
@@ -65,7 +65,7 @@ def command(
             else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
         )
         return EXIT_PROBLEMS
-    again = verify.rebuild(folder, problems)
+    again = verification.rebuild(folder, problems)
     same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"
     click.echo(f"Rebuilt {wrong:,} shards with {same}; {again.n:,} samples now, {manifest.n:,} before.")
     return 0
@@ -83,7 +83,7 @@ def _writable(path: str) -> Path:
 
 
 def _duplicates(folder: str, output: Path) -> None:
-    from data_prep.duplicates import find_duplicates
+    from data_prep.dataset.duplicates import find_duplicates
 
     found = find_duplicates(folder)
     surplus = found.surplus()
@@ -100,7 +100,7 @@ def _duplicates(folder: str, output: Path) -> None:
 def _overlap(folder: str, suite: str, output: Path) -> None:
     from collections import Counter
 
-    from data_prep.duplicates import find_overlap
+    from data_prep.dataset.duplicates import find_overlap
 
     found = find_overlap(folder, suite)
     output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
@@ -112,7 +112,7 @@ def _overlap(folder: str, suite: str, output: Path) -> None:
 
 
 def _remove(folder: str, names: Path) -> None:
-    from data_prep.removal import remove
+    from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
     try:

@@ -31,10 +31,10 @@ def command(
     `neuclip evaluate` as evaluation.KEY=VALUE. What was done is in RUN/evaluation-ledger, results in RUN/evaluation.
     """
     from pipeline.config import parse, parse_overrides
-    from pipeline.evaluation.session import EvaluationConfig
-    from pipeline.evaluation.suite import open_suite
-    from pipeline.evaluation.watch import WatchConfig, Watcher
-    from pipeline.evaluation.world import start_processes
+    from pipeline.evaluation.datasets.suite import open_suite
+    from pipeline.evaluation.runner.processes import start_processes
+    from pipeline.evaluation.runner.session import EvaluationConfig
+    from pipeline.evaluation.watch.watcher import WatchConfig, Watcher
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_.]+=", argument)]
     tree = parse_overrides(settings)

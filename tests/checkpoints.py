@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.model import ModelConfig, build_towers, save_open_clip
+from pipeline.model.towers import ModelConfig, build_towers, save_open_clip
 
 
 def save_checkpoint(folder: Path, seed: int) -> Path:

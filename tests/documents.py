@@ -19,7 +19,7 @@ import click
 
 from jobs.cli import COMMANDS, cli
 from pipeline.config import merge, parse, parse_overrides, read_yaml
-from pipeline.recipe import load_recipe
+from pipeline.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -247,22 +247,22 @@ def _study(recipe: Path | None, settings: list[str]) -> None:
 
 
 def _download(recipe: Path | None, settings: list[str]) -> None:
-    from data_prep.config import DownloadConfig
-    from data_prep.source import resolve
+    from data_prep.download_config import DownloadConfig
+    from data_prep.sources.source import resolve
 
     tree = read_yaml(recipe) if recipe is not None else {}
     resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)
 
 
 def _evaluate(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.session import EvaluationConfig
+    from pipeline.evaluation.runner.session import EvaluationConfig
 
     parse(EvaluationConfig, parse_overrides(settings))
 
 
 def _watch(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.session import EvaluationConfig
-    from pipeline.evaluation.watch import WatchConfig
+    from pipeline.evaluation.runner.session import EvaluationConfig
+    from pipeline.evaluation.watch.watcher import WatchConfig
 
     tree = parse_overrides(settings)
     parse(EvaluationConfig, tree.pop("evaluation", {}), prefix="evaluation")

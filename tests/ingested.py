@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.config import DownloadConfig
-from data_prep.download import prepare, write_manifest
-from data_prep.engine import Job, ShardDownloader
-from data_prep.folder import Folder
-from data_prep.plan import Plan
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.shard_plan import Plan
+from data_prep.download_config import DownloadConfig
+from data_prep.fetching.downloader import Job, ShardDownloader
+from data_prep.ingest import prepare, write_manifest
 from pipeline.config import dump, parse
-from pipeline.data.manifest import Manifest
+from pipeline.data.shards.manifest_format import Manifest
 from tests.web import Site, jpeg, picture, serve
 
 ROWS, SHARD = 24, 6

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from pipeline.data.manifest import make_manifest
+from pipeline.data.shards.manifest_format import make_manifest
 
 
 def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.data.manifest import Manifest, make_manifest
+from pipeline.data.shards.manifest_format import Manifest, make_manifest
 
 Members = Mapping[str, bytes]
 

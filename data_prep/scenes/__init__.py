@@ -10,10 +10,10 @@
 Everything is a pure function of the config and the index of a scene; nothing is stored that could be drawn again.
 """
 
-from data_prep.scenes.config import HELD_OUT_START, FaultRates, ScenesConfig
 from data_prep.scenes.faults import ALWAYS_FAILS, Fault, count_faults, fault_of
+from data_prep.scenes.scene_suite import write_suite
+from data_prep.scenes.scenes_config import HELD_OUT_START, FaultRates, ScenesConfig
 from data_prep.scenes.server import serve_scenes, url
-from data_prep.scenes.suite import write_suite
 from data_prep.scenes.url_table import uid, write_url_table
 from data_prep.scenes.version import corpus_digest
 

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.draws import Draws
 from data_prep.scenes.noise import spoil
-from data_prep.scenes.scene import Item, Scene, describe
+from data_prep.scenes.scene import Scene, SceneItem, describe
+from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.vocabulary import (
     BACKGROUNDS,
     COLOURS,
@@ -78,7 +78,7 @@ def _pair(scene: Scene, draws: Draws, *, detail: float) -> str:
     return f"{first} {draws.favoured(RELATIONS[scene.relation], 0.65)} {second}"
 
 
-def _noun(item: Item, draws: Draws, *, detail: float, many: bool = False) -> str:
+def _noun(item: SceneItem, draws: Draws, *, detail: float, many: bool = False) -> str:
     """Texture, colour and shape, for example "striped red star"; sometimes a "thing" instead of its shape."""
     adjectives = []
     if draws.chance(detail ** EASE["texture"] * (0.3 if item.texture == "plain" else 1.0)):

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from PIL import Image
 
-from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.draws import Draws
 from data_prep.scenes.render import jpeg
+from data_prep.scenes.scenes_config import ScenesConfig
 
 OVERSIZE_SIDE = 6_000  # pixels; a few hundred kB as JPEG, 108 MB once decoded
 

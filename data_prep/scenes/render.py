@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from PIL import Image, ImageChops, ImageDraw
 
 from data_prep.scenes.backgrounds import background
-from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.draws import Draws
-from data_prep.scenes.scene import Item, Scene, describe
+from data_prep.scenes.scene import Scene, SceneItem, describe
+from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.shapes import outline
 from data_prep.scenes.vocabulary import COLOURS, POSITIONS, Colour
 
@@ -20,7 +20,7 @@ RADIUS = {"small": (0.18, 0.20), "medium": (0.28, 0.30), "large": (0.42, 0.46)}
 GROUP_RADIUS = (0.14, 0.16)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
 DARK_EDGE, LIGHT_EDGE = (16, 16, 20), (235, 235, 235)  # an outline as in clip art: shapes look alike in every colour
-Placement = tuple[Item, float, float, float]  # item, centre x, centre y, radius; shares of the side
+Placement = tuple[SceneItem, float, float, float]  # item, centre x, centre y, radius; shares of the side
 
 
 def draw(config: ScenesConfig, index: int) -> Image.Image:
@@ -74,7 +74,7 @@ def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
         yield scene.item, x - 0.08 * side[0], y - 0.08 * side[1], a * 1.15
 
 
-def _paste(image: Image.Image, item: Item, where: tuple[float, float, float], draws: Draws) -> None:
+def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float], draws: Draws) -> None:
     """Draw one object on the image: its outline, the colour inside it, the texture on that."""
     x, y, radius = where
     side = max(4, round(2 * radius * image.width))

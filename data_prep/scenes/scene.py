@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.draws import Draws
+from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.vocabulary import (
     BACKGROUNDS,
     COLOURS,
@@ -22,7 +22,7 @@ PLAIN = 0.3  # share of items that are plain before any texture is drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SceneItem:
     """One kind of object."""
 
     shape: str
@@ -38,12 +38,12 @@ class Scene:
     the renderer from the index.
     """
 
-    item: Item
+    item: SceneItem
     background: str
     count: int = 1
     size: str | None = None
     position: str | None = None
-    other: Item | None = None
+    other: SceneItem | None = None
     relation: str | None = None
 
 
@@ -52,7 +52,7 @@ def describe(config: ScenesConfig, index: int) -> Scene:
     draws = Draws(config.seed, index, "scene")
     if draws.chance(config.themed):
         shape, colour, background, texture = draws.zipf(THEMES, config.tail)
-        item = Item(shape, colour, texture)
+        item = SceneItem(shape, colour, texture)
     else:
         item = _item(draws, config.tail)
         background = draws.zipf(tuple(BACKGROUNDS), config.tail)
@@ -69,8 +69,8 @@ def describe(config: ScenesConfig, index: int) -> Scene:
     return Scene(item, background, other=other, relation=draws.zipf(tuple(RELATIONS), config.tail))
 
 
-def _item(draws: Draws, tail: float) -> Item:
-    return Item(
+def _item(draws: Draws, tail: float) -> SceneItem:
+    return SceneItem(
         shape=draws.zipf(tuple(SHAPES), tail),
         colour=draws.zipf(tuple(COLOURS), tail),
         texture="plain" if draws.chance(PLAIN) else draws.zipf(tuple(TEXTURES), tail),

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 
-from data_prep.scenes.config import ScenesConfig
 from data_prep.scenes.draws import Draws
 from data_prep.scenes.faults import Fault, fault_of, served
+from data_prep.scenes.scenes_config import ScenesConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from data_prep.scenes import faults
 from data_prep.scenes.caption import web
-from data_prep.scenes.config import ScenesConfig
+from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.server import url
 
 CHUNK = 1_000

@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from data_prep.scenes.config import ScenesConfig
+from data_prep.scenes.scenes_config import ScenesConfig
 from pipeline.config import to_tree
 
 

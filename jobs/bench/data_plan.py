@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.data.config import DataConfig
-from pipeline.data.corpus import load_mixture, plan_epoch
-from pipeline.data.manifest import make_manifest
-from pipeline.data.order import Order, planned_ids
-from pipeline.data.plan import plan_data
-from pipeline.data.streams import make_layout
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.data_costs import plan_data
+from pipeline.data.order.mixture import load_mixture, plan_epoch
+from pipeline.data.order.streams import make_layout
+from pipeline.data.shards.manifest_format import make_manifest
 
 BATCH, STREAMS, BUFFER, RANKS = 32768, 512, 4000, 64
 

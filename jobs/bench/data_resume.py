@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from jobs.bench.loader import make_shards
-from pipeline.data.accounting import Position
-from pipeline.data.config import DataConfig
-from pipeline.data.loader import build_loader
-from pipeline.data.manifest import load_manifest, make_manifest
-from pipeline.data.opening import open_shard
-from pipeline.data.resume import save_position
-from pipeline.world import World
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.accounting import Position
+from pipeline.data.loading.loader import build_loader
+from pipeline.data.loading.resume import save_position
+from pipeline.data.shards.manifest_format import load_manifest, make_manifest
+from pipeline.data.shards.storage import open_shard
+from pipeline.distributed.world import World
 
 BATCH, STREAMS, BUFFER, PIXELS = 64, 8, 200, 64
 

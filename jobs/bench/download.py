@@ -31,8 +31,8 @@ import numpy as np
 _IMAGES = 32
 _OURS = """
 import sys
-from data_prep.config import DownloadConfig
-from data_prep.download import download
+from data_prep.download_config import DownloadConfig
+from data_prep.ingest import download
 from pipeline.config import parse
 table, output, shard, processes, threads = sys.argv[1:]
 download(parse(DownloadConfig, {

@@ -23,8 +23,8 @@ import torch
 
 from jobs.bench.loader import photo
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.session import EvaluationConfig
-from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
 
 CLASSES, TEMPLATES = 20, 8
 

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pipeline.data.config import DataConfig
-from pipeline.data.decode import normalize
-from pipeline.data.loader import build_loader
-from pipeline.data.manifest import make_manifest
-from pipeline.data.tokenize import fast_tokenizer
-from pipeline.world import World
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.loader import build_loader
+from pipeline.data.loading.tokenize import fast_tokenizer
+from pipeline.data.shards.manifest_format import make_manifest
+from pipeline.distributed.world import World
 
 BATCH, PIXELS = 64, 224
 META = b'{"url": "http://example.org/picture.jpg", "status": "success", "width": 640, "height": 480, "exif": "{}"}'

@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.bench.train import DATASET, OPTIMIZER, SEED, Data, Rounds, make_data, prototypes_of, seconds
-from pipeline.data.decode import normalize
-from pipeline.engine import Engine, EngineConfig
-from pipeline.model import ModelConfig, build_towers
+from pipeline.data.loading.decode import normalize
+from pipeline.distributed.world import World, start_world
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
-from pipeline.step import TrainStep
+from pipeline.training.step import TrainStep
 from pipeline.versions import versions
-from pipeline.world import World, start_world
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, w
         world=OneOfMany(size=ranks, device=world.device) if ranks > 1 else world,
         device=world.device,
     )
-    engine = Engine(
+    engine = DeepSpeedEngine(
         towers.to(world.device),
         config=EngineConfig(deepspeed=f"zero1_{args.precision}", micro_batch=micro),
         optimizer=OPTIMIZER,

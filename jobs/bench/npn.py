@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.objectives import prototypes
-from pipeline.objectives.inner_optimizer import AdaGrad
-from pipeline.objectives.passes import COMPILED, FUSED, Passes
-from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives.npn import prototypes
+from pipeline.objectives.npn.inner_optimizer import AdaGrad
+from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes
+from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.workspace import Workspace
 
 LR, EPS, TAU = 0.01, 1e-14, 0.03

@@ -64,7 +64,7 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
 def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
     """Answers every number of steps with the seconds they took, and None with the peak memory in GiB."""
     from jobs.bench.train import make_data, ours, seconds
-    from pipeline.world import start_world
+    from pipeline.distributed.world import start_world
 
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore")

@@ -70,10 +70,10 @@ def make_table(path: Path, rows: int) -> None:
 
 
 def _select(table: str, output: str, fraction: float) -> tuple[float, int, float]:
-    from data_prep.folder import Folder
-    from data_prep.plan import make_plan
-    from data_prep.source import SourceConfig
-    from data_prep.subset import SubsetConfig
+    from data_prep.dataset.dataset_folder import Folder
+    from data_prep.dataset.shard_plan import make_plan
+    from data_prep.sources.source import SourceConfig
+    from data_prep.sources.subset import SubsetConfig
 
     folder = Folder(Path(output))
     folder.make()

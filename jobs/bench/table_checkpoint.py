@@ -26,10 +26,10 @@ def measure(rows: int, way: str, folder: Path) -> tuple[float, float]:
     """MiB of peak memory beyond what the filled table had needed, and seconds until the checkpoint was published."""
     import torch
 
-    from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot
-    from pipeline.model import ModelConfig, build_towers
-    from pipeline.objectives.table import PerSampleTable
-    from pipeline.world import World
+    from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
+    from pipeline.distributed.world import World
+    from pipeline.model.towers import ModelConfig, build_towers
+    from pipeline.objectives.sample_table import PerSampleTable
 
     _, architecture = build_towers(ModelConfig(), seed=0, device="meta")
     table = PerSampleTable(dict.fromkeys(COLUMNS, 0.5), dataset_size=rows, world=World(), device=torch.device("cpu"))

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.decode import normalize
-from pipeline.engine import Engine, EngineConfig
-from pipeline.model import ModelConfig, build_towers
+from pipeline.data.loading.decode import normalize
+from pipeline.distributed.world import World, start_world
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
-from pipeline.optim import OptimizerConfig
-from pipeline.step import TrainStep
+from pipeline.training.step import TrainStep
 from pipeline.versions import versions
-from pipeline.world import World, start_world
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
 DATASET = 1_000_000
@@ -121,7 +121,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         world=world,
         device=world.device,
     )
-    engine = Engine(
+    engine = DeepSpeedEngine(
         towers.to(world.device),
         config=EngineConfig(deepspeed=f"zero{args.stage}_{args.precision}", micro_batch=micro),
         optimizer=OPTIMIZER,
@@ -146,7 +146,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
     return run
 
 
-class Loader:
+class SyntheticLoader:
     """What open_clip_train expects of a data loader: micro-batches of normalised pixels and tokens."""
 
     def __init__(self, data: Data, *, micro_batch: int) -> None:
@@ -174,7 +174,7 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
     groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": OPTIMIZER.weight_decay}]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr * 1e-3, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     trained: Any = torch.compile(model) if args.compile else model
-    loader = Loader(data, micro_batch=args.batch // args.accumulate)
+    loader = SyntheticLoader(data, micro_batch=args.batch // args.accumulate)
     settings = SimpleNamespace(
         device=str(device),
         precision="amp_bf16" if args.precision == "bf16" else "fp32",

@@ -18,7 +18,7 @@ from pydantic import Field
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.errors import UserError
-from pipeline.recipe import RunConfig, load_recipe
+from pipeline.training.recipe import RunConfig, load_recipe
 
 FOLDER = Path(__file__).parent
 RECIPES = FOLDER.parent / "recipes"

@@ -12,9 +12,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jobs.studies import figures
+from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
-from jobs.studies.results import COLUMNS, PAIRED, Outcome, Spread, paired, spread
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, paired, spread
 from jobs.studies.schedule import cores
 
 DATA_NAME = "results.json"
@@ -46,7 +46,7 @@ def render(folder: Path) -> list[Path]:
     data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
     study, size = load_study(data["study"]), data["size"]
     outcomes = [Outcome(**run) for run in data["runs"]]
-    drawn = figures.draw(study, size, outcomes)
+    drawn = study_figures.draw(study, size, outcomes)
     texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import finished_checkpoints
+from pipeline.analysis.normalizer_error import checkpoints_of, measure
+from pipeline.checkpoint.writer import finished_checkpoints
 from pipeline.config import to_tree
+from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
-from pipeline.normalizers import checkpoints_of, measure
 from pipeline.objectives import Objective
-from pipeline.objectives.frame import SoftmaxObjective
-from pipeline.recipe import load_recipe
-from pipeline.report.run import Run, read_run
-from pipeline.train import open_run
-from pipeline.trainer import Trainer
+from pipeline.objectives.softmax import SoftmaxObjective
+from pipeline.report.run_data import Run, read_run
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import open_run
+from pipeline.training.trainer import Trainer
 from pipeline.versions import versions
-from pipeline.world import World, leave
 
 SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
 NOT_FIGURES = ("kind", "step", "time")

@@ -15,12 +15,12 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives import mlp
 from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.frame import Batch, Decision, Pair
-from pipeline.objectives.inner_optimizer import Adam, Buffered
-from pipeline.objectives.prototypes import MAX_LOG_RATIO
+from pipeline.objectives.npn import mlp
+from pipeline.objectives.npn.inner_optimizer import Adam, Buffered
+from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
 from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
@@ -97,7 +97,7 @@ class PartitionNetworks:
         self.updates = torch.zeros((), dtype=torch.int64)  # of the optimizer since the restart; on the host
         self._next_updates = 0
 
-    def advance(self, batch: Batch, log_means: Pair) -> Pair:
+    def advance(self, batch: AnchorBatch, log_means: Pair) -> Pair:
         """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [B] each; pending.
 
         Args: log_means: log of the batch's mean of exp(s / tau), [B] each.
@@ -178,7 +178,7 @@ class AmorLip(GlobalTemperatureObjective):
         super().__init__(config, context)
         self.networks = PartitionNetworks(config, context)
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         config, tau = self.config, self.temperature.value()
         weight, others = config.positive_weight, batch.size - 1
         logit = batch.positive / tau
@@ -213,7 +213,7 @@ class AmorLip(GlobalTemperatureObjective):
             },
         )
 
-    def predict(self, batch: Batch) -> Pair:
+    def predict(self, batch: AnchorBatch) -> Pair:
         # As the log-normalizer that `decide` uses: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(self.config.positive_weight / (batch.size - 1))
         first, second = self.networks.predict(batch.features)

@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 
 
 @section

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 
 log = logging.getLogger(__name__)
 

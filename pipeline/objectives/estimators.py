@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
-from pipeline.objectives.frame import Batch, Pair, SoftmaxObjective
-from pipeline.objectives.table import PerSampleTable
+from pipeline.objectives.sample_table import PerSampleTable
+from pipeline.objectives.softmax import AnchorBatch, Pair, SoftmaxObjective
 
 ROWS = "per_sample"
 
@@ -92,14 +92,14 @@ class EstimatorObjective(SoftmaxObjective):
     def fetch(self, sample_ids: Tensor) -> Tensor:
         return self.table.lookup(sample_ids).to(self.context.dtype)
 
-    def estimate(self, batch: Batch) -> tuple[Pair, Pair]:
+    def estimate(self, batch: AnchorBatch) -> tuple[Pair, Pair]:
         """New log u and the log-normalizers log(eps + u), [B] each."""
         gamma = gamma_at(self.config, self.context, step=batch.step)
         first, second = (moving_average(batch.fetched[:, side], batch.log_g[side], gamma=gamma) for side in (0, 1))
         log_eps = first.new_full((), math.log(self.config.eps))
         return (first, second), (torch.logaddexp(first, log_eps), torch.logaddexp(second, log_eps))
 
-    def predict(self, batch: Batch) -> Pair:
+    def predict(self, batch: AnchorBatch) -> Pair:
         """log(eps + u); for a sample never seen, the batch's own value."""
         log_eps = batch.positive.new_full((), math.log(self.config.eps))
         first, second = (
@@ -108,7 +108,7 @@ class EstimatorObjective(SoftmaxObjective):
         )
         return first, second
 
-    def estimator_metrics(self, batch: Batch, log_normalizer: Pair) -> dict[str, Tensor]:
+    def estimator_metrics(self, batch: AnchorBatch, log_normalizer: Pair) -> dict[str, Tensor]:
         """normalizer_gap: mean |log(eps + u) - log(eps + g)| over both sides; gamma."""
         log_eps = batch.positive.new_full((), math.log(self.config.eps))
         gaps = [
@@ -127,7 +127,7 @@ class EstimatorObjective(SoftmaxObjective):
         self.table.load(ROWS, read)
 
 
-def temperature_slopes(batch: Batch, log_normalizer: Pair) -> Pair:
+def temperature_slopes(batch: AnchorBatch, log_normalizer: Pair) -> Pair:
     """`(dg_i/dtau) / (eps + u_i)` of each anchor, [B] each: -(1/tau) exp(log g - a) mean_h."""
     first, second = (
         -torch.exp(batch.log_g[side] - log_normalizer[side]) * batch.mean_h[side] / batch.tau[side] for side in (0, 1)

@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
-from pipeline.objectives.frame import Batch, Decision
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision
 from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig, warn_of_large_rho
 
 
@@ -50,7 +50,7 @@ class _LearnedTemperatureEstimators(GlobalTemperatureObjective, EstimatorObjecti
 class FastClipV0(_LearnedTemperatureEstimators):
     """Unscaled GCL: mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
         tau = self.temperature.value()
@@ -73,7 +73,7 @@ class FastClipV3(_LearnedTemperatureEstimators):
         super().__init__(config, context)
         warn_of_large_rho(config, context)
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
         tau = self.temperature.value()

@@ -13,8 +13,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
-from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
 from pipeline.objectives.temperature import TauSchedule, tau_lr_at, warn_of_large_rho
 
 
@@ -81,7 +81,7 @@ class ISogClr(EstimatorObjective):
     def temperatures(self, size: int, fetched: Any) -> Pair:
         return fetched[:, 2].contiguous(), fetched[:, 3].contiguous()
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
         loss, gradients = torch.zeros_like(batch.positive[0]), []

@@ -11,13 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives import prototypes
 from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.frame import Batch, Decision, Pair
-from pipeline.objectives.mlp import MlpNpn
-from pipeline.objectives.npn import BothSides, Npn, Prediction, PrototypeNpn, anchors_of
-from pipeline.objectives.npn_config import NpnConfig
+from pipeline.objectives.npn.mlp import MlpNpn
+from pipeline.objectives.npn.network import BothSides, Npn, Prediction, PrototypeNpn, anchors_of, prototypes
+from pipeline.objectives.npn.npn_config import NpnConfig
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
 from pipeline.objectives.temperature import GlobalTemperatureObjective, warn_of_large_rho
 
 
@@ -81,7 +80,7 @@ class NeuClip(GlobalTemperatureObjective):
         if context.world.is_main:
             _warn_of_stalling(config, context.dim)
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         config, tau = self.config, self.temperature.value()
         anchors = anchors_of(batch, config, tau=tau)
         with self.world.phase("npn"):
@@ -109,7 +108,7 @@ class NeuClip(GlobalTemperatureObjective):
             update=batch,
         )
 
-    def predict(self, batch: Batch) -> Pair:
+    def predict(self, batch: AnchorBatch) -> Pair:
         return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
 
     @property
@@ -117,7 +116,7 @@ class NeuClip(GlobalTemperatureObjective):
         cap = self.config.ratio_cap
         return min(math.log(cap), prototypes.MAX_LOG_RATIO) if cap else prototypes.MAX_LOG_RATIO
 
-    def _through_alpha(self, batch: Batch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
+    def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
         """What flows through alpha: (tau / B) r_i d alpha_i, for this rank's features and, over all ranks, for tau.
 
         Where the cap holds, r_i is that of the cap.

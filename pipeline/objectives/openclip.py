@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config import section
-from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
 from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
 
 
@@ -24,7 +24,7 @@ class OpenClipConfig(TemperatureConfig):
 class OpenClip(GlobalTemperatureObjective):
     """Mean of both cross-entropies over the batch: `mean_i log(1 + (B - 1) g_i) / 2` on each side (MATH: a and c)."""
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         log_pairs = math.log(batch.size - 1)
         tau = self.temperature.value()
         loss, tau_gradient, normalizers = torch.zeros_like(tau), torch.zeros_like(tau), []
@@ -41,5 +41,5 @@ class OpenClip(GlobalTemperatureObjective):
             metrics={"tau": tau},
         )
 
-    def in_use(self, batch: Batch) -> Pair:
+    def in_use(self, batch: AnchorBatch) -> Pair:
         return batch.log_g  # the own pair, which this loss adds to the sum, is no part of g

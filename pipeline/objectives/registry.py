@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pipeline.config import parse, suggest
+from pipeline.distributed.world import joined_world
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
-from pipeline.world import joined_world
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
@@ -111,5 +111,5 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
 @functools.cache
 def _import_methods() -> None:
     package = importlib.import_module("pipeline.objectives")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}."):
+        importlib.import_module(module.name)

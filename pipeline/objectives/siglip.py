@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import ObjectiveContext, ObjectiveOutput
-from pipeline.objectives.frame import FramedObjective
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import FramedObjective
 from pipeline.objectives.temperature import LearnedScalar, Temperature, TemperatureConfig, tau_lr_at
 
 

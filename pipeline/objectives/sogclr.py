@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective
-from pipeline.objectives.frame import Batch, Decision, Pair
 from pipeline.objectives.registry import register
+from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
 
 
 @section
@@ -40,7 +40,7 @@ class SogClr(EstimatorObjective):
         tau = torch.full((size,), self.config.tau, dtype=self.context.dtype, device=self.context.device)
         return tau, tau
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(self, batch: AnchorBatch) -> Decision:
         log_u, log_normalizer = self.estimate(batch)
         zero = torch.zeros_like(batch.positive[0])
         return Decision(

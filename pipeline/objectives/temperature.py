@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext
-from pipeline.objectives.frame import Decision, Pair, SoftmaxObjective
+from pipeline.objectives.softmax import Decision, Pair, SoftmaxObjective
 
 log = logging.getLogger(__name__)
 TauSchedule = Literal["encoders", "constant"]

@@ -20,13 +20,13 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
     Returns: the HTML page; the other files lie beside it.
     Raises: UserError when a folder is not a run's.
     """
-    from pipeline.report.run import read_run
+    from pipeline.report.run_data import read_run
 
     found = [read_run(folder) for folder in runs]
     if len(found) == 1:
-        from pipeline.report.page import write_page
+        from pipeline.report.run_page import write_page
 
         return write_page(found[0], Path(output or found[0].folder))
-    from pipeline.report.compare import write_comparison
+    from pipeline.report.comparison_page import write_comparison
 
     return write_comparison(found, Path(output or "comparison"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.report.evaluations import Score
+from pipeline.report.stored_scores import Score
 
 RESAMPLES = 1_000
 LEVEL = 0.95
@@ -97,8 +97,8 @@ def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
 
 def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     """Metrics over classes and groups, with the evaluation's own definitions."""
-    from pipeline.evaluation import groups
-    from pipeline.evaluation.tasks import TASKS
+    from pipeline.evaluation.datasets.tasks import TASKS
+    from pipeline.evaluation.protocols import groups
 
     rows = len(outcomes["target"])
     if score.main_metric == "mean_per_class_recall":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.report.evaluations import Score
 from pipeline.report.figures import SERIES, Bar, Line, bar_chart, line_chart
-from pipeline.report.run import Run
+from pipeline.report.run_data import Run
+from pipeline.report.stored_scores import Score
 
 MAIN = ("loss", "normalizer_gap", "normalizer_gap_cold", "tau", "lr", "samples_per_second", "data_wait")
 WIDE = (5.2, 2.8)  # inches, for a chart in the wide grid

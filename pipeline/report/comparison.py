@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.tasks import AGGREGATES
+from pipeline.evaluation.datasets.tasks import AGGREGATES
 from pipeline.report.bootstrap import Difference, difference, resample
-from pipeline.report.evaluations import Evaluation, Score
-from pipeline.report.run import Run
+from pipeline.report.run_data import Run
+from pipeline.report.stored_scores import Score, StoredEvaluation
 
 SEED_KEYS = ("seed", "output", "name")  # settings in which repetitions of one run may differ
 
@@ -83,7 +83,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 
-def groups_of(evaluations: Sequence[Evaluation | None]) -> dict[str, tuple[str, ...]]:
+def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple[str, ...]]:
     """The aggregates to show: the official ones that some run has all tasks of; else means over the tasks all share."""
     have = [{score.task for score in e.scores} if e else set() for e in evaluations]
     official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
@@ -98,7 +98,7 @@ def groups_of(evaluations: Sequence[Evaluation | None]) -> dict[str, tuple[str, 
     return found
 
 
-def mean_score(evaluation: Evaluation | None, keys: Sequence[str]) -> float | None:
+def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
     """The mean over `keys`; None unless all of them are there."""
     scores = [evaluation.score(key) for key in keys] if evaluation else []
     found = [score.score for score in scores if score is not None]
@@ -115,7 +115,7 @@ def _per_run(scores: Sequence[Score | None], values: np.ndarray | None) -> np.nd
 
 
 def _aggregate(
-    name: str, keys: Sequence[str], latest: Sequence[Evaluation | None], drawn: Mapping[str, np.ndarray | None]
+    name: str, keys: Sequence[str], latest: Sequence[StoredEvaluation | None], drawn: Mapping[str, np.ndarray | None]
 ) -> Row:
     parts = [drawn.get(key) for key in keys]
     known = [part for part in parts if part is not None]
@@ -160,7 +160,7 @@ def method_name(runs: Sequence[Run], group: Sequence[int]) -> str:
     return mine if mine and mine not in others else ", ".join(labels(runs)[k] for k in group)
 
 
-def _notes(runs: Sequence[Run], latest: Sequence[Evaluation | None]) -> list[str]:
+def _notes(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
     names = labels(runs)
     notes = [f"{name}: {note}" for name, run in zip(names, runs, strict=True) for note in run.notes]
     for name, evaluation in zip(names, latest, strict=True):

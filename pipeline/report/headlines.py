@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.report.charts import duration
 from pipeline.report.figures import short
-from pipeline.report.run import Run
+from pipeline.report.run_data import Run
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.batchnorm import use_fp32_batch_norms
-from pipeline.step import frozen_statistics
-from pipeline.world import World, leave, start_world
+from pipeline.distributed.world import World, leave, start_world
+from pipeline.model.batchnorm import use_fp32_batch_norms
+from pipeline.training.step import frozen_statistics
 
 ROWS, STEPS = 12, 3
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import parse
-from pipeline.data.config import DataConfig
-from pipeline.data.loader import Loader, build_loader
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.distributed.world import World, leave, start_world
 from pipeline.errors import UserError
-from pipeline.world import World, leave, start_world
 from tests.shards import count_tokens
 
 BATCH, STREAMS = 12, 6

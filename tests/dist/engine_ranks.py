@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.engine import Engine, EngineConfig
-from pipeline.model import ModelConfig, Towers, build_towers
+from pipeline.distributed.world import World, leave, start_world
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
-from pipeline.optim import OptimizerConfig
-from pipeline.probe import GradientProbe
-from pipeline.step import TrainStep
-from pipeline.world import World, leave, start_world
+from pipeline.training.gradient_check import GradientProbe
+from pipeline.training.step import TrainStep
 
 BATCH, STEPS, EACH = 16, 20, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -49,7 +49,7 @@ def make_objective(settings: dict[str, Any], world: World) -> Objective:
 
 def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
     config = EngineConfig(deepspeed=name, micro_batch=micro_batch)
-    engine = Engine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
+    engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
     engine.train()
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
     return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH // world.size, micro_batch=micro_batch)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.distributed.world import World, leave, start_world
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective, pairwise
 from pipeline.objectives.drift import fingerprint
-from pipeline.world import World, leave, start_world
 from tests.unit.objectives_reference import context, unit_features
 
 BATCH, DIM, STEPS = 16, 12, 5

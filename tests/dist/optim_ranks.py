@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.engine import Engine, EngineConfig
+from pipeline.distributed.world import World, leave, start_world
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.errors import UserError
-from pipeline.model import ModelConfig, Towers, build_towers
-from pipeline.optim import OptimizerConfig, build_optimizer, parameter_groups
-from pipeline.world import World, leave, start_world
+from pipeline.model.towers import ModelConfig, Towers, build_towers
 
 BATCH, STEPS, DIM = 8, 4, 16
 # Some gradients are 0 but for rounding (attention's key biases); with a small eps Adam makes whole steps of that noise.
@@ -54,8 +54,8 @@ def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -
     """The weights after the same steps in an engine; half-way its state moves into a fresh one."""
     rows = world.rows(BATCH // world.size)
 
-    def make() -> Engine:
-        engine = Engine(
+    def make() -> DeepSpeedEngine:
+        engine = DeepSpeedEngine(
             towers(arch), config=EngineConfig(deepspeed=files), optimizer=config, world=world, global_batch=BATCH
         )
         engine.train()

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.batchnorm import use_fp32_batch_norms
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
+from pipeline.model.batchnorm import use_fp32_batch_norms
 from tests.dist.batchnorm_ranks import net, results
 from tests.e2e.test_train import records, settings
 from tests.launch import run

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.world import World
+from pipeline.distributed.world import World
 from tests.dist.data_ranks import BATCH, make_loader, steps
 from tests.shards import write_shards
 
@@ -76,7 +76,7 @@ def test_the_corruption_limit_stops_both_ranks_at_the_same_step(tmp_path: Path) 
 CHILD = """
 import signal, sys, time
 from pathlib import Path
-from pipeline.world import World
+from pipeline.distributed.world import World
 from tests.dist.data_ranks import make_loader
 if __name__ == "__main__":
     if sys.argv[2] == "graceful":

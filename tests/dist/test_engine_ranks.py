@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from pipeline.engine.optim import build_optimizer, parameter_groups
 from pipeline.objectives import objective_names
-from pipeline.optim import build_optimizer, parameter_groups
 from tests.dist.engine_ranks import BATCH, OPTIMIZER, STEPS, data, towers
 from tests.launch import run
 from tests.towers import write_tiny

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.evaluator import EvaluationConfig
-from pipeline.evaluation.tasks import TASKS
+from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.runner.evaluator import EvaluationConfig
 from tests.checkpoints import contents, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each
 from tests.launch import free_port

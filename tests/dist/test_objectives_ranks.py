@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.world import World
+from pipeline.distributed.world import World
 from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything, own_loop
 from tests.unit.objectives_reference import relative_error
 

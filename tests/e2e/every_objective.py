@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from pipeline.distributed.world import leave, start_world
 from pipeline.objectives import objective_names
-from pipeline.recipe import load_recipe
-from pipeline.run_folder import prepare_folder
-from pipeline.train import setup
-from pipeline.world import leave, start_world
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import setup
+from pipeline.training.run_folder import prepare_folder
 
 
 def main() -> None:

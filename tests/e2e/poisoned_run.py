@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.distributed.world import leave, start_world
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
-from pipeline.recipe import load_recipe
-from pipeline.run_folder import prepare_folder
-from pipeline.train import setup
-from pipeline.trainer import Trainer
-from pipeline.world import leave, start_world
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import setup
+from pipeline.training.run_folder import prepare_folder
+from pipeline.training.trainer import Trainer
 
 POISON: set[int] = set()
 ASKED: list[int] = []

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.distributed.world import World, leave, start_world
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
-from pipeline.recipe import RunConfig, load_recipe
-from pipeline.run_folder import prepare_folder
-from pipeline.train import setup
-from pipeline.world import World, leave, start_world
+from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.run import setup
+from pipeline.training.run_folder import prepare_folder
 
 POISON: set[int] = set()
 BAD_STEPS = (7, 8, 9)

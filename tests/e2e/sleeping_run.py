@@ -1,6 +1,6 @@
 """`jobs.train` whose given rank falls asleep at the n-th call of a given function, or is stopped there.
 
-python -m tests.e2e.sleeping_run pipeline.engine:Engine.forward 3 1 SECONDS ARGUMENTS-OF-TRAIN
+python -m tests.e2e.sleeping_run pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward 3 1 SECONDS ARGUMENTS-OF-TRAIN
 """
 
 from __future__ import annotations

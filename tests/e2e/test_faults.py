@@ -13,17 +13,17 @@ from tests.launch import run
 
 # Where a rank may die, and how many calls of that place one step makes at most on it.
 PLACES = {
-    "pipeline.data.loader:Loader.__next__": 1,
-    "pipeline.engine:Engine.forward": 1,
-    "pipeline.engine:Engine.backward": 1,
-    "pipeline.engine:Engine.step": 1,
-    "pipeline.objectives.frame:FramedObjective.commit": 1,
-    "pipeline.engine_state:EngineState.moments": 1,
-    "pipeline.checkpoint:CheckpointWriter._write_part": 1,
-    "pipeline.checkpoint:save_open_clip": 1,
-    "pipeline.checkpoint:_flush_and_hash": 6,
-    "pipeline.checkpoint:_flush_folder": 2,
-    "pipeline.checkpoint:CheckpointWriter._prune": 1,
+    "pipeline.data.loading.loader:Loader.__next__": 1,
+    "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward": 1,
+    "pipeline.engine.deepspeed_engine:DeepSpeedEngine.backward": 1,
+    "pipeline.engine.deepspeed_engine:DeepSpeedEngine.step": 1,
+    "pipeline.objectives.softmax:FramedObjective.commit": 1,
+    "pipeline.engine.state:EngineState.moments": 1,
+    "pipeline.checkpoint.writer:CheckpointWriter._write_part": 1,
+    "pipeline.checkpoint.writer:save_open_clip": 1,
+    "pipeline.checkpoint.writer:_flush_and_hash": 6,
+    "pipeline.checkpoint.writer:_flush_folder": 2,
+    "pipeline.checkpoint.writer:CheckpointWriter._prune": 1,
 }
 
 
@@ -50,7 +50,14 @@ def test_ten_deaths_change_no_bit(base: Path, two_ranks: Path) -> None:  # noqa:
 def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "asleep", "engine.probe=false", "engine.timeout_minutes=0.1")
     done = run(
-        "tests.e2e.sleeping_run", "pipeline.engine:Engine.forward", "3", "1", "25", *arguments, ranks=2, check=False
+        "tests.e2e.sleeping_run",
+        "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward",
+        "3",
+        "1",
+        "25",
+        *arguments,
+        ranks=2,
+        check=False,
     )
     assert done.returncode != 0
     told = done.stderr
@@ -64,7 +71,15 @@ def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1")
-    done = run("tests.e2e.doomed_run", "pipeline.engine:Engine.forward", "3", "1", *arguments, ranks=2, check=False)
+    done = run(
+        "tests.e2e.doomed_run",
+        "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward",
+        "3",
+        "1",
+        *arguments,
+        ranks=2,
+        check=False,
+    )
     assert done.returncode != 0
     assert "Rank 0: lost contact to another rank" in done.stderr
     assert "rank 1 without any sign of life" in done.stderr

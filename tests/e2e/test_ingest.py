@@ -14,18 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep import reasons, tar, verify
-from data_prep.census import take_census
-from data_prep.config import DownloadConfig
-from data_prep.download import PartDone, download
-from data_prep.folder import Folder
-from data_prep.report import write_report
-from data_prep.scenes.config import ScenesConfig
+from data_prep import reasons
+from data_prep.dataset import canonical_tar, verification
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.statistics import take_census
+from data_prep.download_config import DownloadConfig
+from data_prep.ingest import PartDone, download
 from data_prep.scenes.faults import Fault, count_faults, fault_of
+from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.server import serve_scenes
 from data_prep.scenes.url_table import write_url_table
 from pipeline.config import parse
-from pipeline.data.manifest import Manifest, load_manifest
+from pipeline.data.shards.manifest_format import Manifest, load_manifest
 
 PAIRS, SHARD = 240, 100
 RATES = {fault.value: 0.03 for fault in Fault if fault not in (Fault.NONE, Fault.OVERSIZE, Fault.STALL)}
@@ -101,8 +102,8 @@ def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
     captions = pq.read_table(Path(ingested.root) / "plan" / "part-00000.parquet", columns=["caption"])["caption"]
     found = {}
     for shard in ingested.shards:
-        assert tar.sha256_of(ingested.url(shard)) == shard.sha256
-        samples = list(tar.samples(ingested.url(shard)))
+        assert canonical_tar.sha256_of(ingested.url(shard)) == shard.sha256
+        samples = list(canonical_tar.samples(ingested.url(shard)))
         assert len(samples) == shard.samples
         found.update({int(key): parts for key, parts in samples})
     assert set(found) == good
@@ -141,10 +142,10 @@ def test_damaged_shards_are_rebuilt_to_the_same_bytes(world: World, ingested: Ma
     root = tmp_path / "copy"
     shutil.copytree(ingested.root, root)
     (root / "shards/00001.tar").write_bytes(b"damaged")
-    problems = verify.verify(root)
+    problems = verification.verify(root)
     assert {problem.shard for problem in problems} == {"shards/00001.tar"}
-    assert verify.rebuild(root, problems).digest == ingested.digest
-    assert verify.verify(root) == []
+    assert verification.rebuild(root, problems).digest == ingested.digest
+    assert verification.verify(root) == []
 
 
 def test_meta_says_what_became_of_every_url(ingested: Manifest) -> None:

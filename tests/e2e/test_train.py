@@ -305,7 +305,7 @@ def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, 
 def test_evaluation_in_training_gives_the_checkpoints_scores(base: Path) -> None:
     from data_prep.scenes import ScenesConfig, write_suite
     from pipeline.evaluation import evaluate
-    from pipeline.evaluation.suite import open_suite
+    from pipeline.evaluation.datasets.suite import open_suite
 
     write_suite(ScenesConfig(pairs=50, held_out=24, retrieval_pairs=10, image_size=32), base / "suite")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")

@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from pipeline.data.caption import CaptionField
-from pipeline.data.config import CropConfig
-from pipeline.data.decode import ImageDecoder, crop_box, normalize
-from pipeline.data.hashing import draw
-from pipeline.data.tar import CorruptSample, Record
+from pipeline.data.data_config import CropConfig
+from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
+from pipeline.data.order.hashing import draw
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96
@@ -173,8 +173,8 @@ def test_normalize_is_torchvisions_arithmetic() -> None:
 )
 def test_captions_that_cannot_be_used(caption: bytes | None, reason: str) -> None:
     with pytest.raises(CorruptSample, match=reason):
-        CaptionField().read(Record(caption=caption))
-    assert CaptionField().read(Record(caption="café".encode())) == "café"
+        CaptionField().read(TarRecord(caption=caption))
+    assert CaptionField().read(TarRecord(caption="café".encode())) == "café"
 
 
 def test_crop_box_stays_inside() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.tokenize import CachedTokenizer, fast_tokenizer
+from pipeline.data.loading.tokenize import CachedTokenizer, fast_tokenizer
 
 PIECES = [
     "photo", "of", "a", "Dog's", "don't", "I'LL", "N°5", "naïve", "ΣΑΣ", "&amp;", "&amp;amp;lt;b&gt;", "\x07x", "12345",
@@ -66,7 +66,7 @@ def test_the_cache_is_bounded_and_travels_empty(
     pair: tuple[Any, CachedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, fast = pair
-    monkeypatch.setattr("pipeline.data.tokenize.CACHED_WORDS", 10)
+    monkeypatch.setattr("pipeline.data.loading.tokenize.CACHED_WORDS", 10)
     captions = [f"word{i} and {i}" for i in range(100)]
     assert torch.equal(reference(captions), fast(captions))
     copy = pickle.loads(pickle.dumps(fast))

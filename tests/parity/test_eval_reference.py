@@ -18,10 +18,10 @@ from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score
 
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.aggregate import aggregate
-from pipeline.evaluation.evaluator import Evaluation, EvaluationConfig
-from pipeline.evaluation.tasks import AGGREGATES, TASKS
-from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS
+from pipeline.evaluation.runner.aggregate import aggregate
+from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig
+from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
 from tests.evaluation_suite import association_rows, write_suite
 
 TOLERANCE = 1e-6

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.distributed.world import World
 from pipeline.objectives import ObjectiveContext
-from pipeline.world import World
 
 
 def context(batch_size: int, dim: int = 16, **facts: object) -> ObjectiveContext:

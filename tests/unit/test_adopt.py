@@ -12,15 +12,15 @@ import pytest
 import webdataset
 from click.testing import CliRunner
 
-from data_prep.verify import verify
+from data_prep.dataset.verification import verify
 from jobs.manifest import command
 from pipeline.config import parse
-from pipeline.data import survey
-from pipeline.data.adopt import adopt
-from pipeline.data.config import DataConfig
-from pipeline.data.manifest import load_manifest
-from pipeline.data.opening import open_records
-from pipeline.data.survey import JOURNAL
+from pipeline.data.data_config import DataConfig
+from pipeline.data.shards import scan
+from pipeline.data.shards.make_manifest import adopt
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.scan import JOURNAL
+from pipeline.data.shards.storage import open_records
 from pipeline.errors import UserError
 from tests.web import jpeg
 
@@ -146,20 +146,20 @@ def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:
 
 
 def test_what_cannot_be_read_today_is_never_left_out(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = survey.open_shard
+    whole = scan.open_shard
 
     def reset(url: str) -> Any:
         if url.endswith("b/00000.tar"):
             raise ConnectionError("reset by peer")
         return whole(url)
 
-    monkeypatch.setattr(survey, "open_shard", reset)
+    monkeypatch.setattr(scan, "open_shard", reset)
     with pytest.raises(
         UserError, match=r"1 of 2 shards cannot be read: b/00000.tar \(ConnectionError: reset by peer\).*same command"
     ):
         adopt(shards, leave_out=True)
     assert not (shards / "manifest.json").exists()
-    monkeypatch.setattr(survey, "open_shard", whole)
+    monkeypatch.setattr(scan, "open_shard", whole)
     assert adopt(shards).manifest.n == 7
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.ahead import BatchesAhead
-from pipeline.timing import Meter, Phases
+from pipeline.distributed.timing import Meter, Phases
+from pipeline.training.prefetch import BatchesAhead
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.batchnorm import Fp32BatchNorm2d, use_fp32_batch_norms
-from pipeline.step import frozen_statistics
+from pipeline.model.batchnorm import Fp32BatchNorm2d, use_fp32_batch_norms
+from pipeline.training.step import frozen_statistics
 
 
 def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import checkpoint as ck
-from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot, damage, find_checkpoint
+from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot, damage, find_checkpoint
+from pipeline.checkpoint.writer import writer as ck
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation.watch import forget_after
-from pipeline.model import Architecture, ModelConfig, build_towers, load_for_evaluation, weights_digest
-from pipeline.world import World
+from pipeline.evaluation.watch.watcher import forget_after
+from pipeline.model.towers import Architecture, ModelConfig, build_towers, load_for_evaluation, weights_digest
 from tests.launch import run
 from tests.towers import write_tiny
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from pipeline import config as cfg
-from pipeline.engine import EngineConfig, deepspeed_settings
+from pipeline.engine.deepspeed_engine import EngineConfig, deepspeed_settings
 from pipeline.errors import UserError
-from pipeline.recipe import RunConfig, check_run, load_recipe, parse_recipe
+from pipeline.training.recipe import RunConfig, check_run, load_recipe, parse_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml"))
 BASE = ["output=x", "samples=1000", "batch_size=100", "data.sources=shards", "schedule.warmup_steps=2"]

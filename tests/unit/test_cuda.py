@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.objectives import build_objective, prototypes
-from pipeline.world import World
+from pipeline.distributed.world import World
+from pipeline.objectives import build_objective
+from pipeline.objectives.npn import prototypes
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

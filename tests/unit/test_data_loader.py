@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pipeline.config import parse
-from pipeline.data.config import DataConfig
-from pipeline.data.decode import ImageDecoder
-from pipeline.data.loader import Loader, build_loader
-from pipeline.data.manifest import load_manifest, make_manifest
-from pipeline.data.opening import open_records
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.shards.manifest_format import load_manifest, make_manifest
+from pipeline.data.shards.storage import open_records
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 from tests.shards import count_tokens, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
@@ -210,7 +210,7 @@ def test_tokenizers_that_cannot_travel_are_refused(folder: Path) -> None:
 
 
 def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.data.loader.os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    monkeypatch.setattr("pipeline.data.loading.loader.os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
     with pytest.raises(UserError, match=r"0 MiB are free: lower data.prefetch \(now 2\)"):
         loaders(folder, workers=1)
     loaders(folder, workers=0)
@@ -245,7 +245,7 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
         opened.append(url)
         return open_records(url, **options)
 
-    monkeypatch.setattr("pipeline.data.reader.open_records", noted)
+    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", noted)
     (loader,) = loaders(folder)
     run([loader], loader.steps_per_epoch)
     assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every cut between streams opens one shard again"

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 
 from jobs.cli import cli
 from pipeline.config import parse
-from pipeline.data.config import DataConfig
-from pipeline.data.corpus import make_mixture
-from pipeline.data.manifest import make_manifest
-from pipeline.data.order import Order, planned_ids
-from pipeline.data.plan import plan_data
-from pipeline.data.quality import neighbour_distance, repeats_in_window, shuffle_quality
-from pipeline.data.streams import make_layout
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.data_costs import plan_data
+from pipeline.data.order.mixture import make_mixture
+from pipeline.data.order.shuffle_quality import neighbour_distance, repeats_in_window, shuffle_quality
+from pipeline.data.order.streams import make_layout
+from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from tests.shards import write_shards
 

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import parse
-from pipeline.data.accounting import Tally
-from pipeline.data.config import DataConfig
-from pipeline.data.loader import Loader, build_loader
-from pipeline.data.order import order_hash, planned_ids
-from pipeline.data.worker import Part, StreamDataset
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.accounting import Tally
+from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.worker import Part, StreamDataset
+from pipeline.data.order.canonical_order import order_hash, planned_ids
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 from tests.shards import count_tokens, jpeg, write_shards
 
 BROKEN: dict[str, dict[str, bytes]] = {

@@ -16,16 +16,16 @@ import pytest
 import webdataset
 from fsspec.implementations.memory import MemoryFileSystem
 
-from data_prep import tar as canonical
-from pipeline.data.corpus import Segments, make_mixture, plan_epoch
-from pipeline.data.manifest import Manifest, Shard, load_manifest, make_manifest
-from pipeline.data.opening import open_records, open_shard
-from pipeline.data.presence import check_shards
-from pipeline.data.reader import TRUNCATED, SequentialReader, StreamReader
-from pipeline.data.streams import stream_order
-from pipeline.data.tar import DamagedTar, count_records, read_records, record_offset, split_name
+from data_prep.dataset import canonical_tar as canonical
+from pipeline.data.loading.stream_reader import TRUNCATED, SequentialReader, StreamReader
+from pipeline.data.order.mixture import Segments, make_mixture, plan_epoch
+from pipeline.data.order.streams import stream_order
+from pipeline.data.shards.check_shards import check_shards
+from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, make_manifest
+from pipeline.data.shards.storage import open_records, open_shard
+from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset, split_name
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 from tests.shards import jpeg, sample, write_shards, write_tar
 
 DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
@@ -208,7 +208,7 @@ def test_a_machine_without_file_descriptors_is_not_a_broken_shard(
     def exhausted(url: str, **options: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("pipeline.data.reader.open_records", exhausted)
+    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", exhausted)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n.*data.streams"):
         list(reader(manifest).read(0))
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import parse
-from pipeline.data.config import DataConfig
-from pipeline.data.corpus import Mixture, Segments, make_mixture, plan_epoch
-from pipeline.data.hashing import draw, draws, key, mix, permutation
-from pipeline.data.manifest import Manifest, make_manifest
-from pipeline.data.order import Order, planned_ids
-from pipeline.data.streams import StreamOrder, make_layout, stream_order
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.hashing import draw, draws, key, mix, permutation
+from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
+from pipeline.data.order.streams import StreamOrder, make_layout, stream_order
+from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 
 GOLDEN = [[0, 2, 1, 14, 22, 21, 23, 6], [3, 15, 4, 16, 5, 8, 7, 9], [17, 18, 20, 19, 10, 11, 12, 13]]

@@ -10,29 +10,31 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.doctor import command
-from pipeline import doctor
+from pipeline.planning import node_checks
 from tests.shards import write_shards
 
 
-def of(findings: list[doctor.Finding], subject: str) -> doctor.Finding:
+def of(findings: list[node_checks.NodeFinding], subject: str) -> node_checks.NodeFinding:
     return next(finding for finding in findings if finding.subject == subject)
 
 
 def test_versions_beside_the_tested_ones(tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text(f"torch=={metadata.version('torch')}\nnot-installed-here==1.0\n")
-    findings = doctor.check_packages(constraints)
+    findings = node_checks.check_packages(constraints)
     assert of(findings, "packages").status == "good"
     assert of(findings, "versions").status == "good"
     constraints.write_text("torch==0.0.1\n")
-    version = of(doctor.check_packages(constraints), "versions")
+    version = of(node_checks.check_packages(constraints), "versions")
     assert version.status == "note"
     assert "(tested 0.0.1)" in version.found
 
 
 def test_a_requirement_that_is_absent_or_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["no-such-package>=1", "torch>=99", "x; extra == 'dev'"])
-    finding = of(doctor.check_packages(None), "packages")
+    monkeypatch.setattr(
+        node_checks.metadata, "requires", lambda _: ["no-such-package>=1", "torch>=99", "x; extra == 'dev'"]
+    )
+    finding = of(node_checks.check_packages(None), "packages")
     assert finding.status == "broken"
     assert "no-such-package absent" in finding.found
     assert "needs >=99" in finding.found
@@ -40,30 +42,30 @@ def test_a_requirement_that_is_absent_or_too_old_is_broken(monkeypatch: pytest.M
 
 
 def test_two_processes_meet() -> None:
-    finding = doctor.check_collectives("cpu", ranks=2)
+    finding = node_checks.check_collectives("cpu", ranks=2)
     assert finding.status == "good", finding
     assert "2 processes agree" in finding.found
 
 
 def test_processes_that_cannot_meet_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    finding = doctor.check_collectives("cpu", ranks=2)
+    finding = node_checks.check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = doctor.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001)
+    findings = node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001)
     assert [finding.subject for finding in findings] == ["disk space", "disk writing"]
-    assert not doctor.broken(findings)
+    assert not node_checks.broken(findings)
     assert not list(tmp_path.iterdir())
-    assert of(doctor.check_disk(tmp_path, needed_gib=1e9), "disk space").status == "broken"
+    assert of(node_checks.check_disk(tmp_path, needed_gib=1e9), "disk space").status == "broken"
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    writing = of(doctor.check_disk(tmp_path, needed_gib=0.001), "disk writing")
+    writing = of(node_checks.check_disk(tmp_path, needed_gib=0.001), "disk writing")
     assert writing.status == "broken"
     assert "No space left" in writing.found
     assert not list(tmp_path.iterdir())
@@ -71,27 +73,29 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_data_is_opened_and_read(tmp_path: Path) -> None:
     write_shards(tmp_path, [5, 5])
-    (finding,) = doctor.check_data(str(tmp_path))
+    (finding,) = node_checks.check_data(str(tmp_path))
     assert finding.status == "good"
     assert "10 samples" in finding.found
     (tmp_path / "00001.tar").unlink()
-    (finding,) = doctor.check_data(str(tmp_path))
+    (finding,) = node_checks.check_data(str(tmp_path))
     assert finding.status == "broken"
     assert "00001.tar" in finding.found
-    (finding,) = doctor.check_data(str(tmp_path / "nowhere"))
+    (finding,) = node_checks.check_data(str(tmp_path / "nowhere"))
     assert finding.status == "broken"
 
 
 def test_a_small_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: small)
-    finding = of(doctor.check_memory(tmp_path), "shared memory")
+    finding = of(node_checks.check_memory(tmp_path), "shared memory")
     assert finding.status == "broken"
     assert "--shm-size" in finding.remedy
 
 
 def test_the_command_exits_with_one_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_collectives", lambda *_, **__: doctor.Finding("gloo", "good", "agree"))
+    monkeypatch.setattr(
+        node_checks, "check_collectives", lambda *_, **__: node_checks.NodeFinding("gloo", "good", "agree")
+    )
     arguments = ["--output", str(tmp_path), "--needs-gib", "0.001"]
     good = CliRunner().invoke(command, arguments, standalone_mode=False)
     assert good.return_value == 0, good.output

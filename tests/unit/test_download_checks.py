@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep import checks, probe
-from data_prep.config import DownloadConfig, FetchConfig
-from data_prep.guard import GuardConfig
+from data_prep.download_config import DownloadConfig, FetchConfig
+from data_prep.fetching.guard import GuardConfig
+from data_prep.sources import hash_check, table_checks
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.web import Site, jpeg, serve
@@ -47,7 +47,7 @@ def good(count: int = 20) -> dict[str, list]:
 
 
 def test_good_table_passes_without_notes(tmp_path: Path) -> None:
-    assert checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
+    assert table_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_good_table_passes_without_notes(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, source: dict[str, object], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        checks.check_source(config_for(tmp_path, good(), **source))
+        table_checks.check_source(config_for(tmp_path, good(), **source))
     assert words in str(caught.value)
 
 
 def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
     columns = {**good(100), "caption": ["", None] * 5 + ["a cat"] * 90}
-    assert checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
+    assert table_checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
 
 
 def _pixel_hash(body: bytes) -> str:
@@ -95,9 +95,9 @@ def test_hash_of_something_else_is_recognised(tmp_path: Path, site: Site, kind: 
         "digest": [value_of(url, body) for url, body in urls.items()],
     }
     config = config_for(tmp_path, columns, hash="digest", hash_kind=kind)
-    checks.check_source(config)
+    table_checks.check_source(config)
     with pytest.raises(UserError, match=r"12 of 12 probed images differ") as caught:
-        probe.check_hashes(config)
+        hash_check.check_hashes(config)
     assert words in str(caught.value)
 
 
@@ -108,25 +108,25 @@ def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> 
         "caption": ["a cat"] * 12,
         "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
     }
-    assert probe.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
     refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
-    assert probe.check_hashes(refused) == [
+    assert hash_check.check_hashes(refused) == [
         "Only 0 of 12 probed URLs gave an image (mostly 'refused address'), too few to check column 'digest'."
     ]
     columns["digest"][:3] = ["0" * 64] * 3
-    notes = probe.check_hashes(config_for(tmp_path, columns, hash="digest"))
+    notes = hash_check.check_hashes(config_for(tmp_path, columns, hash="digest"))
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
 
 
 def test_a_distributor_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    checks.check_distributor(FetchConfig())
+    monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: None)
+    table_checks.check_distributor(FetchConfig())
     for name in ("pyspark", "ray"):
         with pytest.raises(UserError, match=r"not installed here.*\.\[scale\]"):
-            checks.check_distributor(FetchConfig(distributor=name))
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+            table_checks.check_distributor(FetchConfig(distributor=name))
+    monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    checks.check_distributor(FetchConfig(distributor="ray"))
+    table_checks.check_distributor(FetchConfig(distributor="ray"))
     with pytest.raises(UserError, match="needs a Java"):
-        checks.check_distributor(FetchConfig(distributor="pyspark"))
+        table_checks.check_distributor(FetchConfig(distributor="pyspark"))

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from data_prep import reasons
-from data_prep.content import check_image, extension
+from data_prep.fetching.content import check_image, extension
 from data_prep.reasons import FetchError
 from tests.web import encoded, jpeg
 

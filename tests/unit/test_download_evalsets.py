@@ -14,12 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep import evalsets, evaltable
-from data_prep.evalsets import Source, check_evalsets, fetch_evalsets
-from data_prep.evaltable import EVALSETS, EvalSet
+from data_prep.evalsets.evaltable import EVALSETS, EvalSet
+from data_prep.evalsets.mirror import PublishedSet, check_evalsets, evaltable, fetch_evalsets, mirror
 from jobs.evalsets import command
 from pipeline.errors import UserError
-from pipeline.evaluation.tasks import TASKS, folder_names
+from pipeline.evaluation.datasets.tasks import TASKS, folder_names
 from tests.hub import COMMIT, Hub
 from tests.web import serve
 
@@ -79,14 +78,14 @@ FILES = {
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(evaltable, "EVALSETS", TINY)
-    monkeypatch.setattr(evalsets, "EVALSETS", TINY)
+    monkeypatch.setattr(mirror, "EVALSETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
         yield Hub(site, FILES)
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:
-    source = Source(endpoint=hub.base)
+    source = PublishedSet(endpoint=hub.base)
     outcome = fetch_evalsets(tmp_path, source=source)
     assert outcome.problems == {}
     assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
@@ -110,7 +109,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_pat
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
-    outcome = fetch_evalsets(tmp_path, source=Source(endpoint=hub.base))
+    outcome = fetch_evalsets(tmp_path, source=PublishedSet(endpoint=hub.base))
     assert outcome.good == {}
     assert "test/0.tar of djghosh/wds_cifar10_test came with a wrong digest" in outcome.problems["cifar10"]
     assert "holds 2 samples, but the benchmark has 3" in outcome.problems["retrieval/flickr"]
@@ -119,7 +118,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_pat
 
 def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path: Path) -> None:
     noted: list[str] = []
-    outcome = fetch_evalsets(tmp_path, source=Source(endpoint="http://127.0.0.1:9"), on_note=noted.append)
+    outcome = fetch_evalsets(tmp_path, source=PublishedSet(endpoint="http://127.0.0.1:9"), on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
     assert all("cannot be fetched: " in problem for problem in outcome.problems.values())
     assert len(noted) == len(TINY)
@@ -128,12 +127,12 @@ def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path:
 def test_wrong_number_of_classes_is_named(hub: Hub, tmp_path: Path) -> None:
     repo = "djghosh/wds_cifar10_test"
     hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
-    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=Source(endpoint=hub.base))
+    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=PublishedSet(endpoint=hub.base))
     assert "names 1 classes, but the benchmark has 2" in outcome.problems["cifar10"]
 
 
 def test_a_fetched_folder_is_a_mirror(hub: Hub, tmp_path: Path) -> None:
-    fetch_evalsets(tmp_path / "one", source=Source(endpoint=hub.base))
+    fetch_evalsets(tmp_path / "one", source=PublishedSet(endpoint=hub.base))
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
     result = CliRunner().invoke(command, words, standalone_mode=False)
@@ -156,4 +155,4 @@ def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
     with pytest.raises(UserError, match="is not a folder"):
-        fetch_evalsets(tmp_path, source=Source(mirror=tmp_path / "none"))
+        fetch_evalsets(tmp_path, source=PublishedSet(mirror=tmp_path / "none"))

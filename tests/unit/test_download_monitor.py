@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import session
-from data_prep.config import DownloadConfig, MonitorConfig
-from data_prep.folder import Folder, Record
-from data_prep.monitor import Counts, Monitor, SuccessWindow
-from data_prep.session import Paused
+from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.download_config import DownloadConfig, MonitorConfig
+from data_prep.fetching import supervisor
+from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
+from data_prep.fetching.supervisor import Paused
 from pipeline.config import parse
 
 
@@ -58,7 +58,7 @@ def live(folder: Folder, shard: int, pid: int, samples: int) -> None:
 
 def test_monitor_adds_finished_shards_and_those_under_way(folder: Folder) -> None:
     monitor = Monitor(folder, (0, 1, 2))
-    folder.write_record(Record(0, "p", 10, 8, 1, "", {"http 404": 2}))
+    folder.write_record(ShardRecord(0, "p", 10, 8, 1, "", {"http 404": 2}))
     live(folder, 1, os.getpid(), 3)
     monitor.poll()
     assert (monitor.now.samples, monitor.now.failures) == (11, {"http 404": 2, "dns": 1})
@@ -76,11 +76,11 @@ def test_monitor_notices_a_worker_that_is_gone(folder: Folder) -> None:
 
 
 def test_in_a_retry_only_what_changed_counts(folder: Folder) -> None:
-    folder.write_record(Record(0, "p", 10, 6, 1, "", {"http 404": 2, "timeout": 2}))
+    folder.write_record(ShardRecord(0, "p", 10, 6, 1, "", {"http 404": 2, "timeout": 2}))
     monitor = Monitor(folder, (0,))
     monitor.poll()
     assert monitor.waiting == {0}
-    folder.write_record(Record(0, "p", 10, 7, 1, "", {"http 404": 2, "timeout": 1}))
+    folder.write_record(ShardRecord(0, "p", 10, 7, 1, "", {"http 404": 2, "timeout": 1}))
     monitor.poll()
     assert monitor.waiting == set()
     assert (monitor.now.samples, monitor.now.failures) == (1, {"timeout": 1})
@@ -88,14 +88,14 @@ def test_in_a_retry_only_what_changed_counts(folder: Folder) -> None:
 
 def test_a_record_that_is_being_replaced_does_not_count_yet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry's worker takes the older record away: before the look at its date, or between that and reading it."""
-    folder.write_record(Record(0, "p", 10, 6, 1, "", {"timeout": 4}))
+    folder.write_record(ShardRecord(0, "p", 10, 6, 1, "", {"timeout": 4}))
     monitor = Monitor(folder, (0,))
     with monkeypatch.context() as taken:
         taken.setattr(Folder, "finished", lambda self: [0])
         folder.record(0).unlink()
         monitor.poll()
         assert monitor.waiting == {0}
-    folder.write_record(Record(0, "p", 10, 7, 1, "", {"timeout": 3}))
+    folder.write_record(ShardRecord(0, "p", 10, 7, 1, "", {"timeout": 3}))
     with monkeypatch.context() as taken:
         taken.setattr(Folder, "read_record", lambda self, shard: (_ for _ in ()).throw(FileNotFoundError()))
         monitor.poll()
@@ -108,7 +108,7 @@ def test_a_record_that_is_being_replaced_does_not_count_yet(folder: Folder, monk
 def test_a_shard_counts_once_while_its_live_file_is_still_there(folder: Folder) -> None:
     monitor = Monitor(folder, (0, 1))
     live(folder, 0, os.getpid(), 7)
-    folder.write_record(Record(0, "p", 8, 7, 1, "", {"dns": 1}))
+    folder.write_record(ShardRecord(0, "p", 8, 7, 1, "", {"dns": 1}))
     monitor.poll()
     assert (monitor.now.samples, monitor.now.failures) == (7, {"dns": 1})
     assert monitor.finished == [(0, 8)]
@@ -122,7 +122,7 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
     def finishing(self: Path, pattern: str) -> object:
         found = list(glob(self, pattern))
         if not folder.record(0).exists():
-            folder.write_record(Record(0, "p", 8, 7, 1, "", {"dns": 1}))
+            folder.write_record(ShardRecord(0, "p", 8, 7, 1, "", {"dns": 1}))
             (folder.staging / "00000.live").unlink()
         return found
 
@@ -150,9 +150,9 @@ def test_an_engine_that_hangs_or_dies_is_started_again_and_then_given_up(
         started.append(command)
         return popen([sys.executable, "-c", body], **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(session.subprocess, "Popen", stand_in)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", stand_in)
     with pytest.raises(Paused) as caught:
-        session.fetch(config, (0, 1), total=10)
+        supervisor.fetch(config, (0, 1), total=10)
     assert len(started) == 2
     assert problem in str(caught.value)
     assert ("waiting" if "waiting" in body else "boom") in str(caught.value)

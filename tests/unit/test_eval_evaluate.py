@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.aggregate import aggregate, describe
-from pipeline.evaluation.compute import Compute, microbatches
-from pipeline.evaluation.evaluator import EvaluationConfig
-from pipeline.evaluation.tasks import TASKS
-from pipeline.model import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.runner.aggregate import aggregate, describe
+from pipeline.evaluation.runner.compute import Compute, microbatches
+from pipeline.evaluation.runner.evaluator import EvaluationConfig
+from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
 from tests.checkpoints import contents, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each
 
@@ -174,7 +174,7 @@ def test_features_that_are_not_finite_fail_only_their_checkpoint(
 
 
 def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    from pipeline.evaluation.suite import open_suite
+    from pipeline.evaluation.datasets.suite import open_suite
 
     opened = open_suite(suite)
     for key in ("imagenet1k", "misc/winogavil"):
@@ -185,7 +185,7 @@ def test_results_of_other_tasks_stay_in_the_summary(model: EvaluationModel, suit
 
 
 def test_outcomes_reproduce_the_metrics(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
-    from pipeline.evaluation import association, classification, retrieval
+    from pipeline.evaluation.protocols import association, classification, retrieval
 
     found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
     for key, result in found.results.items():
@@ -235,7 +235,7 @@ def test_compute_keeps_the_order_and_passes_errors_on() -> None:
 
 def test_any_checkpoint(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
     """A checkpoint of ours, a run, a hub folder and ARCH:FILE are the same model when their weights are."""
-    from pipeline.evaluation.suite import open_suite
+    from pipeline.evaluation.datasets.suite import open_suite
 
     folder = save_checkpoint(tmp_path / "run/checkpoints/step-00000500", 0)
     hub = tmp_path / "hub"
@@ -301,7 +301,7 @@ def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
     """Images come straight from their place in the tar, in any order and in another process."""
     import pickle
 
-    from pipeline.evaluation.webdataset import open_webdataset
+    from pipeline.evaluation.datasets.webdataset import open_webdataset
 
     folder = write_classification(tmp_path, TASKS["cifar10"])
     images = pickle.loads(pickle.dumps(open_webdataset(folder).images))
@@ -317,7 +317,7 @@ def test_a_training_run_evaluates_with_its_own_world(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     """A model in memory and the run's ranks: the same code, the same bytes as for its checkpoint."""
-    from pipeline.world import World
+    from pipeline.distributed.world import World
 
     before = model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size))
     evaluate(model, suite=suite, output=tmp_path, config=QUICK, processes=(World(), torch.device("cpu")))

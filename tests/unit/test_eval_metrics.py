@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
-from pipeline.evaluation import association, classification, groups, retrieval
-from pipeline.evaluation.data import Instance, MemoryImages, TaskData, TaskError
-from pipeline.evaluation.tasks import AGGREGATES, TASKS, Task, folder_names
-from pipeline.evaluation.texts import TextSide
+from pipeline.evaluation.datasets.task_data import Instance, MemoryImages, TaskData, TaskError
+from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS, Task, folder_names
+from pipeline.evaluation.protocols import association, classification, groups, retrieval
+from pipeline.evaluation.runner.texts import TextSide
 
 SEEDS = st.integers(0, 2**32 - 1)
 

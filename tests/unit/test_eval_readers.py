@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
-from pipeline.evaluation import classification
-from pipeline.evaluation.data import TaskError, decode
-from pipeline.evaluation.results import file_digests
-from pipeline.evaluation.suite import Entry, check_digests, open_suite, open_task
-from pipeline.evaluation.tables import as_list
-from pipeline.evaluation.tasks import TASKS, Task
-from pipeline.evaluation.webdataset import open_webdataset
+from pipeline.evaluation.datasets.suite import Entry, check_digests, open_suite, open_task
+from pipeline.evaluation.datasets.tables import as_list
+from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.datasets.tasks import TASKS, Task
+from pipeline.evaluation.datasets.webdataset import open_webdataset
+from pipeline.evaluation.protocols import classification
+from pipeline.evaluation.runner.results import file_digests
 from tests.evaluation_suite import (
     association_rows,
     image_bytes,

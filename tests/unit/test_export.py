@@ -11,13 +11,13 @@ import torch
 from click.testing import CliRunner
 
 from jobs.export import command
-from pipeline.checkpoint import CheckpointConfig, CheckpointWriter, Snapshot
+from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.config import to_tree
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.export import choose_checkpoint, example_inputs, export, logit_parameters
-from pipeline.model import ModelConfig, build_towers, load_for_evaluation
-from pipeline.recipe import load_recipe
-from pipeline.world import World
+from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
+from pipeline.model.towers import ModelConfig, build_towers, load_for_evaluation
+from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
 
 SCALE, BIAS = 3.25, -7.5
@@ -141,7 +141,7 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.export._check_open_clip", lambda *_: float("nan"))
+    monkeypatch.setattr("pipeline.export.exporter._check_open_clip", lambda *_: float("nan"))
     with pytest.raises(UserError, match="differs from the trained model"):
         export(choose_checkpoint(run), tmp_path / "out", card="")
     assert list(tmp_path.iterdir()) == []  # so that the next attempt finds no folder in its way

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from data_prep import reasons
-from data_prep.guard import AddressFilter, GuardConfig
-from data_prep.opener import Opener, ascii_url
+from data_prep.fetching.guard import AddressFilter, GuardConfig
+from data_prep.fetching.opener import Opener, ascii_url
 from data_prep.reasons import FetchError
 from tests.web import Site, jpeg, send, serve
 

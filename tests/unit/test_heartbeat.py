@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat
-from pipeline.world import World, lost_contact
+from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat
+from pipeline.distributed.world import World, lost_contact
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, beat=9)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.evaluation.results import model_config_digest
-from pipeline.model import ModelConfig, build_towers, for_evaluation, load_for_evaluation, save_open_clip
+from pipeline.evaluation.runner.results import model_config_digest
+from pipeline.model.towers import ModelConfig, build_towers, for_evaluation, load_for_evaluation, save_open_clip
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import normalizers
+from pipeline.analysis import normalizer_error
+from pipeline.analysis.normalizer_error import checkpoints_of, exact_log_normalizers, measure, run_of, save_rows
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.normalizers import checkpoints_of, exact_log_normalizers, measure, run_of, save_rows
 from pipeline.objectives import parse_objective
-from pipeline.world import World
 from tests.launch import run as launch
 from tests.shards import write_shards
 
@@ -37,7 +37,7 @@ def test_exact_log_normalizers_equal_brute_force(columns: int, monkeypatch: pyte
     tau = 0.05 + 0.1 * torch.rand(700, generator=generator, dtype=torch.float64)
     expected = brute_force(image, text, tau)
     for start, stop in ((0, 700), (300, 500), (699, 700)):
-        monkeypatch.setattr(normalizers, "CPU_BLOCK", columns * (stop - start))
+        monkeypatch.setattr(normalizer_error, "CPU_BLOCK", columns * (stop - start))
         found = exact_log_normalizers(image[start:stop], text, tau_b=tau[start:stop], first=start)
         assert torch.allclose(found, expected[start:stop], rtol=1e-12)
     cold = exact_log_normalizers(image, text, tau_b=torch.full((700,), 0.004, dtype=torch.float64), first=0)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.errors import UserError
-from pipeline.objectives import build_objective, parse_objective, passes, prototypes
-from pipeline.objectives.inner_optimizer import AdaGrad, Adam
-from pipeline.objectives.prototypes import Anchors
+from pipeline.objectives import build_objective, parse_objective
+from pipeline.objectives.npn import kernels, prototypes
+from pipeline.objectives.npn.inner_optimizer import AdaGrad, Adam
+from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
@@ -48,7 +49,7 @@ def written_loss(anchors, text, weight, objective):
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
 def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 11 * 5)  # blocks of five anchors
-    monkeypatch.setattr(passes, "_CPU_PIECE", 16 * 3)  # pieces of a few rows
+    monkeypatch.setattr(kernels, "_CPU_PIECE", 16 * 3)  # pieces of a few rows
     anchors, text = make_anchors(batch_size)
     weight = make_weight(11).requires_grad_()
     expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]
@@ -271,7 +272,7 @@ def test_mlp_gradient_through_alpha_is_autograd():
     objective = build_objective(settings, context=context(5))
     image, text = (f.requires_grad_() for f in unit_features(5))
     output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(5))
-    from pipeline.objectives import mlp
+    from pipeline.objectives.npn import mlp
 
     tau = objective.temperature.value().requires_grad_()
     positive = (image * text).sum(1)

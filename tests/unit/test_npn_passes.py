@@ -7,17 +7,18 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from pipeline.errors import UserError
-from pipeline.objectives import build_objective, passes
-from pipeline.objectives.passes import Prototypes
+from pipeline.objectives import build_objective
+from pipeline.objectives.npn import kernels
+from pipeline.objectives.npn.kernels import Prototypes
 from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("make", [passes.FUSED, passes.COMPILED])
+@pytest.mark.parametrize("make", [kernels.FUSED, kernels.COMPILED])
 def test_exponentials_and_their_sums(make, scaled, monkeypatch):
-    monkeypatch.setattr(passes, "_CPU_PIECE", 40 * 3)  # pieces of a few rows
+    monkeypatch.setattr(kernels, "_CPU_PIECE", 40 * 3)  # pieces of a few rows
     generator = torch.Generator().manual_seed(9)
     z = torch.randn(7, 40, generator=generator, dtype=torch.float64) * 340
     scale = torch.rand(40, generator=generator, dtype=torch.float64) * 2 if scaled else None
@@ -68,7 +69,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
         raise TorchDynamoException("no C++ compiler here\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr(torch, "compile", lambda formula, **options: fail)
-    monkeypatch.setattr(passes, "_programs", {})
+    monkeypatch.setattr(kernels, "_programs", {})
     objective = build_objective({"name": "neuclip", "prototypes": 4, "npn_compile": True}, context=context(8))
     image, text = unit_features(8, 16, seed=0, dtype=torch.float64)
     with pytest.raises(UserError, match=r"no C\+\+ compiler here.*npn_compile=false"):

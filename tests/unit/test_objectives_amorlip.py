@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.objectives import build_objective, mlp
+from pipeline.objectives import build_objective
 from pipeline.objectives.amorlip import slope, target_share_at
+from pipeline.objectives.npn import mlp
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 

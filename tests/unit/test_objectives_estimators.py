@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from pipeline.distributed.world import World
 from pipeline.objectives import build_objective
 from pipeline.objectives.estimators import cosine_gamma
-from pipeline.world import World
 from tests.unit.objectives_reference import context, normalizers, unit_features
 
 IDS = torch.arange(8)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pipeline.config import section, to_tree
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register, registry
-from pipeline.objectives.frame import Decision, SoftmaxObjective
+from pipeline.objectives.softmax import Decision, SoftmaxObjective
 from tests.unit.objectives_reference import relative_error, unit_features
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.table import PerSampleTable, owned_range
-from pipeline.world import World
+from pipeline.objectives.sample_table import PerSampleTable, owned_range
 
 COLUMNS = {"image_log_u": -math.inf, "text_log_u": 0.5}
 

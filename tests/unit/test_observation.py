@@ -9,9 +9,9 @@ import open_clip
 import pytest
 import torch
 
-from pipeline.model import ModelConfig
-from pipeline.observation import captioned_grid, captions_of
-from pipeline.utilization import Utilization, known_peak, training_flops
+from pipeline.metrics.mfu import Utilization, known_peak, training_flops
+from pipeline.model.towers import ModelConfig
+from pipeline.training.observer import captioned_grid, captions_of
 from tests.towers import TINY, write_tiny
 
 

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import duplicates, tar
-from data_prep.config import DownloadConfig
-from data_prep.download import prepare
-from data_prep.folder import Folder
-from data_prep.guard import GuardConfig
+from data_prep.dataset import canonical_tar, duplicates
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.verification import verify
+from data_prep.download_config import DownloadConfig
+from data_prep.fetching.guard import GuardConfig
+from data_prep.ingest import prepare
 from data_prep.reasons import is_transient
-from data_prep.report import write_report
-from data_prep.verify import verify
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.ingested import fetch_here, made, own_opener, site  # noqa: F401
@@ -38,7 +38,7 @@ def test_removing_one_of_two_rows_with_the_same_url_keeps_the_other(site: Site, 
     folder = Folder(tmp_path / "data")
     folder.removed.write_text("0000000001\n")
     assert fetch_here(config, plan, [0]).failures == {"removed": 1}
-    assert [key for key, _ in tar.samples(folder.tar(0))] == ["0000000000"]
+    assert [key for key, _ in canonical_tar.samples(folder.tar(0))] == ["0000000000"]
 
 
 def test_a_blank_caption_is_a_failure_with_a_reason(site: Site, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.config import parse
-from pipeline.errors import UserError
-from pipeline.optim import (
+from pipeline.engine.optim import (
     OptimizerConfig,
     build_optimizer,
     check_stage,
@@ -17,6 +16,7 @@ from pipeline.optim import (
     parameter_groups,
     set_lr,
 )
+from pipeline.errors import UserError
 
 NAMES = ("adamw", "lamb", "lion", "sgd")
 

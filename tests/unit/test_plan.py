@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from jobs.plan import command
 from pipeline.errors import UserError
-from pipeline.model import ModelConfig, build_towers
-from pipeline.plan import PlanConfig, TowerCosts, engine_memory, measure_towers, run_cost
-from pipeline.recipe import load_recipe
-from pipeline.run_plan import plan_run
+from pipeline.model.costs import PlanConfig, TowerCosts, engine_memory, measure_towers, run_cost
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.planning.run_plan import plan_run
+from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import write_tiny
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline.data.manifest import make_manifest
-from pipeline.data.presence import check_shards
+from pipeline.data.shards.check_shards import check_shards
+from pipeline.data.shards.manifest_format import make_manifest
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.world import World
 from tests.shards import write_shards
 
 REMOTE = make_manifest([("s3://bucket/00000.tar", 5, 100, "")])

@@ -11,12 +11,12 @@ import click
 import pytest
 import yaml
 
-from data_prep.config import DownloadConfig
+from data_prep.download_config import DownloadConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import flatten, keys, to_tree
-from pipeline.evaluation.session import EvaluationConfig
+from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.objectives import objective_names, parse_objective
-from pipeline.recipe import RunConfig, parse_recipe
+from pipeline.training.recipe import RunConfig, parse_recipe
 from tests.documents import BLOCK, PAGES, ROOT, Line, blocks, check, lines
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
@@ -145,7 +145,7 @@ def test_methods_names_every_objective_and_its_keys() -> None:
 
 
 def test_evaluation_names_every_task_with_its_metric() -> None:
-    from pipeline.evaluation.tasks import AGGREGATES, TASKS
+    from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     rows = {row[2 : row.index("`", 3)].strip("`"): row for row in text.splitlines() if row.startswith("| `")}

@@ -11,8 +11,8 @@ import yaml
 from pipeline.config import dump, read_yaml
 from pipeline.errors import UserError
 from pipeline.objectives import objective_names
-from pipeline.recipe import load_recipe, parse_recipe
-from pipeline.run_plan import plan_run
+from pipeline.planning.run_plan import plan_run
+from pipeline.training.recipe import load_recipe, parse_recipe
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "recipes"
 PAPERS = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m")

@@ -15,7 +15,7 @@ from jobs.report import command
 from pipeline.errors import UserError
 from pipeline.report import write_report
 from pipeline.report.figures import Bar, Line, bar_chart, line_chart, pooled, short, smoothed
-from pipeline.report.run import read_run
+from pipeline.report.run_data import read_run
 from tests.report_runs import make_run
 
 

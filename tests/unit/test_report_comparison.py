@@ -13,8 +13,8 @@ import pytest
 from pipeline.report import write_report
 from pipeline.report.bootstrap import difference, resample, statistic
 from pipeline.report.comparison import compare, groups_of, labels
-from pipeline.report.evaluations import Score
-from pipeline.report.run import read_run
+from pipeline.report.run_data import read_run
+from pipeline.report.stored_scores import Score
 from tests.report_runs import make_run
 
 
@@ -83,8 +83,8 @@ def test_no_interval_over_other_data_or_without_outcomes(tmp_path: Path) -> None
 
 def test_statistics_are_the_evaluations_own_metrics(tmp_path: Path) -> None:
     """On the samples as they are, every statistic must equal the metric that the evaluation computes."""
-    from pipeline.evaluation import association, classification, retrieval
-    from pipeline.evaluation.tasks import TASKS
+    from pipeline.evaluation.datasets.tasks import TASKS
+    from pipeline.evaluation.protocols import association, classification, retrieval
 
     rng = np.random.default_rng(1)
     rows = {"target": rng.integers(0, 6, 300), "prediction": rng.integers(0, 6, 300), "rank": rng.integers(0, 9, 300)}

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
-from pipeline.step import StepResult, TrainStep, check_micro_batch, seeded
-from pipeline.world import World
+from pipeline.training.step import StepResult, TrainStep, check_micro_batch, seeded
 
 BATCH, IDS = 8, torch.arange(8)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jobs.studies.declare import SIZES, distinct, load_study, study_names, units_of
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
 from jobs.studies.publish import as_csv, as_markdown, render, shown
-from jobs.studies.results import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from pipeline.errors import UserError
-from pipeline.recipe import load_recipe
+from pipeline.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objective.rho")

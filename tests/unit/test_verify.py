@@ -14,16 +14,17 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from data_prep import download, duplicates, tar
-from data_prep.config import DownloadConfig
-from data_prep.download import load_config, prepare
-from data_prep.folder import Folder
-from data_prep.plan import load_plan
-from data_prep.removal import remove
-from data_prep.verify import rebuild, verify
+from data_prep import ingest
+from data_prep.dataset import canonical_tar, duplicates
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.removal import remove
+from data_prep.dataset.shard_plan import load_plan
+from data_prep.dataset.verification import rebuild, verify
+from data_prep.download_config import DownloadConfig
+from data_prep.ingest import load_config, prepare
 from jobs.verify import command
 from pipeline.config import dump
-from pipeline.data.manifest import load_manifest
+from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
 from tests.web import Site, encoded, jpeg, picture
@@ -65,9 +66,9 @@ def test_every_kind_of_damage_is_named(copied: Path) -> None:
 
 def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
     path = copied / "shards/00001.tar"
-    members = [(f"{key}.{name}", parts[name]) for key, parts in tar.samples(path) for name in sorted(parts)]
+    members = [(f"{key}.{name}", parts[name]) for key, parts in canonical_tar.samples(path) for name in sorted(parts)]
     members[3] = (members[3][0], b"\xff\xd8\xff not an image")
-    size, digest = tar.write(path, members)
+    size, digest = canonical_tar.write(path, members)
     manifest = load_manifest(copied)
     shards = [replace(s, bytes=size, sha256=digest) if s.name == "shards/00001.tar" else s for s in manifest.shards]
     replace(manifest, shards=tuple(shards)).save(copied)
@@ -86,7 +87,7 @@ def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> 
     assert verify(copied) == []
     after = {path.name: path.read_bytes() for path in copied.glob("shards/*.tar")}
     assert [name for name in sorted(after) if after[name] != before[name]] == ["00000.tar", "00001.tar"]
-    keys = {int(key) for shard in manifest.shards for key, _ in tar.samples(manifest.url(shard))}
+    keys = {int(key) for shard in manifest.shards for key, _ in canonical_tar.samples(manifest.url(shard))}
     assert keys == set(range(ROWS)) - {5, 7, 8}
     assert remove(copied, {uid})[1].digest == manifest.digest, "removing again changes nothing"
 
@@ -125,7 +126,7 @@ def test_a_rebuild_takes_the_shards_of_all_workers(copied: Path, monkeypatch: py
         asked.append(shards)
         fetch_here(config, load_plan(Folder(copied)), list(shards))
 
-    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setattr(ingest, "fetch", fetch)
     assert rebuild(copied, verify(copied)).digest == manifest.digest
     assert asked == [(0, 1, 2)]
     assert verify(copied) == []
@@ -174,7 +175,7 @@ def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> 
     path = tmp_path / "suite/wds_pets_test/test/0.tar"
     path.parent.mkdir(parents=True)
     members = [("s0.cls", b"3"), ("s0.jpg", jpeg(side=53)), ("s1.cls", b"1"), ("s1.png", encoded("PNG", side=90))]
-    tar.write(path, members)
+    canonical_tar.write(path, members)
     listed = tmp_path / "overlap.txt"
     words = [str(copied), "--overlap", str(tmp_path / "suite"), str(listed)]
     result = CliRunner().invoke(command, words, standalone_mode=False)

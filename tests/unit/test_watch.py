@@ -14,11 +14,11 @@ import torch
 
 import jobs
 from pipeline.errors import UserError
-from pipeline.evaluation.session import EvaluationConfig
-from pipeline.evaluation.suite import Suite, open_suite
-from pipeline.evaluation.tasks import TASKS
-from pipeline.evaluation.watch import LEDGER_FOLDER, WatchConfig, Watcher
-from pipeline.evaluation.world import Alone
+from pipeline.evaluation.datasets.suite import Suite, open_suite
+from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.runner.processes import Alone
+from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline import world
+from pipeline.distributed import world
+from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.errors import UserError
-from pipeline.recipe import parse_recipe
-from pipeline.run_folder import hold_folder
-from pipeline.world import World, limit_collectives, start_world
+from pipeline.training.recipe import parse_recipe
+from pipeline.training.run_folder import hold_folder
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -53,7 +53,7 @@ def test_a_run_that_another_process_trains_in_is_refused(tmp_path: Path, monkeyp
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        monkeypatch.setattr("pipeline.run_folder.LOCK_SECONDS", 1)
+        monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
         with (
             pytest.raises(UserError, match=rf"training in .* \(.*, process {os.getpid()}\): stop it first"),
             hold_folder(run, world=World()),
@@ -96,7 +96,7 @@ def test_a_process_with_a_standing_group_ends_at_once_with_its_message_and_code(
     program = """
 import atexit, sys
 import torch.distributed as dist
-import pipeline.world
+import pipeline.distributed.world
 from jobs.cli import _fail
 atexit.register(lambda: print("waited for others"))
 if sys.argv[1] == "group":
@@ -115,7 +115,7 @@ def test_a_rank_of_several_ends_without_taking_its_interpreter_apart(ranks: int)
     # gloo's threads may want the interpreter later than that; what was registered for the end is done all the same.
     program = """
 import atexit, os, sys
-from pipeline.world import leave
+from pipeline.distributed.world import leave
 class Last:
     def __del__(self, write=os.write): write(1, b"taken apart")
 sys.last_of_all = Last()

@@ -1,0 +1,1 @@
+"""A data set on disk: plan, records, verification, removal, report."""

@@ -1,0 +1,163 @@
+"""Exact and near duplicates in a finished data set.
+
+Exact: the same hash of the bytes as served. Near: difference hashes (64 bits: is each pixel of a 9 x 8 thumbnail darker
+than its right neighbour) that differ in few bits; candidates to look at, not proof: plain pictures can agree by chance.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.dataset import canonical_tar
+from data_prep.dataset.dataset_folder import Folder, local_manifest
+from data_prep.fetching.shard_writer import HASH_KINDS
+from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.errors import UserError
+
+# Five blocks of the 64 bits: at most three flipped bits leave at least two blocks untouched, so that every pair within
+# three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.
+_BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
+MAX_DISTANCE = 3
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Groups of keys, each sorted, so that keeping the first of each group is a rule that everybody can follow."""
+
+    exact: list[list[str]]
+    near: list[list[str]]
+
+    def surplus(self) -> list[str]:
+        """All keys but the first of each group: a removal list."""
+        return sorted({key for group in (*self.exact, *self.near) for key in group[1:]})
+
+
+def find_duplicates(
+    root: str | Path, *, distance: int = MAX_DISTANCE, on_shard: Callable[[int], None] = lambda shards: None
+) -> Duplicates:
+    """Look through all samples of a data set.
+
+    Memory, estimated and not measured: about 100 bytes a sample for keys and hashes while they are collected, and about
+    200 more for the table of exact hashes. Ten million samples take some 3 GB.
+    Args: distance: bits that near duplicates may differ in, 0 to 3. Raises: UserError outside that.
+    """
+    if not 0 <= distance <= MAX_DISTANCE:
+        raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
+    keys, hashes = _difference_hashes(root, on_shard)
+    near = [[keys[i] for i in group] for group in near_groups(hashes, distance=distance)]
+    exact = exact_groups(Folder(Path(root)))
+    known = {tuple(group) for group in exact}
+    return Duplicates(exact, [group for group in near if tuple(group) not in known])
+
+
+def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DISTANCE) -> dict[str, str]:
+    """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
+
+    Args: suite: a folder of `wds_*` sets, as `neuclip evalsets` makes it.
+    Raises: UserError when the suite holds no tar.
+    """
+    tars = sorted(Path(suite).rglob("*.tar"))
+    if not tars:
+        raise UserError(f"{suite} holds no tar of an evaluation set: give the folder of `neuclip evalsets`.")
+    names: list[str] = []
+    theirs: list[int] = []
+    for path in tars:
+        bodies = (canonical_tar.picture(parts) for _, parts in canonical_tar.samples(path))
+        theirs.extend(difference_hash(body) for body in bodies if body)
+        names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
+    keys, ours = _difference_hashes(root, lambda shards: None)
+    groups = near_groups(np.concatenate([np.array(theirs, dtype=np.uint64), ours]), distance=distance)
+    start = len(theirs)
+    found = {keys[i - start]: names[group[0]] for group in groups if group[0] < start for i in group if i >= start}
+    return dict(sorted(found.items()))
+
+
+def exact_groups(folder: Folder) -> list[list[str]]:
+    """Groups of keys whose bytes as served have the same hash, from what was recorded when they were fetched."""
+    import pyarrow.parquet as pq
+
+    first: dict[bytes, str] = {}
+    groups: dict[str, list[str]] = {}
+    for shard in folder.finished():
+        names = pq.read_schema(folder.meta(shard)).names
+        name = next((name for name in HASH_KINDS if name in names), None)
+        if name is None:
+            continue
+        columns = pq.read_table(folder.meta(shard), columns=["key", "status", name]).to_pydict()
+        for key, status, digest in zip(*columns.values(), strict=True):
+            if status == "success" and digest:
+                original = first.setdefault(bytes.fromhex(digest)[:12], key)
+                if original != key:
+                    groups.setdefault(original, [original]).append(key)
+    return [sorted(group) for _, group in sorted(groups.items())]
+
+
+def near_groups(hashes: np.ndarray, *, distance: int) -> list[list[int]]:
+    """Groups of indices connected by pairs of hashes that differ in at most `distance` bits; singles are left out."""
+    parent = np.arange(len(hashes))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = int(parent[i])
+        return i
+
+    for i, j in _close_pairs(hashes, distance):
+        a, b = sorted((find(i), find(j)))
+        parent[b] = a
+    groups: dict[int, list[int]] = {}
+    for i in range(len(hashes)):
+        root = find(i)
+        if root != i:
+            groups.setdefault(root, [root]).append(i)
+    return [sorted(group) for _, group in sorted(groups.items())]
+
+
+def _close_pairs(hashes: np.ndarray, distance: int) -> Iterator[tuple[int, int]]:
+    # Equal hashes first, so that the runs below hold distinct values only.
+    values, representative, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    for i in np.flatnonzero(representative[inverse] != np.arange(len(hashes))):
+        yield int(representative[inverse[i]]), int(i)
+    if distance == 0:
+        return
+    for blocks in combinations(_BLOCKS, 2):
+        mask = np.uint64(sum(((1 << (end - start)) - 1) << start for start, end in blocks))
+        masked = values & mask
+        order = np.argsort(masked, kind="stable")
+        edges = np.flatnonzero(np.diff(masked[order])) + 1
+        for run in np.split(order, edges):
+            if len(run) < 2:
+                continue
+            for place, i in enumerate(run[:-1]):
+                others = run[place + 1 :]
+                near = np.bitwise_count(values[i] ^ values[others]) <= distance
+                yield from ((int(representative[i]), int(representative[j])) for j in others[near])
+
+
+def difference_hash(body: bytes) -> int:
+    """The 64-bit difference hash of an encoded image. Raises: OSError when it cannot be decoded."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(body), formats=FORMATS) as image:
+        image.draft("L", (36, 32))
+        small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    bits = (small[:, :-1] < small[:, 1:]).ravel()
+    return int(np.packbits(bits).view(">u8")[0])
+
+
+def _difference_hashes(root: str | Path, on_shard: Callable[[int], None]) -> tuple[list[str], np.ndarray]:
+    manifest = local_manifest(root)
+    keys: list[str] = []
+    hashes: list[int] = []
+    for done, shard in enumerate(manifest.shards, start=1):
+        for key, parts in canonical_tar.samples(manifest.url(shard)):
+            keys.append(key)
+            hashes.append(difference_hash(canonical_tar.picture(parts)))
+        on_shard(done)
+    return keys, np.array(hashes, dtype=np.uint64)

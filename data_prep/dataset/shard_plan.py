@@ -1,0 +1,232 @@
+"""The plan: the URL list after subsetting, laid out so that any shard's rows are one row group of a parquet file.
+
+Made once, in one streaming pass with bounded memory; everything later (resuming, retrying, rebuilding, many machines)
+refers to its rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data_prep.dataset.dataset_folder import Folder, write_json
+from data_prep.sources.metadata_tables import read
+from data_prep.sources.source import SourceConfig
+from data_prep.sources.subset import Subset, SubsetConfig
+from pipeline.config import to_tree
+from pipeline.errors import UserError
+
+_SHARDS_PER_PART = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be fetched; `digest` names the list.
+
+    `seen` counts the source's rows, `skipped` those of them that could not be read, `rows` those of the subset.
+    """
+
+    rows: int
+    seen: int
+    shard_size: int
+    columns: tuple[str, ...]
+    digest: str
+    # The settings that the list was made from: another list needs another folder.
+    settings: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+
+    @property
+    def shards(self) -> int:
+        return -(-self.rows // self.shard_size)
+
+    def rows_of(self, shard: int) -> int:
+        return min(self.shard_size, self.rows - shard * self.shard_size)
+
+
+def make_plan(
+    folder: Folder,
+    source: SourceConfig,
+    subset: SubsetConfig,
+    *,
+    shard_size: int,
+    on_rows: Callable[[int], None] = lambda seen: None,
+) -> Plan:
+    """Read the source once and write the plan, or return the one that is there when it was made from the same settings.
+
+    Raises: UserError when the folder holds the plan of other settings, or no row is left.
+    """
+    settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
+    path = folder.plan / "plan.json"
+    if path.exists():
+        return _matching(load_plan(folder), settings, folder)
+    for old in folder.plan.glob("part-*"):
+        old.unlink()
+    writer = _PlanWriter(folder, shard_size)
+    seen, skipped = 0, list[int]()
+    for batch in _selected(source, Subset(subset), skipped.append):
+        seen += batch[0]
+        writer.add(batch[1])
+        on_rows(seen)
+    seen += sum(skipped)
+    plan = writer.close(seen, sum(skipped), settings)
+    if plan.rows == 0:
+        raise UserError(f"No row is left of the {seen:,} of the source after subset.fraction = {subset.fraction}.")
+    check_rows(source, seen)
+    write_json(path, asdict(plan))
+    return plan
+
+
+def check_rows(source: SourceConfig, found: int) -> None:
+    """Hold the rows of the whole table, before any subset, against its publication. Raises: UserError."""
+    if source.rows not in (None, found):
+        raise UserError(
+            f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
+            "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
+        )
+
+
+def load_plan(folder: Folder) -> Plan:
+    """The folder's plan. Raises: UserError when there is none."""
+    try:
+        tree = json.loads((folder.plan / "plan.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
+    return Plan(**{**tree, "columns": tuple(tree["columns"])})
+
+
+def read_shard(folder: Folder, shard: int) -> Any:
+    """The pyarrow Table of one shard's rows: row, url, caption, [uid], [hash], kept columns."""
+    import pyarrow.parquet as pq
+
+    part, group = divmod(shard, _SHARDS_PER_PART)
+    with pq.ParquetFile(folder.plan / f"part-{part:05d}.parquet") as file:
+        return file.read_row_group(group)
+
+
+def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
+    flat = {"shard_size": settings["shard_size"], **settings["source"], **settings["subset"]}
+    old = {"shard_size": plan.settings["shard_size"], **plan.settings["source"], **plan.settings["subset"]}
+    changed = [
+        f"{key} was {old.get(key)!r} and is now {value!r}" for key, value in flat.items() if old.get(key) != value
+    ]
+    if changed:
+        raise UserError(
+            f"{folder.root} holds the URL list of other settings ({'; '.join(changed)}). "
+            "Use another output folder, or the old settings to continue."
+        )
+    return plan
+
+
+def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    """`(rows read, RecordBatch of the rows that belong)` with the plan's column names."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    names = {source.url: "url", source.caption: "caption"}
+    if source.uid:
+        names[source.uid] = "uid"
+    if source.hash:
+        names[source.hash] = source.hash_kind
+    if source.blur:
+        names[source.blur] = "blur"
+    for batch in read(source, on_skipped=on_skipped):
+        seen = batch.num_rows
+        batch = batch.replace_schema_metadata(None)
+        batch = batch.rename_columns([names.get(name, name) for name in batch.schema.names])
+        for text in ("url", "caption"):
+            column = pc.fill_null(_as_text(batch.column(text)), "")
+            batch = batch.set_column(batch.schema.names.index(text), text, column)
+        if source.hash:  # hexadecimal digits are the same in both cases, and img2dataset compares them as text
+            column = _as_text(batch.column(source.hash_kind))
+            place = batch.schema.names.index(source.hash_kind)
+            batch = batch.set_column(place, source.hash_kind, pc.utf8_lower(column))
+        if not subset.keeps_all:
+            naming = batch.column("uid") if source.uid else batch.column("url")
+            batch = batch.filter(pa.array(subset.mask(pc.fill_null(naming.cast(pa.string()), "").to_pylist())))
+        yield seen, batch
+
+
+def _as_text(column: Any) -> Any:
+    import pyarrow as pa
+
+    return (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).cast(pa.string())
+
+
+class _PlanWriter:
+    """Collects rows into row groups of one shard each, a hundred to a file."""
+
+    def __init__(self, folder: Folder, shard_size: int) -> None:
+        self._folder, self._shard_size = folder, shard_size
+        self._waiting: list[Any] = []
+        self._waiting_rows = 0
+        self._rows = 0
+        self._shard = 0
+        self._file: Any = None
+        self._columns: tuple[str, ...] = ()
+        self._sha256 = hashlib.sha256()
+
+    def add(self, batch: Any) -> None:
+        self._columns = tuple(batch.schema.names)
+        self._waiting.append(batch)
+        self._waiting_rows += batch.num_rows
+        if self._waiting_rows >= self._shard_size:
+            self._flush(last=False)
+
+    def close(self, seen: int, skipped: int, settings: dict[str, Any]) -> Plan:
+        self._flush(last=True)
+        if self._file is not None:
+            self._file.close()
+        return Plan(
+            rows=self._rows,
+            seen=seen,
+            shard_size=self._shard_size,
+            columns=self._columns,
+            digest=self._sha256.hexdigest(),
+            settings=settings,
+            skipped=skipped,
+        )
+
+    def _flush(self, *, last: bool) -> None:
+        import pyarrow as pa
+
+        if not self._waiting_rows:
+            return
+        table = pa.Table.from_batches(self._waiting).combine_chunks()
+        start = 0
+        while table.num_rows - start >= self._shard_size or (last and start < table.num_rows):
+            self._write_shard(table.slice(start, self._shard_size))
+            start += self._shard_size
+        rest = table.slice(start)
+        self._waiting, self._waiting_rows = rest.to_batches(), rest.num_rows
+
+    def _write_shard(self, table: Any) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        numbers = pa.array(range(self._rows, self._rows + table.num_rows), pa.int64())
+        table = table.add_column(0, "row", numbers)
+        if self._shard % _SHARDS_PER_PART == 0:
+            if self._file is not None:
+                self._file.close()
+            path = self._folder.plan / f"part-{self._shard // _SHARDS_PER_PART:05d}.parquet"
+            self._file = pq.ParquetWriter(path, table.schema, compression="zstd")
+        self._file.write_table(table, row_group_size=self._shard_size)
+        for name in ("url", "caption"):
+            self._sha256.update(_joined(table.column(name)))
+        self._rows += table.num_rows
+        self._shard += 1
+
+
+def _joined(column: Any) -> bytes:
+    """All strings of a column, one per line, joined without a Python loop."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lines = []
+    for chunk in column.chunks:
+        one_list = pa.ListArray.from_arrays(pa.array([0, len(chunk)], pa.int32()), chunk)
+        lines.append(pc.binary_join(one_list, "\n")[0].as_buffer().to_pybytes())
+    return b"\n".join(lines) + b"\n"

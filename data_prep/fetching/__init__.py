@@ -1,0 +1,1 @@
+"""From URLs to samples: img2dataset behind a guard, supervised."""

@@ -1,0 +1,275 @@
+"""The opener that img2dataset's `urlopen` calls go through: guarded, polite, bounded in bytes and seconds."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any
+
+from data_prep import reasons
+from data_prep.fetching.content import check_image
+from data_prep.fetching.deadline import Deadlines
+from data_prep.fetching.guard import AddressFilter, GuardConfig
+from data_prep.reasons import FetchError
+
+_CHUNK = 1 << 16
+Connect = Callable[..., socket.socket]
+
+
+class Fetched:
+    """A finished answer: what img2dataset needs of a response (`headers`, `read`), with the body already here."""
+
+    def __init__(self, headers: Message, body: bytes) -> None:
+        self.headers = headers
+        self._body = body
+
+    def read(self) -> bytes:
+        return self._body
+
+    def __enter__(self) -> Fetched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._body = b""
+
+
+@dataclass
+class _Host:
+    """What this process knows about one host: free connections, and until when to leave it alone."""
+
+    slots: threading.Semaphore
+    strikes: int = 0
+    quiet_until: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Opener:
+    """Stands in for urllib's global opener (`urllib.request.install_opener`).
+
+    Args: connections: requests to one host that this process may have under way (the host of the row's URL).
+      retries: further attempts after a transient failure, each after the host's back-off.
+      total_seconds: for one attempt, from connecting to the last byte, redirects included; a server that drips is
+        given up, whether it drips its handshake, its headers or its body.
+      is_opted_out: tells from the headers whether the owner opted out; asked before the body is read.
+    """
+
+    def __init__(
+        self,
+        guard: GuardConfig,
+        *,
+        connections: int,
+        retries: int,
+        total_seconds: float,
+        is_opted_out: Callable[[Message], bool] = lambda headers: False,
+    ) -> None:
+        self._guard = guard
+        self._retries = retries
+        self._total_seconds = total_seconds
+        self._deadlines = Deadlines(total_seconds)
+        self._is_opted_out = is_opted_out
+        self._director = _director(guard, self._deadlines)
+        self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
+        self.blocked: frozenset[str] = frozenset()
+        self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}" + (
+            f"; +{guard.contact})" if guard.contact else ")"
+        )
+
+    def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> Fetched:
+        """Fetch one image. Raises: FetchError, whose text begins with the reason."""
+        if isinstance(request, str):
+            request = urllib.request.Request(request)
+        if request.full_url in self.blocked:
+            raise FetchError(reasons.REMOVED)
+        host = self._host_of(request)
+        for attempt in range(self._retries + 1):
+            try:
+                return self._attempt(request, host, timeout)
+            except FetchError as error:
+                if attempt == self._retries or not reasons.is_transient(error.reason):
+                    raise
+                time.sleep(min(self._guard.backoff * 2**attempt, self._guard.max_backoff))
+        raise AssertionError("the loop returns or raises")
+
+    def _host_of(self, request: urllib.request.Request) -> _Host:
+        try:
+            parts = urllib.parse.urlsplit(request.full_url)
+            name = parts.hostname
+        except ValueError as error:
+            raise FetchError(reasons.BAD_URL, str(error)) from error
+        if parts.scheme.lower() not in self._guard.schemes:
+            raise FetchError(reasons.REFUSED_SCHEME, parts.scheme or "none")
+        if not name:
+            raise FetchError(reasons.BAD_URL, "no host")
+        return self._hosts[name]
+
+    def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
+        with _turn(host):
+            # A fresh request each time: urllib writes into the one it is given.
+            headers = {**request.headers, "User-Agent": self.user_agent}
+            with self._deadlines.attempt() as attempt:
+                try:
+                    fresh = urllib.request.Request(ascii_url(request.full_url), headers=headers)
+                    with self._director.open(fresh, timeout=timeout) as response:
+                        fetched = self._receive(response)
+                except Exception as error:
+                    failure = self._late() if attempt.is_late else reasons.of_exception(error)
+                    self._strike(host, error, failure.reason)
+                    raise failure from error
+            if attempt.is_late:  # what was cut can look whole where no length was announced
+                raise self._late()
+        host.strikes = 0
+        return fetched
+
+    def _late(self) -> FetchError:
+        return FetchError(reasons.TIMEOUT, f"no whole answer in {self._total_seconds:g} s")
+
+    def _receive(self, response: Any) -> Fetched:
+        headers: Message = response.headers
+        if self._is_opted_out(headers):
+            return Fetched(headers, b"")
+        body = b"".join(self._chunks(response))
+        promised = headers.get("Content-Length", "")
+        if promised.isdigit() and len(body) < int(promised):
+            raise FetchError(reasons.CUT_OFF, f"{len(body)} of {promised} bytes came")
+        check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
+        return Fetched(headers, body)
+
+    def _chunks(self, response: Any) -> Iterator[bytes]:
+        promised = response.headers.get("Content-Length", "")
+        limit = self._guard.max_bytes
+        if promised.isdigit() and int(promised) > limit:
+            raise FetchError(reasons.TOO_MANY_BYTES, f"{promised} announced")
+        received = 0
+        while chunk := response.read1(_CHUNK):
+            received += len(chunk)
+            if received > limit:
+                raise FetchError(reasons.TOO_MANY_BYTES, f"more than {limit}")
+            yield chunk
+
+    def _strike(self, host: _Host, error: Exception, reason: str) -> None:
+        """Leave a host alone for a while when it says that it is asked too much."""
+        if reason not in ("http 429", "http 503"):
+            return
+        asked = _retry_after(error)
+        with host.lock:
+            doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
+            host.strikes += 1
+            pause = min(max(asked, doubled), self._guard.max_backoff)
+            host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
+
+
+@contextmanager
+def _turn(host: _Host) -> Iterator[None]:
+    """Hold one of the host's connections, once its back-off is over."""
+    with host.slots:
+        wait = host.quiet_until - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        yield
+
+
+def _retry_after(error: Exception) -> float:
+    """Seconds that a `Retry-After` header asks for (a number or a date); 0 when there is none."""
+    text = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
+    if text.strip().isdigit():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time()) if text else 0.0
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def ascii_url(url: str) -> str:
+    """The URL as it goes over the wire: international host names in IDNA, other characters percent-encoded.
+
+    Raises: UnicodeError when the host is no valid name.
+    """
+    if url.isascii() and " " not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+    return urllib.parse.urlunsplit((parts.scheme, host, *quoted, ""))
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._create_connection = connect
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._create_connection = connect
+
+
+class _HTTPHandler(urllib.request.HTTPHandler):
+    def __init__(self, connect: Connect) -> None:
+        super().__init__()
+        self._connection = functools.partial(_Connection, connect=connect)
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+
+class _HTTPSHandler(urllib.request.HTTPSHandler):
+    def __init__(self, connect: Connect) -> None:
+        super().__init__()
+        # One context for all connections: making one reads the certificate store, about 10 ms each time.
+        context = ssl.create_default_context()
+        self._secure = functools.partial(_SecureConnection, connect=connect, context=context)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._secure, request)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def __init__(self, guard: GuardConfig) -> None:
+        self._guard = guard
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
+        scheme = urllib.parse.urlsplit(newurl).scheme.lower()
+        if scheme not in self._guard.schemes:
+            raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
+        # urllib keeps the addresses visited so far on the request itself.
+        if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
+            raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
+        new = super().redirect_request(req, fp, code, msg, headers, newurl)
+        # urllib reads a redirect's body to its end, however long that takes; of a closed answer nothing is read.
+        fp.close()
+        return new
+
+
+def _director(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:
+    """Only http and https: no ftp, file or data handler is there to be reached by a redirect."""
+    connect = deadlines.over(AddressFilter(guard.allow_addresses).connect)
+    director = urllib.request.OpenerDirector()
+    handlers = (
+        urllib.request.ProxyHandler(None if guard.trust_proxy else {}),
+        _HTTPHandler(connect),
+        _HTTPSHandler(connect),
+        urllib.request.HTTPDefaultErrorHandler(),
+        _Redirects(guard),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+    )
+    for handler in handlers:
+        director.add_handler(handler)
+    return director

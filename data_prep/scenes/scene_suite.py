@@ -1,0 +1,195 @@
+"""The held-out evaluation suite `scenes`, in the on-disk layout of the DataComp benchmark.
+
+Zero-shot sets `wds_scenes-<attribute>_test/` hold `classnames.txt`, `zeroshot_classification_templates.txt`,
+`test/nshards.txt` and `test/<k>.tar` with members `s0000000.cls` and `s0000000.jpg`; the retrieval set
+`wds_scenes-retrieval_test/` has `.txt` captions and `dataset_type.txt`. Classes are balanced to within one image, so
+that chance is exactly 1 / number of classes: shape 1/10, colour 1/12, background 1/8, texture 1/6, count 1/5,
+position 1/9, size 1/3, relation 1/4; retrieval R@k: k / pairs.
+
+Held out means: indices from `HELD_OUT_START` on, *and* every description (shape, colour, texture, size, position,
+background, ...) that also occurs among the training scenes is excluded, not just counted; so are repetitions within
+a set. `suite.json` says what each set must hold (samples, classes, SHA-256 of its tars), its chance and what was
+excluded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.scenes.caption import curated
+from data_prep.scenes.render import jpeg
+from data_prep.scenes.scene import Scene, describe
+from data_prep.scenes.scenes_config import HELD_OUT_START, ScenesConfig
+from data_prep.scenes.vocabulary import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    POSITIONS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+    words,
+)
+
+SHARD_SIZE = 1_000
+Member = tuple[str, bytes]
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A zero-shot task: which class a scene has (None: not for this task), the classes and the prompts."""
+
+    label: Callable[[Scene], object]
+    classes: Sequence[object]
+    names: Sequence[str]
+    templates: Sequence[str]
+
+
+def _of_item(name: str) -> Callable[[Scene], object]:
+    """An attribute of the one kind of object; scenes with two kinds have no single answer."""
+    return lambda scene: getattr(scene.item, name) if scene.other is None else None
+
+
+def _count(scene: Scene) -> int | None:
+    """Large single objects are left out: their size alone would give the answer away."""
+    return scene.count if scene.other is None and scene.size != "large" else None
+
+
+_THINGS = ("a {c} shape", "a {c} object", "a photo of a {c} thing", "an image of a {c} shape")
+_PLACES = ("a shape {c}", "an object {c}", "a photo of a thing {c}", "an image of a shape {c}")
+ATTRIBUTES: dict[str, Attribute] = {
+    "shape": Attribute(
+        _of_item("shape"),
+        list(SHAPES),
+        [words(SHAPES, key)[0] for key in SHAPES],
+        ("a {c}", "a photo of a {c}", "an image of a {c}", "a drawing of a {c}"),
+    ),
+    "colour": Attribute(_of_item("colour"), list(COLOURS), [words(COLOURS, key)[0] for key in COLOURS], _THINGS),
+    "texture": Attribute(_of_item("texture"), list(TEXTURES), [words(TEXTURES, key)[0] for key in TEXTURES], _THINGS),
+    "background": Attribute(
+        lambda scene: scene.background, list(BACKGROUNDS), [words(BACKGROUNDS, key)[0] for key in BACKGROUNDS], _PLACES
+    ),
+    "position": Attribute(
+        lambda scene: scene.position, list(POSITIONS), [words(POSITIONS, key)[0] for key in POSITIONS], _PLACES
+    ),
+    "size": Attribute(lambda scene: scene.size, list(SIZES), [words(SIZES, key)[0] for key in SIZES], _THINGS),
+    "count": Attribute(
+        _count,
+        list(COUNTS),
+        [f"{words(COUNTS, key)[0]} {'shape' if key == 1 else 'shapes'}" for key in COUNTS],
+        ("{c}", "a photo of {c}", "an image of {c}", "picture of {c}"),
+    ),
+    "relation": Attribute(
+        lambda scene: scene.relation,
+        list(RELATIONS),
+        [words(RELATIONS, key)[0] for key in RELATIONS],
+        ("a shape {c} another shape", "an object {c} another object", "a photo of a thing {c} another thing"),
+    ),
+}
+
+
+def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
+    """Write every set of the suite below `folder`; the same bytes for the same config.
+
+    Returns: the task keys, `scenes/<attribute>` and `scenes/retrieval`.
+    """
+    folder = Path(folder)
+    seen = {describe(config, index) for index in range(config.pairs)}
+    facts: dict[str, Facts] = {}
+    for name, attribute in ATTRIBUTES.items():
+        facts[f"scenes/{name}"] = _write_zeroshot(config, attribute, seen, folder / f"wds_scenes-{name}_test")
+    facts["scenes/retrieval"] = _write_retrieval(config, seen, folder / "wds_scenes-retrieval_test")
+    summary = {"seed": config.seed, "training_pairs": config.pairs, "tasks": facts}
+    (folder / "suite.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return list(facts)
+
+
+def _write_zeroshot(config: ScenesConfig, attribute: Attribute, seen: set[Scene], folder: Path) -> Facts:
+    classes = list(attribute.classes)
+    quota = {
+        key: config.held_out // len(classes) + (k < config.held_out % len(classes)) for k, key in enumerate(classes)
+    }
+    chosen: list[tuple[int, int]] = []
+    taken: Counter[object] = Counter()
+    excluded: Counter[str] = Counter()
+    done: set[Scene] = set()
+    for index in itertools.count(HELD_OUT_START):
+        if len(chosen) == config.held_out:
+            break
+        scene = describe(config, index)
+        label = attribute.label(scene)
+        if label is None or taken[label] == quota[label]:
+            continue
+        if scene in seen or scene in done:
+            excluded["in_training" if scene in seen else "repeated"] += 1
+            continue
+        done.add(scene)
+        taken[label] += 1
+        chosen.append((index, classes.index(label)))
+    members = ((("jpg", jpeg(config, index)), ("cls", str(label).encode())) for index, label in chosen)
+    digests = _write_shards(members, folder / "test")
+    _write_lines(folder / "classnames.txt", attribute.names)
+    _write_lines(folder / "zeroshot_classification_templates.txt", attribute.templates)
+    return {
+        "samples": len(chosen),
+        "sha256": digests,
+        "classes": len(classes),
+        "chance": 1 / len(classes),
+        "excluded": dict(excluded),
+    }
+
+
+def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Facts:
+    chosen: dict[str, int] = {}  # caption -> index: a caption that fits two images would have no right answer
+    done: set[Scene] = set()
+    excluded: Counter[str] = Counter()
+    for index in itertools.count(HELD_OUT_START):
+        if len(chosen) == config.retrieval_pairs:
+            break
+        scene, caption = describe(config, index), curated(config, index)
+        if scene in seen or scene in done or caption in chosen:
+            excluded["in_training" if scene in seen else "repeated"] += 1
+            continue
+        done.add(scene)
+        chosen[caption] = index
+    members = ((("jpg", jpeg(config, index)), ("txt", caption.encode())) for caption, index in chosen.items())
+    digests = _write_shards(members, folder / "test")
+    _write_lines(folder / "dataset_type.txt", ["retrieval"])
+    return {
+        "samples": len(chosen),
+        "sha256": digests,
+        "chance": 1 / len(chosen),
+        "excluded": dict(excluded),
+    }
+
+
+def _write_shards(samples: Iterator[Sequence[Member]], folder: Path) -> dict[str, str]:
+    """Tars of `SHARD_SIZE` samples, byte for byte reproducible. Returns: SHA-256 of each, by `test/<k>.tar`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digests: dict[str, str] = {}
+    while batch := list(itertools.islice(samples, SHARD_SIZE)):
+        path = folder / f"{len(digests)}.tar"
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for k, sample in enumerate(batch):
+                for suffix, body in sample:
+                    info = tarfile.TarInfo(f"s{len(digests) * SHARD_SIZE + k:07d}.{suffix}")
+                    info.size = len(body)
+                    tar.addfile(info, io.BytesIO(body))
+        digests[f"test/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    _write_lines(folder / "nshards.txt", [str(len(digests))])
+    return digests
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Where URL tables come from and which rows are taken."""

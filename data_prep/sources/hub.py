@@ -1,0 +1,67 @@
+"""Metadata on the hub: pinned to a commit before it is read, streamed with `datasets`, or taken from the cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from data_prep.sources.source import SourceConfig
+from pipeline.errors import UserError
+
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+
+
+def pin(source: SourceConfig) -> SourceConfig:
+    """The source with its revision as a commit, so that what is read can be read again.
+
+    Offline (HF_HUB_OFFLINE=1) the repository's snapshot in the hub's cache is read like a local folder.
+    Raises: UserError when the hub, or offline the cache, does not have it.
+    """
+    if source.hub is None or source.table is not None:
+        return source
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            folder = snapshot_download(source.hub, repo_type="dataset", revision=source.revision, local_files_only=True)
+            return replace(source, table=folder, revision=folder.rstrip("/").rpartition("/")[2])
+        if source.revision and _COMMIT.match(source.revision):
+            return source
+        found = HfApi().dataset_info(source.hub, revision=source.revision)
+        return replace(source, revision=found.sha)
+    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+        raise _unreachable(source, error) from error
+
+
+def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[Any]:
+    """pyarrow Tables of the data set's rows, in its order; at least these columns. Raises: UserError."""
+    import datasets
+
+    # Parquet can leave unwanted columns on the server; other formats cannot.
+    options: dict[str, Any] = {"columns": columns} if source.format == "parquet" else {}
+    try:
+        rows = datasets.load_dataset(
+            source.hub,
+            revision=source.revision,
+            split=source.split,
+            data_files=source.files,
+            streaming=True,
+            **options,
+        )
+        yield from rows.with_format("arrow").iter(batch_size=batch_rows)
+    except Exception as error:  # `datasets` and what it calls raise many kinds
+        raise _unreachable(source, error) from error
+
+
+def _unreachable(source: SourceConfig, error: Exception) -> UserError:
+    return UserError(
+        f"source.hub = {source.hub!r} at revision {source.revision!r} cannot be read ({in_a_line(error)}). "
+        "Is it spelt right, reachable, and do you have access? A local copy is read with source.table=<its folder>."
+    )
+
+
+def in_a_line(error: Exception) -> str:
+    """The first line of what an exception says, or its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

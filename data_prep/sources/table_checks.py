@@ -1,0 +1,139 @@
+"""What is checked before the first URL: files, rows, columns, and that the columns hold what they are said to hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.dataset.shard_plan import check_rows
+from data_prep.download_config import DownloadConfig, FetchConfig
+from data_prep.sources import metadata_tables
+from data_prep.sources.source import SourceConfig
+from pipeline.errors import UserError
+
+CHECKED_ROWS = 1_000
+_HEX_LENGTH = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_HEX = re.compile(r"^[0-9a-f]+$", re.IGNORECASE)
+
+
+def check_source(config: DownloadConfig) -> list[str]:
+    """Check a resolved source on its files, its row count and its first thousand rows.
+
+    Returns: notes that a person should read. Raises: UserError saying what is wrong and what would be right.
+    """
+    source = config.source
+    if source.table is not None:
+        metadata_tables.check_files(source)
+    known = metadata_tables.count_known(source)
+    if known is not None:
+        check_rows(source, known)
+    rows = first_rows(source)
+    if not rows:
+        raise UserError(f"source.table = {source.table!r} has no rows.")
+    return [*_check_urls(rows, source), *_check_captions(rows, source), *_check_hashes(rows, source), *_notes(config)]
+
+
+def check_blur(config: DownloadConfig) -> None:
+    """Raises: UserError when images are to be blurred and may be stored as served all the same.
+
+    img2dataset encodes anew what it resized or converted, and not what it has only blurred.
+    """
+    if config.source.blur and config.image.skip_reencode:
+        raise UserError(
+            f"image.skip_reencode = true with source.blur = {config.source.blur!r}: images that need no resizing would "
+            "be stored as served, with the faces unblurred. Set image.skip_reencode=false, or source.blur=null."
+        )
+
+
+def check_distributor(fetch: FetchConfig) -> None:
+    """Raises: UserError when the chosen distributor cannot start on this machine."""
+    if fetch.distributor == "multiprocessing":
+        return
+    if importlib.util.find_spec(fetch.distributor) is None:
+        raise UserError(
+            f"fetch.distributor = {fetch.distributor!r} needs a package that is not installed here: "
+            "`pip install -c constraints.txt -e '.[scale]'`, or use multiprocessing."
+        )
+    if fetch.distributor == "pyspark" and not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        raise UserError(
+            "fetch.distributor = 'pyspark' needs a Java (17 or later), and there is none on the PATH nor in "
+            "JAVA_HOME: install one, or use multiprocessing or ray."
+        )
+
+
+def first_rows(source: SourceConfig, count: int = CHECKED_ROWS) -> list[dict[str, Any]]:
+    """The first rows of the table, as dicts of the source's own column names."""
+    stream = itertools.chain.from_iterable(batch.to_pylist() for batch in metadata_tables.read(source))
+    return list(itertools.islice(stream, count))
+
+
+def _check_urls(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
+    share = _share(rows, source.url, _is_url)
+    if share >= 0.5:
+        if share < 0.99:
+            yield f"{1 - share:.0%} of the first {len(rows):,} values in column {source.url!r} are not URLs."
+        return
+    better = next((name for name in rows[0] if _share(rows, name, _is_url) >= 0.5), None)
+    hint = f"Column {better!r} does: set source.url={better}." if better else "None of the columns read does."
+    raise UserError(
+        f"Column {source.url!r} does not hold URLs: {share:.0%} of its first {len(rows):,} values look like one, for "
+        f"example {str(rows[0][source.url])[:80]!r}. {hint}"
+    )
+
+
+def _check_captions(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
+    empty = 1 - _share(rows, source.caption, lambda value: bool(str(value).strip()))
+    odd = _share(rows, source.caption, lambda value: _is_url(value) or _is_hash(value) or _is_number(value))
+    if empty > 0.9 or odd > 0.9:
+        what = "is empty" if empty > 0.9 else "holds URLs, hashes or numbers"
+        raise UserError(
+            f"Column {source.caption!r} {what} in {max(empty, odd):.0%} of the first {len(rows):,} rows, so it is not "
+            f"the captions. Set source.caption to the right column."
+        )
+    if empty > 0.01:
+        yield f"{empty:.0%} of the first {len(rows):,} captions are empty."
+
+
+def _check_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
+    if source.hash is None:
+        return
+    wanted = _HEX_LENGTH[source.hash_kind]
+    share = _share(rows, source.hash, lambda value: _is_hash(value) and len(str(value)) == wanted)
+    if share < 0.99:
+        example = str(next((row[source.hash] for row in rows if row[source.hash]), None))
+        kinds = [kind for kind, length in _HEX_LENGTH.items() if length == len(example) and _is_hash(example)]
+        hint = f"It looks like {kinds[0]}: set source.hash_kind." if kinds else "It is no hash that is known here."
+        raise UserError(
+            f"Column {source.hash!r} should hold {source.hash_kind} in hex ({wanted} digits), but {1 - share:.0%} of "
+            f"the first {len(rows):,} values are not, for example {example[:80]!r} of length {len(example)}. {hint}"
+        )
+    yield from ()
+
+
+def _notes(config: DownloadConfig) -> Iterator[str]:
+    if not config.guard.contact:
+        yield "No guard.contact is set: the owners of servers cannot reach you. Give a page or an e-mail address."
+    if config.source.hub and config.source.revision:
+        yield f"{config.source.hub} is read at revision {config.source.revision}."
+
+
+def _share(rows: list[dict[str, Any]], name: str, test: Any) -> float:
+    return sum(row[name] is not None and test(row[name]) for row in rows) / len(rows)
+
+
+def _is_url(value: Any) -> bool:
+    return bool(_URL.match(str(value)))
+
+
+def _is_hash(value: Any) -> bool:
+    return len(str(value)) in _HEX_LENGTH.values() and bool(_HEX.match(str(value)))
+
+
+def _is_number(value: Any) -> bool:
+    return str(value).replace(".", "", 1).isdigit()

@@ -1,0 +1,193 @@
+"""Outcomes of a study's runs: metrics of each, and means, spreads and paired differences over seeds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.studies.declare import Unit
+from jobs.studies.schedule import folder_of
+from jobs.studies.unit import RESULT_NAME
+from pipeline.evaluation.datasets.tasks import AGGREGATES
+
+Result = Mapping[str, Any]
+AVERAGE_OF_BENCHMARK, RETRIEVAL_OF_BENCHMARK, IMAGENET = "DataComp Average", "Retrieval", "ImageNet & Variants"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a run. title: with its unit. form: a format specification. scale: multiplies what is shown."""
+
+    title: str
+    value: Callable[[Result], float | None]
+    form: str = ".3f"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run of a study. result: the file that `unit.py` writes."""
+
+    setting: str
+    arm: str
+    seed: int
+    key: str
+    result: Result
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values of one column over seeds, in the order of the seeds. sd: sample standard deviation; None below 2."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def sd(self) -> float | None:
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+def average(scores: Mapping[str, float]) -> float | None:
+    """The benchmark's average where all of its tasks are there, else the mean over the tasks that are."""
+    if AVERAGE_OF_BENCHMARK in scores:
+        return scores[AVERAGE_OF_BENCHMARK]
+    tasks = [value for name, value in scores.items() if name not in AGGREGATES]
+    return statistics.fmean(tasks) if tasks else None
+
+
+def retrieval(scores: Mapping[str, float]) -> float | None:
+    """The benchmark's retrieval mean where it is there, else the mean R@1 of the tasks named retrieval."""
+    if RETRIEVAL_OF_BENCHMARK in scores:
+        return scores[RETRIEVAL_OF_BENCHMARK]
+    tasks = [value for name, value in scores.items() if "retrieval" in name]
+    return statistics.fmean(tasks) if tasks else None
+
+
+def _last_scores(result: Result) -> Mapping[str, float]:
+    scores: Mapping[str, float] = result["curve"][-1]["scores"] if result["curve"] else {}
+    return scores
+
+
+def _normalizer(*keys: str) -> Callable[[Result], float | None]:
+    """Mean over the checkpoints on the way, as in NeuCLIP's section 5.2.
+
+    Not the last one: there the encoders stand still, and a budget of whole restarts has just replaced the prototypes.
+    """
+
+    def value(result: Result) -> float | None:
+        on_the_way = result["normalizers"][:-1] or result["normalizers"]
+        values = [functools.reduce(lambda found, key: found[key], keys, measured) for measured in on_the_way]
+        return statistics.fmean(values) if values else None
+
+    return value
+
+
+def _step_ms(part: str) -> Callable[[Result], float | None]:
+    return lambda result: result["step_ms"].get(part)
+
+
+def _share(result: Result, part: str) -> float | None:
+    found = result["step_ms"].get(part)
+    return None if found is None else found / result["step_ms"]["whole"]
+
+
+def _traffic(result: Result) -> float | None:
+    found = result["traffic_bytes_per_step"]
+    return None if found is None else sum(found.values()) / 1024
+
+
+COLUMNS: dict[str, Column] = {
+    "average": Column("average, %", lambda r: average(_last_scores(r)), ".1f", 100),
+    "retrieval": Column("retrieval R@1, %", lambda r: retrieval(_last_scores(r)), ".1f", 100),
+    "imagenet": Column("ImageNet & variants, %", lambda r: _last_scores(r).get(IMAGENET), ".1f", 100),
+    "tau": Column("tau", lambda r: r["last"].get("tau"), ".4f"),
+    "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
+    "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
+    "bias_in_use": Column("bias in use", _normalizer("in_use", "bias"), "+.3f"),
+    "variance": Column("variance of exact", _normalizer("variance"), ".2f"),
+    "samples_per_second": Column("samples/s", lambda r: _rate(r), ",.0f"),
+    "step_ms": Column("step, ms", _step_ms("whole"), ".1f"),
+    "forward_ms": Column("forward, ms", _step_ms("forward"), ".1f"),
+    "objective_ms": Column("objective, ms", _step_ms("objective"), ".2f"),
+    "npn_ms": Column("of it the network, ms", _step_ms("npn"), ".2f"),
+    "npn_share": Column("network's share of the step, %", lambda r: _share(r, "npn"), ".1f", 100),
+    "backward_ms": Column("backward, ms", _step_ms("backward"), ".1f"),
+    "optimizer_ms": Column("optimizer, ms", _step_ms("optimizer"), ".1f"),
+    "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
+    "traffic_kib": Column("objective's collectives, KiB a rank and step", _traffic, ",.1f"),
+}
+# Not of one run alone: against the baseline with the same setting and seed.
+PAIRED = {
+    "difference": ("average", "average against {baseline}, points"),
+    "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
+}
+
+
+def _rate(result: Result) -> float | None:
+    whole = result["step_ms"].get("whole")
+    return 1e3 * result["batch_size"] / whole if whole else None
+
+
+def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
+    """The finished runs among `units`."""
+    found = []
+    for unit in units:
+        path = folder_of(unit, output) / RESULT_NAME
+        if path.is_file():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Outcome(unit.setting, unit.arm, unit.seed, unit.key, result))
+    return found
+
+
+def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
+    """A column's values over the seeds of one arm in one setting; None when no run has it."""
+    values = [COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)]
+    present = tuple(COLUMNS[column].scale * value for value in values if value is not None)
+    return Spread(present) if present else None
+
+
+def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
+    """An arm's figure minus the baseline's, seed by seed (`extra_time`: as a percentage of the baseline's step)."""
+    column = COLUMNS[PAIRED[kind][0]]
+    before = {o.seed: o.result for o in _of(outcomes, setting, baseline)}
+    differences = []
+    for outcome in _of(outcomes, setting, arm):
+        other = before.get(outcome.seed)
+        if other is None:
+            continue
+        a, b = column.value(outcome.result), column.value(other)
+        if a is None or b is None:
+            continue
+        whole = COLUMNS["step_ms"].value(other)
+        differences.append(100 * (a - b) / whole if kind == "extra_time" and whole else column.scale * (a - b))
+    return Spread(tuple(differences)) if differences else None
+
+
+def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:
+    """Samples seen -> a value per seed, of a score or of a measurement of normalizers along the runs."""
+    points: dict[float, list[float]] = {}
+    for outcome in _of(outcomes, setting, arm):
+        for samples, value in _along(outcome.result, column):
+            points.setdefault(samples, []).append(value)
+    return sorted(points.items())
+
+
+def _along(result: Result, column: str) -> list[tuple[float, float]]:
+    if column in ("average", "retrieval"):
+        score = average if column == "average" else retrieval
+        pairs = [(point["samples"], score(point["scores"])) for point in result["curve"]]
+        return [(samples, 100 * value) for samples, value in pairs if value is not None]
+    quantity, where = column.split("_", 1)
+    return [(m["samples"], m[where][quantity]) for m in result["normalizers"]]
+
+
+def _of(outcomes: Sequence[Outcome], setting: str, arm: str) -> list[Outcome]:
+    return sorted((o for o in outcomes if o.setting == setting and o.arm == arm), key=lambda o: o.seed)

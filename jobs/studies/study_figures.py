@@ -1,0 +1,114 @@
+"""Figures of a study as SVG: final scores with every seed as a dot, and curves over samples seen."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.studies.declare import Study, arms_of, size_of
+from jobs.studies.outcomes import COLUMNS, Outcome, curve, spread
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#8a8f98",
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": "#e7e9ec",
+    "axes.axisbelow": True,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "neuclip",  # the same data give the same bytes
+}
+DOT = "#2b6cb0"
+
+
+def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """File name -> SVG of all figures of a study."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        found = {"final.svg": _final(study, size, outcomes)} if outcomes else {}
+        for column in study.curves:
+            if any(curve(outcomes, o.setting, o.arm, column) for o in outcomes):
+                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, size, outcomes, column)
+    return found
+
+
+def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
+    """The study's first column: a dot a seed, a bar at the mean, a line at the baseline's; one panel a setting."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    column, settings, arms = study.columns[0], size_of(study, size).settings, list(arms_of(study, size))
+    figure = Figure(figsize=(min(9.0, 1.2 + 3.6 * len(settings)), 0.9 + 0.24 * len(arms)), layout="constrained")
+    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
+        for row, arm in enumerate(arms):
+            values = spread(outcomes, setting, arm, column)
+            if values is not None:
+                axes.scatter(values.values, [row] * len(values.values), s=16, color=DOT, alpha=0.65, linewidths=0)
+                axes.plot([values.mean] * 2, [row - 0.32, row + 0.32], color="#1a202c", linewidth=1.6)
+        before = spread(outcomes, setting, size_of(study, size).baseline or study.baseline, column)
+        if before is not None:
+            axes.axvline(before.mean, color="#8a8f98", linewidth=0.8, linestyle=":", zorder=0)
+        axes.set_title(_wrapped(variant.title or setting), loc="left")
+        axes.set_xlabel(COLUMNS[column].title)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.set_yticks(range(len(arms)), arms)
+        axes.grid(axis="y", visible=False)
+    panels[0].set_ylim(len(arms) - 0.4, -0.6)
+    return _svg(figure)
+
+
+def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -> str:
+    """Mean over seeds with the range behind it; rows are groups of arms, columns are settings."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings, arms = size_of(study, size).settings, list(arms_of(study, size))
+    rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
+    rows = [names for names in rows if names]
+    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    look = {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
+    width = 1.9 + min(4, len(settings)) * 2.6
+    figure = Figure(figsize=(width, 0.4 + 2.1 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(settings), squeeze=False, sharey=True)
+    for names, line in zip(rows, panels, strict=True):
+        for axes, (setting, variant) in zip(line, settings.items(), strict=True):
+            for arm in names:
+                _draw_curve(axes, curve(outcomes, setting, arm, column), label=arm, look=look[arm])
+            axes.set_title(_wrapped(variant.title or setting), loc="left")
+            axes.set_xlabel("samples seen, thousands")
+            if column.startswith("mse"):
+                axes.set_yscale("log")
+        line[0].set_ylabel(COLUMNS[column].title)
+        line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _svg(figure)
+
+
+def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
+    """Mean and range of the points that all of the arm's seeds have. look: colour and line style."""
+    colour, style = look
+    most = max((len(values) for _, values in points), default=0)
+    whole = [(samples / 1e3, values) for samples, values in points if len(values) == most]
+    x = [samples for samples, _ in whole]
+    means = [statistics.fmean(values) for _, values in whole]
+    axes.plot(x, means, color=colour, linestyle=style, label=label, linewidth=1.5, marker="o", markersize=2.5)
+    axes.fill_between(x, [min(v) for _, v in whole], [max(v) for _, v in whole], color=colour, alpha=0.13, linewidth=0)
+
+
+def _wrapped(title: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(title, 32))
+
+
+def _svg(figure: Any) -> str:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
+    return stream.getvalue()

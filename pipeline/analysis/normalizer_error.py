@@ -1,0 +1,261 @@
+"""Exact log-normalizers of a checkpoint over its whole dataset, and how far each method's own are from them.
+
+    log g_i = log [ 1/(n - 1) sum_{j != i} exp((s_ij - s_ii) / tau_i) ]      NeuCLIP, equation (9) and appendix B.6
+
+The n x n similarities are never stored: a batch of anchors meets all pairs in blocks, with a running log-sum-exp. The
+pairs are those of one epoch of the training's own loader (same crops, same batches), so that a method that answers from
+within a batch is asked about batches as it met them. Both directions. Every rank keeps the features of its own pairs
+only, 2 n/K d numbers, and sums over them for everybody's anchors.
+
+Shape legend: n pairs encoded, K ranks, B global batch, b this rank's part of it, d feature dimension.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline import config as cfg
+from pipeline.checkpoint.writer import META_NAME, Checkpoint, damage, finished_checkpoints
+from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.loader import Loader
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
+from pipeline.objectives.softmax import Pair, SoftmaxObjective
+from pipeline.precision import true_fp32
+from pipeline.training.build import loader_of, objective_of
+from pipeline.training.recipe import RunConfig, parse_recipe
+
+SIDES = ("image", "text")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Mean squared error and mean error (bias) of log-normalizers, over both directions."""
+
+    mse: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One checkpoint's log-normalizers.
+
+    pairs: n, over which the exact ones sum; left_over: pairs of the dataset that fill no batch and are not among them.
+    rows: anchors compared, per direction. tau: their mean temperature. mean, variance: of the exact log-normalizers;
+    an estimator that knows nothing but the mean has an error of `variance`. cold: the method's lasting state alone;
+    in_use: with what a step on the anchors' batch learns first; fresh: that step begins with a restart of the network.
+    """
+
+    step: int
+    samples: int
+    batch_size: int
+    pairs: int
+    left_over: int
+    rows: int
+    tau: float
+    mean: float
+    variance: float
+    cold: Errors
+    in_use: Errors
+    fresh: bool
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was compared, on the CPU: sample ids [r] and, for each direction, [r] values."""
+
+    sample_id: Tensor
+    exact: Pair
+    cold: Pair
+    in_use: Pair
+    tau: Pair
+
+
+def exact_log_normalizers(
+    anchors_bd: Tensor, others_nd: Tensor, *, tau_b: Tensor, first: int, world: World | None = None
+) -> Tensor:
+    """log g of each of this rank's anchors over all pairs of all ranks but its own, [b]; collective.
+
+    Args: anchors_bd: [b, d] unit-norm. others_nd: this rank's part of the other side, unit-norm, equally long on every
+      rank; row `first + i` is anchor i's own partner. All ranks sum over their own parts, for everybody's anchors.
+    """
+    world = world or World()
+    positive = (anchors_bd * others_nd[first : first + len(anchors_bd)]).sum(1)
+    anchors, tau, own = world.all_gather(anchors_bd), world.all_gather(tau_b), world.rows(len(anchors_bd))
+    parts = world.all_gather(_log_sums(anchors, others_nd, tau=tau, own=own, first=first)[None])
+    total = parts.logsumexp(0)[own] - positive / tau_b
+    return total - math.log(world.size * len(others_nd) - 1)
+
+
+def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice, first: int) -> Tensor:
+    """log sum_j exp(s_ij / tau_i) over these columns, [B], but column `first + i` for the i-th of the rows `own`."""
+    scaled, n = anchors_Bd / tau[:, None], len(others_nd)
+    step = max(1, (GPU_BLOCK if anchors_Bd.is_cuda else CPU_BLOCK) // len(anchors_Bd))
+    total = scaled.new_full((len(scaled),), -math.inf)
+    for start in range(0, n, step):
+        z = scaled @ others_nd[start : start + step].T
+        low, high = max(first, start), min(first + own.stop - own.start, start + z.shape[1])
+        if low < high:  # partners among these columns
+            rows = slice(own.start + low - first, own.start + high - first)
+            z[rows, low - start : high - start].fill_diagonal_(-math.inf)
+        total = torch.logaddexp(total, z.logsumexp(1))
+    return total
+
+
+def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunConfig:
+    """The configuration that a checkpoint was written with, and `changes` to it (where the data lies now, say)."""
+    tree = checkpoint.meta.get("config")
+    if not tree:
+        raise UserError(
+            f"{checkpoint.path} does not hold its run's configuration: it was not written by `neuclip train`."
+        )
+    return parse_recipe(cfg.merge(tree, changes or {}))
+
+
+@torch.no_grad()
+def measure(
+    run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int | None = None
+) -> tuple[Measurement, Rows]:
+    """Exact normalizers of a checkpoint and the errors of its method's own; collective, the same on every rank.
+
+    Args: limit: compare about so many anchors only (whole batches, from the front of the shuffled epoch); the sums
+      still run over the whole dataset. Default: all.
+    Raises: UserError for an objective without normalizers (siglip).
+    """
+    towers, architecture = build_towers(_from_scratch(run.model), seed=run.seed)
+    towers.clip.load_state_dict(checkpoint.weights())
+    towers.to(world.device).eval()
+    with loader_of(run, architecture=architecture, world=world) as loader:
+        objective = objective_of(run, loader=loader, architecture=architecture, world=world)
+        if not isinstance(objective, SoftmaxObjective):
+            raise UserError(
+                f"{run.objective.name} has no normalizers: nothing can be compared. Give a softmax objective."
+            )
+        objective.load_state_dict(checkpoint.objective())
+        objective.load_row_state_dict(checkpoint.read_rows)
+        pairs = _encode_epoch(loader, towers, architecture, world)
+        left_over = loader.n - loader.steps_per_epoch * run.batch_size
+    local, steps = run.batch_size // world.size, len(pairs.sample_id) * world.size // run.batch_size
+    wanted = steps if limit is None else min(steps, max(1, -(-limit // run.batch_size)))
+    rows = [_compare(objective, pairs, slice(step * local, (step + 1) * local), world) for step in range(wanted)]
+    found = _join(rows)
+    exact, tau = torch.cat(found.exact), torch.cat(found.tau)
+    measurement = Measurement(
+        step=checkpoint.step,
+        samples=checkpoint.step * run.batch_size,
+        batch_size=run.batch_size,
+        pairs=world.size * len(pairs.sample_id),
+        left_over=left_over,
+        rows=len(found.sample_id),
+        tau=float(tau.mean()),
+        mean=float(exact.mean()),
+        variance=float(exact.var(correction=0)),
+        cold=_errors(torch.cat(found.cold), exact),
+        in_use=_errors(torch.cat(found.in_use), exact),
+        fresh=objective.restarts(),
+    )
+    return measurement, found
+
+
+def save_rows(path: Path, rows: Rows) -> None:
+    """All compared values as one .npz: sample_id, and exact, cold, in_use and tau of both directions (image_exact)."""
+    columns = {
+        f"{side}_{name}": getattr(rows, name)[number].numpy()
+        for number, side in enumerate(SIDES)
+        for name in ("exact", "cold", "in_use", "tau")
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez(file, sample_id=rows.sample_id.numpy(), **columns)
+
+
+def _from_scratch(model: ModelConfig) -> ModelConfig:
+    return replace(model, pretrained=None, patch_dropout=None, compile=False)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """This rank's part of an epoch, batch after batch: features, [n/K, d] each, and sample ids, [n/K]."""
+
+    features: Pair
+    sample_id: Tensor
+
+
+def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> _Pairs:
+    pairs, row = None, 0
+    for _ in range(loader.steps_per_epoch):
+        batch = next(loader)
+        image = normalize(batch.image.to(world.device), mean=architecture.mean, std=architecture.std)
+        features = towers(image, batch.text.to(world.device))
+        size = len(image)
+        if pairs is None:
+            n = size * loader.steps_per_epoch
+            empty = tuple(feature.new_empty((n, feature.shape[1])) for feature in features)
+            pairs = _Pairs((empty[0], empty[1]), batch.sample_id.new_empty(n, device=world.device))
+        for whole, part in zip((*pairs.features, pairs.sample_id), (*features, batch.sample_id), strict=True):
+            whole[row : row + size] = part
+        row += size
+    assert pairs is not None  # the loader refuses a dataset of less than a batch
+    return pairs
+
+
+def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: World) -> Rows:
+    """A global batch's rows of every rank, `own` of this one: exact values and the method's own."""
+    image, text, ids = pairs.features[0][own], pairs.features[1][own], pairs.sample_id[own]
+    beliefs = objective.log_normalizers(image, text, sample_ids=ids)
+    with true_fp32():
+        exact = [
+            exact_log_normalizers(
+                features, pairs.features[1 - side], tau_b=beliefs.tau[side], first=own.start, world=world
+            )
+            for side, features in enumerate((image, text))
+        ]
+    values = torch.stack([*exact, *beliefs.cold, *beliefs.in_use, *beliefs.tau], 1)
+    gathered = world.all_gather(values).cpu().unbind(1)
+    of_sides = [(gathered[i], gathered[i + 1]) for i in range(0, 8, 2)]
+    return Rows(world.all_gather(ids).cpu(), *of_sides)
+
+
+def _join(parts: list[Rows]) -> Rows:
+    def joined(name: str) -> Pair:
+        return tuple(torch.cat([getattr(part, name)[side] for part in parts]) for side in (0, 1))  # type: ignore[return-value]
+
+    ids = torch.cat([part.sample_id for part in parts])
+    return Rows(ids, joined("exact"), joined("cold"), joined("in_use"), joined("tau"))
+
+
+def _errors(given: Tensor, exact: Tensor) -> Errors:
+    difference = given.double() - exact.double()
+    return Errors(mse=float(difference.square().mean()), bias=float(difference.mean()))
+
+
+def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Checkpoint]:
+    """The good checkpoints of a run's folder (or the one that `run` itself is), oldest first; damaged ones are named.
+
+    Raises: UserError when no good one is there.
+    """
+    found = []
+    for path in finished_checkpoints(run) or [run]:
+        problem = damage(path)
+        if problem is None:
+            found.append(Checkpoint(path, json.loads((path / META_NAME).read_text(encoding="utf-8"))))
+        else:
+            on_damage(f"{path} is left out: {problem}")
+    if not found:
+        raise UserError(f"There are no good checkpoints in {run}: give a run's folder, or one of its checkpoints.")
+    return sorted(found, key=lambda checkpoint: checkpoint.step)

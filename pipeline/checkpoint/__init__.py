@@ -1,0 +1,1 @@
+"""Checkpoints: written atomically, verified by hash, independent of ZeRO stage and world size."""

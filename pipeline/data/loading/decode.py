@@ -1,0 +1,132 @@
+"""From encoded bytes to pixels and text: deterministic crops, two decoders with one verdict on what is corrupt.
+
+Crops are open_clip's RandomResizedCrop driven by hashes. Note that with its defaults (scale 0.9 to 1) an image longer
+than 1.5 times its shorter side never fits a random crop and always gets one fixed central crop; reproduced on purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.data.data_config import CropConfig
+from pipeline.data.order.hashing import draw, uniform
+from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.data.shards.tar_reader import CorruptSample
+
+Box = tuple[int, int, int, int]
+CROP_ATTEMPTS = 10
+RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
+
+
+def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
+    """`(top, left, height, width)` of a random resized crop: torchvision's rule with hashed draws.
+
+    Args: state: a hash key; the same key and size always give the same box.
+    """
+    log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
+    for attempt in range(CROP_ATTEMPTS):
+        area = height * width * _between(*crop.scale, at=uniform(state, 4 * attempt))
+        aspect = math.exp(_between(*log_ratio, at=uniform(state, 4 * attempt + 1)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top = draw(state, 4 * attempt + 2) % (height - h + 1)
+            left = draw(state, 4 * attempt + 3) % (width - w + 1)
+            return top, left, h, w
+    return _central_box(height, width, ratio=crop.ratio)
+
+
+def _between(low: float, high: float, *, at: float) -> float:
+    return low + (high - low) * at
+
+
+def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
+    h, w = height, width
+    if width / height < ratio[0]:
+        h = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        w = round(height * ratio[1])
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclass(frozen=True)
+class ImageDecoder:
+    """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
+
+    mode "exact" gives the pixels of open_clip's training transform for the same box. "fast" decodes JPEG by
+    libjpeg-turbo and resizes by torch, at most 2 of 255 away (9 where Pillow 13 rounds between passes in another
+    order). Whatever the fast decoder refuses is decided by the exact one, so both accept the same images.
+    """
+
+    size: int
+    crop: CropConfig
+    mode: Literal["fast", "exact"]
+    max_pixels: int
+
+    def __call__(self, data: bytes, *, state: int) -> Tensor:
+        """Raises: CorruptSample when PIL cannot decode it or it has more than `max_pixels`."""
+        if self.mode == "fast" and data[:2] == b"\xff\xd8":
+            try:
+                return self._fast(data, state)
+            except (ValueError, MemoryError) as error:
+                if isinstance(error, CorruptSample):
+                    raise
+        return self._exact(data, state)
+
+    def _check(self, height: int, width: int) -> None:
+        if height * width > self.max_pixels:
+            raise CorruptSample("image is larger than data.max_pixels")
+
+    def _fast(self, data: bytes, state: int) -> Tensor:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        self._check(height, width)
+        if colorspace not in RGB_JPEG:
+            raise ValueError(f"{colorspace} is left to PIL")
+        pixels = torch.from_numpy(simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True))
+        top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
+        # The batch's axis goes first: torch knows "channels last", which is its fastest path for uint8, by the strides.
+        window = pixels[None, top : top + h, left : left + w].permute(0, 3, 1, 2)
+        return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
+
+    def _exact(self, data: bytes, state: int) -> Tensor:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PIL warns of sizes that `max_pixels` judges, and of odd metadata
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
+                self._check(image.height, image.width)
+                top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
+                window = image.convert("RGB").crop((left, top, left + w, top + h))
+                resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
+        except CorruptSample:
+            raise
+        except Image.DecompressionBombError as error:
+            raise CorruptSample("image is larger than data.max_pixels") from error
+        except Exception as error:  # PIL's plugins raise whatever they like on broken files
+            raise CorruptSample("image cannot be decoded") from error
+        flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
+        return flat.view(self.size, self.size, 3).permute(2, 0, 1)
+
+
+def normalize(
+    image: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """uint8 [b, 3, H, W] in 0..255 -> float on the same device: the arithmetic of torchvision's ToTensor and
+    Normalize."""
+    scaled = image.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    return scaled.sub_(_per_channel(mean, image.device)).div_(_per_channel(std, image.device)).to(dtype)
+
+
+@functools.cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """[1, C, 1, 1], made once: a copy to the device would wait for it in every step."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1)

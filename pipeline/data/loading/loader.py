@@ -1,0 +1,286 @@
+"""The loader a trainer iterates: this rank's rows of global batch after global batch, and where the run stands.
+
+Workers start by `forkserver`: a clean process, started before CUDA or any thread exists in it, imports this package
+once and forks every worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may
+hold at that moment; `spawn` would import torch once per worker. The clean process starts in `build_loader`, so that its
+imports overlap with building the model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.accounting import DataReport, Position, replaced, report
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.resume import restore_position, save_position
+from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
+from pipeline.data.order.canonical_order import Order
+from pipeline.data.order.hashing import MASK
+from pipeline.data.order.mixture import Mixture, load_mixture
+from pipeline.data.order.streams import Layout, make_layout
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.check_shards import check_shards
+from pipeline.distributed.world import World, ranks_here
+from pipeline.errors import UserError
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of one global batch.
+
+    image: uint8 [b, 3, H, W], channels last in memory. text: int64 [b, L]. sample_id: int64 [b].
+    position: where the run stands after this batch. replaced: rows whose own sample was corrupt.
+    """
+
+    image: Tensor
+    text: Tensor
+    sample_id: Tensor
+    position: Position
+    replaced: int
+
+
+def build_loader(
+    config: DataConfig, *, world: World, global_batch: int, seed: int, image_size: int, tokenize: Tokenize
+) -> Loader:
+    """The loader of this rank, at the start of epoch 0.
+
+    Args: tokenize: captions -> int64 [b, L]; runs in the workers, so it must be picklable when there are any.
+    Raises: UserError with the numbers when data, batch, streams, ranks and workers do not fit together, or when shards
+      do not match their manifest.
+    """
+    mixture = load_mixture(config)
+    layout = make_layout(
+        samples=mixture.epoch_samples,
+        global_batch=global_batch,
+        streams=config.streams,
+        ranks=world.size,
+        workers=config.workers,
+    )
+    decoder = ImageDecoder(size=image_size, crop=config.crop, mode=config.decoding, max_pixels=config.max_pixels)
+    if config.workers:
+        _check_picklable(tokenize)
+        _check_shared_memory(config, world, rows=global_batch // world.size, image_size=image_size)
+        _start_forkserver()
+    check_shards(mixture.manifest, world)
+    share = config.streams // world.size
+    dataset = StreamDataset(
+        order=Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer),
+        streams=range(world.rank * share, (world.rank + 1) * share),
+        decoder=decoder,
+        tokenize=tokenize,
+        retries=config.retries,
+        caption=CaptionField.parse(config.caption),
+    )
+    return Loader(config, world=world, dataset=dataset)
+
+
+class Loader:
+    """Batches for ever, across epochs. Close it, or use it as a context manager, to end its workers."""
+
+    def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset) -> None:
+        self._config, self._world, self._dataset = config, world, dataset
+        self._parts: Iterator[Part | Failure] | None = None
+        self._position = Position()
+
+    @property
+    def mixture(self) -> Mixture:
+        return self._dataset.order.mixture
+
+    @property
+    def layout(self) -> Layout:
+        return self._dataset.order.layout
+
+    @property
+    def n(self) -> int:
+        """Number of distinct samples; ids run over [0, n)."""
+        return self.mixture.manifest.n
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.layout.steps
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands after the last batch given out."""
+        return self._position
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises: UserError when the data can no longer be read."""
+        if self._parts is None:
+            self._parts = self._start()
+        parts = [self._next_part(self._parts) for _ in range(max(1, self._config.workers))]
+        self._position = _advance(self._position, parts, steps=self.layout.steps)
+        return Batch(
+            image=self._join(parts),
+            text=self._pinned(np.concatenate([part.text for part in parts])),
+            sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
+            position=self._position,
+            replaced=sum(part.corrupt.total() for part in parts),
+        )
+
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones where the last batch ended."""
+        parts, self._parts = self._parts, None
+        if parts is not None and self._config.workers:
+            parts._shutdown_workers()  # type: ignore[attr-defined]
+
+    def report(self, position: Position | None = None) -> DataReport:
+        """The accounts of the epoch up to a batch's `position` (default: the last batch given out).
+
+        A collective: every rank calls it, at the end of an epoch.
+        Raises: UserError on every rank when more of the epoch's samples are corrupt than `corrupt_limit` allows.
+        """
+        return report(position or self._position, self.layout, self._world).check(self._config.corrupt_limit)
+
+    def replaced(self, position: Position | None = None) -> int:
+        """How many samples of the epoch were corrupt so far, at little cost: a collective, for every logging step.
+
+        Raises: UserError as `report`.
+        """
+        limit = self._config.corrupt_limit
+        return replaced(position or self._position, self.layout, self._world, limit=limit)
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """Where the run stands after the batch that carried `position` (default: the last one given out).
+
+        A collective: every rank calls it. Plain values, the same on every rank and for any number of ranks and workers.
+        """
+        return save_position(position or self._position, self._dataset, world=self._world)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batch that `state_dict` was taken at; nothing that came before is decoded again.
+
+        Raises: UserError when this run's order is not the one that the state belongs to.
+        """
+        self.close()
+        self._position = restore_position(state, self._dataset, world=self._world)
+
+    def _start(self) -> Iterator[Part | Failure]:
+        dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)
+        if not self._config.workers:
+            return iter(dataset)
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=self._config.workers,
+            prefetch_factor=self._config.prefetch,
+            multiprocessing_context=_start_forkserver(),
+            collate_fn=_as_is,
+        )
+        return iter(loader)
+
+    def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
+        try:
+            part = next(parts)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not (self._config.workers and _tells_of_a_death(error)):
+                raise
+            raise UserError(
+                f"A loading process was killed ({type(error).__name__}: {error}), as a machine does that runs out of "
+                "memory. Each keeps about half of data.shuffle_buffer encoded samples for every stream of its own, and "
+                "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates them."
+            ) from error
+        if isinstance(part, Failure):
+            self.close()
+            raise UserError(part.message)
+        return part
+
+    def _pinned(self, values: np.ndarray) -> Tensor:
+        """In page-locked memory when it goes to a GPU: only from there does a copy not wait."""
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if self._world.device.type == "cuda" else tensor
+
+    def _join(self, parts: list[Part]) -> Tensor:
+        """The parts' images as one tensor, in page-locked memory when they go to a GPU."""
+        pin = self._world.device.type == "cuda"
+        if len(parts) == 1 and not pin:
+            return parts[0].image_bHWC.permute(0, 3, 1, 2)
+        rows = sum(len(part.image_bHWC) for part in parts)
+        joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
+        return torch.cat([part.image_bHWC for part in parts], out=joined).permute(0, 3, 1, 2)
+
+
+def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
+    """The position after one more batch, whose parts these are."""
+    if at.batch == steps:
+        at = Position(epoch=at.epoch + 1)
+    assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
+    fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
+    return Position(
+        epoch=at.epoch,
+        batch=at.batch + 1,
+        order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
+        corrupt=at.corrupt.plus(fresh),
+    )
+
+
+def _tells_of_a_death(error: Exception) -> bool:
+    """Whether torch noticed that a worker is gone, or what it had announced can no longer be fetched from it.
+
+    Errors that a worker raised itself come as "Caught ... in DataLoader worker process ...".
+    """
+    said = str(error)
+    return "DataLoader worker (pid" in said or (isinstance(error, (OSError, EOFError)) and "Caught" not in said)
+
+
+def _as_is(part: Any) -> Any:
+    return part
+
+
+def _check_picklable(tokenize: Tokenize) -> None:
+    try:
+        pickle.dumps(tokenize)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"The tokenizer {tokenize!r} cannot be sent to worker processes ({error}): use data.workers=0, or a "
+            "tokenizer that is an object of a module-level class."
+        ) from error
+
+
+def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:
+    """Workers hand images over in shared memory, and a full one kills them without a word: ask before."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    ranks = ranks_here(world.size)
+    needed = (config.prefetch + 1) * rows * 3 * image_size**2 * ranks
+    stat = os.statvfs(SHARED_MEMORY)
+    free = stat.f_bavail * stat.f_frsize
+    if needed > free:
+        raise UserError(
+            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to hand over "
+            f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
+            "container more (docker run --shm-size, or --ipc=host)."
+        )
+
+
+def _start_forkserver() -> Any:
+    """Start the clean process that forks the workers, if there is none; returns while it still imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.data.loading.preload"])
+    forkserver.ensure_running()
+    return context

@@ -1,0 +1,105 @@
+"""The data's part of a checkpoint: plain values for any number of ranks and workers, and the proof of what follows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.data.loading.accounting import Position, Tally, merge
+from pipeline.data.loading.worker import StreamDataset
+from pipeline.data.order.canonical_order import Order, order_hash, planned_ids
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+
+DECODERS = ("simplejpeg", "pillow", "torch")
+# What checkpoints that do not name it were made with.
+_BEFORE = {"data.caption": "txt", "crops are drawn by": "sample"}
+log = logging.getLogger(__name__)
+
+
+def save_position(position: Position, dataset: StreamDataset, *, world: World) -> dict[str, Any]:
+    """A position as plain values: a collective, the same on every rank and for any number of ranks and workers."""
+    hashed, corrupt = merge(position, world)
+    return {
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "order_hash": f"{hashed:016x}",
+        "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
+        "proof": _proof(dataset.order, position),
+        "order": _order_identity(dataset.order),
+        "pixels": _pixel_identity(dataset),
+    }
+
+
+def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world: World) -> Position:
+    """The position that `save_position` wrote; the counts so far go to the first rank.
+
+    Another way of decoding is allowed, with a warning: it changes pixels, not the order.
+    Raises: UserError when this run's order is not the one that the state belongs to.
+    """
+    changed = _differences(state["order"], _order_identity(dataset.order))
+    if changed:
+        raise UserError(
+            f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. "
+            "Restore these settings, or start a new run."
+        )
+    corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
+    position = Position(
+        epoch=state["epoch"],
+        batch=state["batch"],
+        order_hash=int(state["order_hash"], 16) if world.is_main else 0,
+        corrupt=Tally().plus(corrupt if world.is_main else Counter()),
+    )
+    if _proof(dataset.order, position) != state["proof"]:
+        raise UserError(
+            f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
+            "all "
+            "settings agree: this program orders them in another way. Resume with the version that wrote it."
+        )
+    before = {**_BEFORE, **state["pixels"]}
+    if world.is_main and (changed := _differences(before, _pixel_identity(dataset))):
+        log.warning("Samples are decoded in another way than before the checkpoint: %s.", "; ".join(changed))
+    return position
+
+
+def _proof(order: Order, position: Position) -> str:
+    """The order hash of the last batch before a position, computed from the plan alone."""
+    if not position.batch:
+        return ""
+    epoch, batch = position.epoch, position.batch - 1
+    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1)[0]
+    return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=0):016x}"
+
+
+def _order_identity(order: Order) -> dict[str, Any]:
+    """Everything that the order of samples is a function of."""
+    return {
+        "seed": order.seed,
+        "global batch": order.layout.global_batch,
+        "data.streams": order.layout.streams,
+        "data.shuffle_buffer": order.shuffle_buffer,
+        "data.replacement": order.mixture.replacement,
+        "weights": list(order.mixture.weights),
+        "contents of the shards": list(order.mixture.digests),
+    }
+
+
+def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
+    """Everything else that pixels are a function of."""
+    decoder = dataset.decoder
+    return {
+        "image size": decoder.size,
+        "data.caption": str(dataset.caption),
+        "crops are drawn by": "row",
+        "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
+        "data.decoding": decoder.mode,
+        "data.max_pixels": decoder.max_pixels,
+        **{f"{name} version": importlib.metadata.version(name) for name in DECODERS},
+    }
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [f"{name} was {saved.get(name)}, now {value}" for name, value in own.items() if saved.get(name) != value]

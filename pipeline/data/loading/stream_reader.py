@@ -1,0 +1,143 @@
+"""One stream's records: sequential reading with retries, and the bounded buffer that its shuffle needs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.data.order.mixture import Segments
+from pipeline.data.order.streams import StreamOrder
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.storage import is_local, open_records
+from pipeline.data.shards.tar_reader import DamagedTar, TarRecord
+from pipeline.errors import UserError
+
+TRUNCATED = "shard is damaged or shorter than its manifest says"
+READ_AHEAD = 2  # buffers that looking for a substitute may fill
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SequentialReader:
+    """Samples at consecutive positions of an epoch, across shards; bad data never raises, its record tells.
+
+    A shard that fails is tried again from the sample where it failed, `retries` times with growing pauses unless more
+    samples come; then its remaining samples count as lost for the rest of the epoch. `passed` counts samples read over
+    to reach a place, `lost` maps a shard number to the first lost sample and the reason.
+    """
+
+    manifest: Manifest
+    segments: Segments
+    retries: int
+    caption_suffix: str = "txt"
+    pause: Callable[[float], None] = time.sleep
+    passed: int = 0
+    lost: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def read(self, position: int) -> Iterator[TarRecord]:
+        """Records from `position` to the end of the epoch, read as they are taken."""
+        while position < self.segments.length:
+            shard, start, count = self.segments.locate(position)
+            yield from self._stretch(shard, start, count)
+            position += count
+
+    def sample_id(self, position: int) -> tuple[int, str]:
+        """The id of the sample at a position, and its shard's name."""
+        number, start, _ = self.segments.locate(position)
+        shard = self.manifest.shards[number]
+        return shard.offset + start, shard.name
+
+    def _stretch(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
+        """`count` records of one shard from sample `start` on."""
+        url = self.manifest.url(self.manifest.shards[shard])
+        stop, failures, opened = start + count, 0, start
+        while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
+            try:
+                with open_records(url, skip=start, caption_suffix=self.caption_suffix) as records:
+                    self.passed += start
+                    for record in records:
+                        start += 1
+                        yield record
+                        if start == stop:
+                            return
+                raise DamagedTar("ends too early")
+            except Exception as error:  # every remote file system has its own exceptions
+                if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
+                    raise
+                _refuse_exhaustion(error)
+                failures, opened = (failures if start == opened else 0), start
+                reason = (
+                    TRUNCATED if isinstance(error, DamagedTar) else f"shard cannot be read ({type(error).__name__})"
+                )
+                if failures == self.retries:
+                    self.lost[shard] = (start, reason)
+                    log.warning("%s: %s from sample %d on: %s", url, reason, start, error)
+                else:
+                    self.pause(min((0.1 if is_local(url) else 1.0) * 4**failures, 30.0))
+                failures += 1
+        for _ in range(stop - start):
+            yield TarRecord(problem=self.lost[shard][1])
+
+
+def _refuse_exhaustion(error: Exception) -> None:
+    """Raises: UserError for an error that tells of this machine, which has run out of something, not of the shard."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise UserError(
+            f"This process cannot open more shards ({error.strerror}). Every stream keeps one open: raise `ulimit -n`, "
+            "lower data.streams, or give more data.workers a share of them each."
+        ) from error
+
+
+class StreamReader:
+    """The records of one stream in any order of nearby places, each read once as long as places only move by the
+    buffer.
+
+    Args: first: the epoch's position of place 0. turn: the turn at which reading starts; what came before is not kept.
+    """
+
+    def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
+        self.order, self.first = order, first
+        self._source = source
+        self._next, self._gone = order.resume(turn)
+        self._records = source.read(first + self._next)
+        self._kept: dict[int, TarRecord] = {}
+        self._whole = 0
+        self.kept_bytes = self.peak_bytes = 0
+
+    def take(self, place: int) -> TarRecord:
+        """The record at its own turn: it leaves the buffer."""
+        while self._next <= place:
+            self._read_one()
+        record = self._kept.pop(place)
+        self._whole -= not record.problem
+        self.kept_bytes -= record.size
+        return record
+
+    def peek(self, place: int) -> TarRecord:
+        """The record of a place, which stays for its own turn.
+
+        Read from its shard alone when that turn has passed, or when it lies so far ahead that the buffer would
+        overflow.
+        """
+        while self._next <= place and self._whole < READ_AHEAD * self.order.buffer:
+            self._read_one()
+        if place in self._kept:
+            return self._kept[place]
+        return next(self._source.read(self.first + place))
+
+    def _read_one(self) -> None:
+        record = next(self._records)
+        if self._next not in self._gone:
+            self._kept[self._next] = record
+            self._whole += not record.problem
+            self.kept_bytes += record.size
+            self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
+        self._next += 1
+
+    def close(self) -> None:
+        """Let go of the open shard and the buffer."""
+        self._records.close()  # type: ignore[attr-defined]
+        self._kept.clear()

@@ -1,0 +1,236 @@
+"""What one loading process does: fills its streams' rows of one global batch after another, for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
+from pipeline.data.order.canonical_order import Order, order_hash
+from pipeline.data.order.hashing import Purpose, draw, key
+from pipeline.data.order.mixture import plan_epoch
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
+from pipeline.errors import UserError
+
+Tokenize = Callable[[list[str]], Tensor]
+PARENT_CHECK_SECONDS = 1.0
+OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
+OPEN_FILES = 65_536
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some streams' rows of one global batch. corrupt: (reason, shard) -> bad samples whose turn it was."""
+
+    epoch: int
+    batch: int
+    image_bHWC: Tensor
+    text: NDArray[np.int64]
+    sample_id: NDArray[np.int64]
+    order_hash: int
+    corrupt: Counter[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A message for the user that ends the run; sent as a value because exceptions cross processes as tracebacks."""
+
+    message: str
+
+
+class StreamFiller:
+    """Decoded rows of one stream in one epoch."""
+
+    def __init__(self, order: Order, *, source: SequentialReader, epoch: int, stream: int, batch: int) -> None:
+        self._order, self._source, self._epoch, self.stream = order, source, epoch, stream
+        self._rows = order.layout.rows
+        self._reader = self._open(stream, turn=batch * self._rows)
+
+    def fill(
+        self, batch: int, *, decode: Callable[[TarRecord, int], None], corrupt: Counter[tuple[str, str]]
+    ) -> list[int]:
+        """Decode this stream's rows of a batch, in order, and return their sample ids."""
+        first = batch * self._rows
+        places = self._reader.order.places(first, first + self._rows).tolist()
+        return [
+            self._fill_row(first + r, place=place, decode=decode, corrupt=corrupt) for r, place in enumerate(places)
+        ]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _fill_row(
+        self, turn: int, *, place: int, decode: Callable[[TarRecord, int], None], corrupt: Counter[tuple[str, str]]
+    ) -> int:
+        record = self._reader.take(place)
+        sample_id, shard = self._source.sample_id(self._reader.first + place)
+        try:
+            decode(record, self._showing(turn))
+            return sample_id
+        except CorruptSample as error:
+            corrupt[(str(error), shard)] += 1
+            return self._refill(turn, decode=decode, first=error)
+
+    def _refill(self, turn: int, *, decode: Callable[[TarRecord, int], None], first: CorruptSample) -> int:
+        """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
+        reasons = Counter([str(first)])
+        for stream, other in self._substitutes(turn):
+            own = stream == self.stream
+            reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
+            place = int(reader.order.places(other, other + 1)[0])
+            sample_id, _ = self._source.sample_id(reader.first + place)
+            try:
+                decode(reader.peek(place), self._showing(turn))
+                return sample_id
+            except CorruptSample as error:
+                reasons[str(error)] += 1
+        why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        raise UserError(
+            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} tries "
+            f"to stand in for a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
+            f"{self._lost_shards() or 'none'}. `neuclip verify` checks shards; what samples lack, `neuclip manifest` "
+            "counts."
+        )
+
+    def _showing(self, turn: int) -> int:
+        """The row's number in the epoch: what its crop is drawn by, since a sample may come again within the epoch."""
+        return self.stream * self._order.layout.stream_length + turn
+
+    def _lost_shards(self) -> str:
+        return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
+
+    def _substitutes(self, turn: int) -> Iterator[tuple[int, int]]:
+        """`(stream, turn)` of the samples that may stand in for a corrupt one: never one of the same global batch.
+
+        First the same row of another batch of this stream, so that two corrupt rows of a batch never get the same
+        sample: of a later batch, soon enough to be in the buffer or near it; at the end of an epoch of any batch. When
+        so much of the stream is lost that none of these can be read, any turn of any stream.
+        """
+        layout, b = self._order.layout, self._rows
+        batch, row = divmod(turn, b)
+        state = key(self._order.seed, Purpose.REFILL, self._epoch, self.stream, turn)
+        near, after = max(1, self._order.shuffle_buffer // b), layout.steps - 1 - batch
+        for attempt in range(OWN_STREAM_ATTEMPTS if layout.steps > 1 else 0):
+            window = min(near << attempt, after) or layout.steps - 1
+            other = (batch + 1 + draw(state, attempt) % window) % layout.steps
+            yield self.stream, other * b + row
+        for attempt in range(OWN_STREAM_ATTEMPTS, OWN_STREAM_ATTEMPTS + ANY_STREAM_ATTEMPTS):
+            stream = draw(state, 2 * attempt) % layout.streams
+            other = draw(state, 2 * attempt + 1) % layout.stream_length
+            if other // b != batch or layout.steps == 1:
+                yield stream, other
+
+    def _open(self, stream: int, *, turn: int) -> StreamReader:
+        order = self._order.stream(epoch=self._epoch, stream=stream)
+        return StreamReader(self._source, order=order, first=stream * order.length, turn=turn)
+
+
+@dataclass(frozen=True)
+class StreamDataset(IterableDataset[Part | Failure]):
+    """The parts of this rank's streams, from (epoch, batch) on; each worker takes a contiguous share of the streams."""
+
+    order: Order
+    streams: range
+    decoder: ImageDecoder
+    tokenize: Tokenize
+    retries: int
+    caption: CaptionField = field(default_factory=CaptionField)
+    epoch: int = 0
+    batch: int = 0
+
+    def __iter__(self) -> Iterator[Part | Failure]:
+        _allow_open_files()
+        info = get_worker_info()  # torch has set one thread there
+        if info is not None:
+            _live_with_parent()
+        index, count = (info.id, info.num_workers) if info else (0, 1)
+        s = len(self.streams)
+        try:
+            yield from self._parts(self.streams[s * index // count : s * (index + 1) // count])
+        except UserError as error:
+            yield Failure(str(error))
+
+    def _parts(self, streams: range) -> Iterator[Part]:
+        epoch, first = self.epoch, self.batch
+        while True:
+            segments = plan_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
+            source = SequentialReader(self.order.mixture.manifest, segments, self.retries, self.caption.suffix)
+            fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
+            for batch in range(first, self.order.layout.steps):
+                yield self._part(fillers, epoch=epoch, batch=batch)
+            for filler in fillers:
+                filler.close()
+            epoch, first = epoch + 1, 0
+
+    def _part(self, fillers: list[StreamFiller], *, epoch: int, batch: int) -> Part:
+        rows = self.order.layout.rows * len(fillers)
+        image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
+        captions: list[str] = []
+        crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+
+        def decode(record: TarRecord, showing: int) -> None:
+            if record.problem:
+                raise CorruptSample(record.problem)
+            if record.image is None:
+                raise CorruptSample("image is missing")
+            caption = self.caption.read(record, state=draw(choices, showing))
+            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, showing)).permute(1, 2, 0)
+            captions.append(caption)
+
+        corrupt: Counter[tuple[str, str]] = Counter()
+        sample_id = np.array(
+            [i for filler in fillers for i in filler.fill(batch, decode=decode, corrupt=corrupt)], dtype=np.int64
+        )
+        hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
+        return Part(
+            epoch=epoch,
+            batch=batch,
+            image_bHWC=image_bHWC,
+            text=self.tokenize(captions).numpy(),
+            sample_id=sample_id,
+            order_hash=hashed,
+            corrupt=corrupt,
+        )
+
+
+def _allow_open_files() -> None:
+    """Every stream keeps a shard open, and the usual soft limit of 1,024 is the shell's choice, not the machine's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _live_with_parent() -> None:
+    """End this worker when the training process is gone or says so, and at no other signal.
+
+    A signal to the whole process group (Ctrl-C, a launcher's request to stop) must leave the workers alive until the
+    trainer has written its last checkpoint. torch's own watchdog looks at the parent's id, which is the fork server's.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for this thread and those it will start
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        while parent.is_alive():
+            received = signal.sigtimedwait(signals, PARENT_CHECK_SECONDS)
+            if received is not None and received.si_signo == signal.SIGTERM and received.si_pid == parent.pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,1 @@
+"""Which sample fills which row of which batch, as a pure function."""

@@ -1,0 +1,100 @@
+"""What a data configuration will cost and how well it shuffles, told from the manifest alone, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.mixture import Mixture, load_mixture, plan_epoch
+from pipeline.data.order.shuffle_quality import ShuffleQuality, shuffle_quality
+from pipeline.data.order.streams import Layout, make_layout
+from pipeline.data.shards.storage import is_local
+
+SAMPLED_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Figures of a run's data; bytes are of the shards as stored.
+
+    samples: distinct samples. epoch_bytes: read by all ranks in an epoch. passed_samples, passed_bytes: of these, what
+      lies in a shard before the place where a stream begins; local shards skip it by its headers. resume_bytes: read
+      again by all ranks at a resume, on average. buffer_bytes: of encoded samples in one rank's shuffle buffers, on
+      average. batch_bytes: of decoded images that one rank's workers keep ready, in shared memory.
+    """
+
+    samples: int
+    shards: int
+    bytes: int
+    layout: Layout
+    ranks: int
+    workers: int
+    local: bool
+    epoch_bytes: int
+    passed_samples: int
+    passed_bytes: int
+    resume_bytes: int
+    buffer_bytes: int
+    batch_bytes: int
+    quality: ShuffleQuality
+
+
+def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int, seed: int = 0) -> DataPlan:
+    """Plan the first epoch of a run.
+
+    Raises: UserError when data, batch, streams, ranks and workers do not fit together.
+    """
+    mixture = load_mixture(config)
+    layout = make_layout(
+        samples=mixture.epoch_samples,
+        global_batch=global_batch,
+        streams=config.streams,
+        ranks=ranks,
+        workers=config.workers,
+    )
+    manifest = mixture.manifest
+    order = Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer)
+    sample_bytes = sum(shard.bytes for shard in manifest.shards) / manifest.n
+    local = all(is_local(manifest.url(shard)) for shard in manifest.shards)
+    passed_samples, passed_bytes = _passed(mixture, layout, seed=seed)
+    buffered = min(config.shuffle_buffer, layout.stream_length)
+    reread = (0 if local else passed_bytes) + buffered * layout.streams * sample_bytes
+    return DataPlan(
+        samples=manifest.n,
+        shards=len(manifest.shards),
+        bytes=sum(shard.bytes for shard in manifest.shards),
+        layout=layout,
+        ranks=ranks,
+        workers=config.workers,
+        local=local,
+        epoch_bytes=round(layout.samples * sample_bytes) + (0 if local else passed_bytes),
+        passed_samples=passed_samples,
+        passed_bytes=passed_bytes,
+        resume_bytes=round(reread),
+        buffer_bytes=round(buffered / 2 * layout.streams / ranks * sample_bytes),
+        batch_bytes=(config.prefetch + 1) * global_batch // ranks * 3 * image_size**2,
+        quality=_quality(order),
+    )
+
+
+def _passed(mixture: Mixture, layout: Layout, *, seed: int) -> tuple[int, int]:
+    """Samples and bytes in front of the streams' first samples, within their shards."""
+    segments = plan_epoch(mixture, seed=seed, epoch=0)
+    samples = total = 0
+    for c in range(layout.streams):
+        number, start, _ = segments.locate(c * layout.stream_length)
+        shard = mixture.manifest.shards[number]
+        samples += start
+        total += shard.bytes * start // shard.samples
+    return samples, total
+
+
+def _quality(order: Order) -> ShuffleQuality:
+    """Batch diversity of some consecutive batches in the middle of the epoch."""
+    steps, manifest = order.layout.steps, order.mixture.manifest
+    first = max(0, steps // 2 - SAMPLED_BATCHES // 2)
+    ids = planned_ids(order, epoch=0, first=first, last=min(steps, first + SAMPLED_BATCHES))
+    return shuffle_quality(np.asarray(ids), offsets=manifest.offsets, samples=manifest.n)

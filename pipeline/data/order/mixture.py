@@ -1,0 +1,157 @@
+"""The shards of one or several sources under one numbering of samples, and how much of each an epoch shows."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.hashing import Purpose, draws, key, permutation
+from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
+from pipeline.errors import UserError
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources as ranges of shards of one manifest.
+
+    bounds: [sources + 1] shard numbers. weights: passes per epoch. digests: of the sources' contents, wherever they
+      lie.
+    """
+
+    manifest: Manifest
+    bounds: tuple[int, ...]
+    weights: tuple[float, ...]
+    digests: tuple[str, ...]
+    replacement: bool = False
+
+    @functools.cached_property
+    def sizes(self) -> Int64:
+        """Samples in each shard."""
+        return np.array([shard.samples for shard in self.manifest.shards], dtype=np.int64)
+
+    @functools.cached_property
+    def quotas(self) -> tuple[int, ...]:
+        """Samples that an epoch takes from each source, the same in every epoch."""
+        ranges = zip(self.bounds[:-1], self.bounds[1:], self.weights, strict=True)
+        return tuple(max(1, int(int(self.sizes[a:b].sum()) * weight)) for a, b, weight in ranges)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch, before the remainder is dropped; `manifest.n` for one source of weight 1."""
+        return sum(self.quotas)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """An epoch's samples as stretches of shards, in reading order: shard number, first sample, first position, all
+    [m]."""
+
+    shard: Int64
+    start: Int64
+    position: Int64
+    length: int
+
+    def locate(self, position: int) -> tuple[int, int, int]:
+        """The shard number, the sample's place in it, and how many positions the stretch still has from here on."""
+        m = int(np.searchsorted(self.position, position, side="right")) - 1
+        stop = int(self.position[m + 1]) if m + 1 < len(self.position) else self.length
+        return int(self.shard[m]), int(self.start[m]) + position - int(self.position[m]), stop - position
+
+
+def load_mixture(config: DataConfig) -> Mixture:
+    """Read the manifests of a config. Sample ids of later sources follow those of earlier ones.
+
+    Raises: UserError when a manifest is missing, damaged or of another format.
+    """
+    manifests = [load_manifest(source.manifest) for source in config.sources]
+    weights = [source.weight for source in config.sources]
+    return make_mixture(manifests, weights=weights, replacement=config.replacement)
+
+
+def make_mixture(
+    manifests: Sequence[Manifest], *, weights: Sequence[float] | None = None, replacement: bool = False
+) -> Mixture:
+    """Join manifests into one numbering of shards and samples."""
+    weights = tuple(weights or [1.0] * len(manifests))
+    if len(weights) != len(manifests):
+        raise UserError(f"{len(manifests)} manifests were given with {len(weights)} weights: give one for each.")
+    whole = manifests[0] if len(manifests) == 1 else _join(manifests)
+    return Mixture(
+        manifest=whole,
+        bounds=(0, *np.cumsum([len(manifest.shards) for manifest in manifests]).tolist()),
+        weights=weights,
+        digests=tuple(_content_digest(manifest) for manifest in manifests),
+        replacement=replacement,
+    )
+
+
+def _content_digest(manifest: Manifest) -> str:
+    """The same for the same samples under the same ids, so that shards may move to a bucket in the middle of a run."""
+    lines = "\n".join(f"{shard.samples} {shard.sha256 or shard.name}" for shard in manifest.shards)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _join(manifests: Sequence[Manifest]) -> Manifest:
+    rows = [
+        (m.url(s) if ":" in s.name else os.path.abspath(m.url(s)), s.samples, s.bytes, s.sha256)
+        for m in manifests
+        for s in m.shards
+    ]
+    return make_manifest(rows)
+
+
+def plan_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
+    """The samples of an epoch in reading order: every source's quota, in stretches permuted by hash.
+
+    A source is an endless sequence of passes, each a fresh permutation of its shards; epoch e takes its samples
+    `[e q, (e + 1) q)`, so that a weight of 0.5 shows the two halves of a pass in two epochs. With replacement the
+    sequence is one of independent uniform draws of shards instead.
+    """
+    parts = [_source_segments(mixture, source=s, seed=seed, epoch=epoch) for s in range(len(mixture.quotas))]
+    shard, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = permutation(key(seed, Purpose.INTERLEAVE, epoch), len(shard))
+    shard, start, count = shard[order], start[order], count[order]
+    ends = np.cumsum(count)
+    return Segments(shard=shard, start=start, position=ends - count, length=int(ends[-1]))
+
+
+def _source_segments(mixture: Mixture, *, source: int, seed: int, epoch: int) -> tuple[Int64, Int64, Int64]:
+    """`(shard, start, count)` of one source's quota in one epoch."""
+    low, high = mixture.bounds[source : source + 2]
+    sizes, quota = mixture.sizes[low:high], mixture.quotas[source]
+    if mixture.replacement:
+        chosen = _with_replacement(sizes, quota, state=key(seed, Purpose.REPLACE, epoch, source))
+        first = last = 0
+        begin = 0
+    else:
+        total = int(sizes.sum())
+        begin = epoch * quota
+        first, last = begin // total, (begin + quota - 1) // total
+        begin -= first * total
+        passes = range(first, last + 1)
+        chosen = np.concatenate([permutation(key(seed, Purpose.PERMUTE, p, source), len(sizes)) for p in passes])
+    ends = np.cumsum(sizes[chosen])
+    starts = ends - sizes[chosen]
+    cut_low = np.clip(begin - starts, 0, sizes[chosen])
+    cut_high = np.clip(begin + quota - starts, 0, sizes[chosen])
+    kept = cut_high > cut_low
+    return chosen[kept] + low, cut_low[kept], (cut_high - cut_low)[kept]
+
+
+def _with_replacement(sizes: Int64, quota: int, *, state: int) -> Int64:
+    """Uniform draws of shards until they hold `quota` samples."""
+    chosen = np.empty(0, dtype=np.int64)
+    while int(sizes[chosen].sum()) < quota:
+        more = np.arange(len(chosen), len(chosen) + max(16, int(quota / sizes.mean())))
+        fresh = ((draws(state, more) >> np.uint64(32)) * np.uint64(len(sizes))) >> np.uint64(32)
+        chosen = np.concatenate([chosen, fresh.astype(np.int64)])
+    return chosen

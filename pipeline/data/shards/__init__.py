@@ -1,0 +1,1 @@
+"""Webdataset shards: their manifest, reading their tars, checking them."""

@@ -1,0 +1,61 @@
+"""Which text of a sample is its caption: a member of its own, or a field of the sample's JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.order.hashing import draw
+from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, CorruptSample, TarRecord
+
+
+@dataclass(frozen=True)
+class CaptionField:
+    """`data.caption`: suffix of the member, and the field when that is JSON."""
+
+    suffix: str = "txt"
+    field: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CaptionField:
+        """`txt`, another suffix, or `json:FIELD`. Raises: ValueError for anything else."""
+        suffix, colon, field = text.partition(":")
+        well = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
+        if not well or suffix.lower() in IMAGE_SUFFIXES:
+            raise ValueError(f"{text!r} is neither a suffix of captions, such as txt, nor json:FIELD")
+        return cls(suffix.lower(), field if colon else None)
+
+    def __str__(self) -> str:
+        return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
+
+    def read(self, record: TarRecord, *, state: int = 0) -> str:
+        """The caption; of a field that holds several texts, the one that the hash key `state` draws.
+
+        Raises: CorruptSample when it is missing, empty or not UTF-8.
+        """
+        if record.caption is None:
+            raise CorruptSample("caption is missing")
+        try:
+            text = record.caption.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptSample("caption is not UTF-8") from error
+        if self.field is not None:
+            text = _choose(_field(text, self.field), state)
+        if not text.strip():
+            raise CorruptSample("caption is empty")
+        return text
+
+
+def _field(text: str, name: str) -> Any:
+    try:
+        return json.loads(text).get(name)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptSample("caption's JSON cannot be read") from error
+
+
+def _choose(value: Any, state: int) -> str:
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
+    if not texts:
+        raise CorruptSample("caption is missing")
+    return texts[draw(state, 0) % len(texts)]

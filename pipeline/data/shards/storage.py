@@ -1,0 +1,91 @@
+"""Opening a shard where it lies: a local path, a `pipe:` command, or any URL that fsspec knows (s3, gs, https, ...)."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
+
+BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
+
+
+@contextmanager
+def open_records(url: str, *, skip: int, caption_suffix: str = "txt") -> Iterator[Iterator[TarRecord]]:
+    """The samples of a shard from number `skip` on.
+
+    In a local file the way there costs one header for each member passed; elsewhere all bytes before it are read, once
+    and in order, which object stores and pipes do best.
+    Raises: OSError when it cannot be read, DamagedTar when it is not whole.
+    """
+    if skip and is_local(url):
+        with open(url, "rb", buffering=HEADER_BUFFER) as headers:
+            offset = record_offset(headers, skip)
+        with open_shard(url) as file:
+            file.seek(offset)
+            yield read_records(file, caption_suffix=caption_suffix)
+    else:
+        with open_shard(url) as file:
+            yield read_records(file, skip=skip, caption_suffix=caption_suffix)
+
+
+def is_local(url: str) -> bool:
+    """Whether this is a path on this machine, not a URL or a `pipe:` command."""
+    return "://" not in url and not url.startswith("pipe:")
+
+
+@contextmanager
+def open_shard(url: str) -> Iterator[BinaryIO]:
+    """The shard as a binary stream, closed on leaving; a `pipe:` command's failure counts as a failure to read.
+
+    Raises: OSError when it cannot be opened or its command fails.
+    """
+    if url.startswith("pipe:"):
+        with _pipe(url.removeprefix("pipe:")) as stream:
+            yield stream
+    elif "://" in url:
+        import fsspec
+
+        # Given to `fsspec.open`, the block size would go to the file system's constructor, where S3's refuses it.
+        filesystem, path = fsspec.core.url_to_fs(url)
+        with filesystem.open(path, "rb", block_size=4 * BUFFER) as file:
+            yield cast(BinaryIO, file)
+    else:
+        with open(url, "rb", buffering=BUFFER) as file:
+            yield file
+
+
+class _Checked:
+    """A command's output; raises at its end when the command failed, so that this never looks like a short tar."""
+
+    def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
+        self._process, self._errors, self._command = process, errors, command
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(size)
+        if len(data) < size and (status := self._process.wait()):
+            self._errors.seek(0)
+            said = self._errors.read()[-500:].decode("utf-8", "replace").strip()
+            raise OSError(f"the command {self._command!r} ended with status {status}: {said}")
+        return data
+
+
+@contextmanager
+def _pipe(command: str) -> Iterator[BinaryIO]:
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=errors, bufsize=BUFFER)
+        try:
+            yield cast(BinaryIO, _Checked(process, errors, command))
+        finally:
+            if process.stdout is not None:
+                process.stdout.close()
+            if process.poll() is None:
+                process.kill()
+            process.wait()

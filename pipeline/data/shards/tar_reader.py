@@ -1,0 +1,192 @@
+"""Reading webdataset tars sequentially: one pass over the headers, payloads only where they are wanted.
+
+Reads USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
+times as fast per sample as Python's tarfile, which builds an object for each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+BLOCK = 512
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
+REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
+
+
+class DamagedTar(ValueError):
+    """The tar ends too early or a header is not one; samples from here on cannot be read."""
+
+
+class CorruptSample(ValueError):
+    """The sample cannot be used; the message is the reason it is counted under."""
+
+
+@dataclass(frozen=True, slots=True)
+class TarRecord:
+    """One sample as stored: encoded image and caption, None where the shard has none; `problem` if unreadable."""
+
+    image: bytes | None = None
+    caption: bytes | None = None
+    problem: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.image or b"") + len(self.caption or b"")
+
+
+def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") -> Iterator[TarRecord]:
+    """The samples of a tar from number `skip` on; members of one sample are neighbours with the same name up to a dot.
+
+    Raises: DamagedTar in the middle of a broken tar, after what is whole before the break.
+    """
+    current, number = "", -1
+    image: bytes | None = None
+    caption: bytes | None = None
+    try:
+        for name, size, _ in _members(file):
+            sample, suffix = split_name(name)
+            if sample != current:
+                if number >= skip:
+                    yield TarRecord(image=image, caption=caption)
+                current, number, image, caption = sample, number + 1, None, None
+            if number < skip or (suffix != caption_suffix and suffix not in IMAGE_SUFFIXES):
+                _skip(file, size)
+            elif suffix == caption_suffix:
+                caption = _payload(file, size)
+            else:
+                image = _payload(file, size)
+    except DamagedTar:
+        if image is not None and caption is not None:
+            yield TarRecord(image=image, caption=caption)
+        raise
+    if number >= skip:
+        yield TarRecord(image=image, caption=caption)
+
+
+def count_records(file: BinaryIO) -> int:
+    """Number of samples in a tar. Raises: DamagedTar."""
+    count, current = 0, ""
+    for name, size, _ in _members(file):
+        sample, _ = split_name(name)
+        count, current = count + (sample != current), sample
+        _skip(file, size)
+    return count
+
+
+def record_offset(file: BinaryIO, number: int) -> int:
+    """The byte at which sample `number` begins; reads headers only. Raises: DamagedTar when there is no such sample."""
+    count, current = -1, ""
+    for name, size, start in _members(file):
+        sample, _ = split_name(name)
+        count, current = count + (sample != current), sample
+        if count == number:
+            return start
+        _skip(file, size)
+    raise DamagedTar(f"has {count + 1} samples, so none of number {number}")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """`a/b.c.JPG` -> `("a/b", "c.jpg")`: webdataset's rule, the first dot of the last part."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return folder + slash + stem, suffix.lower()
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """`(name, size, first byte)` of each regular member; the consumer reads or skips exactly its padded payload."""
+    override: dict[str, str] = {}
+    start = position = 0
+    while True:
+        header = file.read(BLOCK)
+        if not header or header.count(0) == len(header) == BLOCK:
+            return
+        name, size, kind = _parse(header)
+        position += BLOCK
+        if kind == PAX:
+            override = _pax(_payload(file, size))
+        elif kind == GNU_LONG_NAME:
+            override = {"path": _payload(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
+        elif kind in REGULAR:
+            size = int(override.get("size", size))
+            name, override = override.get("path", name), {}
+            if _is_member(name):
+                yield name, size, start
+            else:
+                _skip(file, size)
+        else:
+            _skip(file, size)
+            override = override if kind == PAX_GLOBAL else {}
+        position += size + -size % BLOCK
+        if kind not in (PAX, GNU_LONG_NAME):
+            start = position
+
+
+def _is_member(name: str) -> bool:
+    """Whether a file belongs to a sample, as webdataset sees it: not one without suffix, nor macOS's `._0.jpg`."""
+    return name.rpartition("/")[2].find(".") > 0
+
+
+def _parse(header: bytes) -> tuple[str, int, bytes]:
+    """Name, payload size and type of a header. Raises: DamagedTar when it is short or its checksum is wrong."""
+    if len(header) < BLOCK:
+        raise DamagedTar("ends inside a header")
+    if header[:2] == b"\x1f\x8b":
+        raise DamagedTar("is compressed, which costs seeking: store it as plain tar")
+    try:
+        stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
+        size = _number(header[124:136])
+    except ValueError as error:
+        raise DamagedTar("has a damaged header") from error
+    if stored != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+        raise DamagedTar("has a header with a wrong checksum")
+    name = header[:100].partition(b"\0")[0]
+    if header[257:262] == b"ustar" and header[345]:
+        name = header[345:500].partition(b"\0")[0] + b"/" + name
+    return name.decode("utf-8", "surrogateescape"), size, header[156:157]
+
+
+def _number(field: bytes) -> int:
+    """An octal field, or GNU's base 256 for sizes from 8 GiB on."""
+    if field[0] & 0x80:
+        return int.from_bytes(field[1:], "big")
+    return int(field.strip(b"\0 ") or b"0", 8)
+
+
+def _pax(payload: bytes) -> dict[str, str]:
+    """The records `length key=value\\n` of a PAX header."""
+    found: dict[str, str] = {}
+    while payload:
+        length, _, rest = payload.partition(b" ")
+        if not length.isdigit() or not 0 < int(length) <= len(payload):
+            raise DamagedTar("has a damaged PAX header")
+        keyword, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
+        found[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        payload = payload[int(length) :]
+    return found
+
+
+def _payload(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise DamagedTar("ends inside a file")
+    _skip_exactly(file, -size % BLOCK)
+    return data
+
+
+def _skip(file: BinaryIO, size: int) -> None:
+    _skip_exactly(file, size + -size % BLOCK)
+
+
+def _skip_exactly(file: BinaryIO, size: int) -> None:
+    if not size:
+        return
+    if file.seekable():
+        file.seek(size, 1)
+        return
+    while size:
+        piece = file.read(min(size, 1 << 20))
+        if not piece:
+            raise DamagedTar("ends inside a file")
+        size -= len(piece)

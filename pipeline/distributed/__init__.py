@@ -1,0 +1,1 @@
+"""The ranks of a run: process group and collectives, heartbeats, timing."""

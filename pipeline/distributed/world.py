@@ -1,0 +1,208 @@
+"""The ranks of a run and their collectives: the only importer of torch.distributed.
+
+`World` is an object handed to whoever needs it, so that code for many ranks is tested in one process, and so that
+every collective is counted: `world.traffic` holds calls and payload bytes per collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from pipeline.distributed.timing import Phases
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` ranks of which this process is `rank`; size 1 needs no process group and moves no bytes."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    traffic: Counter[str] = field(default_factory=Counter, compare=False)
+    phases: Phases | None = field(default=None, compare=False)
+    """Where the time of collectives is counted, and of other parts that have no clock of their own."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        """`[b, ...]` of every rank, concatenated in rank order to `[K b, ...]`; carries no gradient."""
+        x_b = x_b.detach().contiguous()
+        if self.size == 1:
+            return x_b
+        gathered = x_b.new_empty((self.size, *x_b.shape))
+        with self._communication("all_gather", x_b):
+            dist.all_gather(list(gathered.unbind(0)), x_b)
+        return gathered.flatten(0, 1) if x_b.dim() else gathered
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum, max or min of `x` over the ranks, as a new tensor; the same bits on every rank."""
+        x = x.detach().clone()
+        if self.size > 1:
+            with self._communication("all_reduce", x):
+                dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()))
+        return x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Rank `source`'s `x`, written into `x` on every rank."""
+        if self.size > 1:
+            with self._communication("broadcast", x):
+                dist.broadcast(x, source)
+        return x
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small picklable value per rank, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        if self.size == 1:
+            return [value]
+        self.traffic["gather_objects.calls"] += 1
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def rows(self, local: int) -> slice:
+        """This rank's rows of a gathered `[K * local, ...]` tensor."""
+        return slice(self.rank * local, (self.rank + 1) * local)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time inside under `name`, where this world has a clock; a range in torch's profiler anyway."""
+        return self.phases(name) if self.phases is not None else torch.profiler.record_function(name)
+
+    def _communication(self, collective: str, x: Tensor) -> AbstractContextManager[None]:
+        self.traffic[f"{collective}.calls"] += 1
+        self.traffic[f"{collective}.bytes"] += x.numel() * x.element_size()
+        return self.phase("communication")
+
+
+def joined_world() -> World:
+    """The ranks of the process group that this process has joined, whoever started it; else one rank on the CPU.
+
+    Its device is the current one of CUDA where the group communicates there.
+    """
+    if not dist.is_initialized():
+        return World()
+    on_gpus = dist.get_backend() != "gloo" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+@contextmanager
+def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Iterator[World]:
+    """Join the process group named by the launcher's environment, or be a group of one, and leave it at the end.
+
+    Works under `deepspeed`, `torchrun` and as one plain process.
+    Args: device: "auto" (CUDA where there is one), "cpu" or "cuda".
+    Raises: UserError when the launcher's environment is incomplete or the device is not there.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if name in os.environ]
+    if present and "WORLD_SIZE" in present and len(present) < len(names):
+        missing = ", ".join(sorted(set(names) - set(present)))
+        raise UserError(
+            f"The launcher set {', '.join(present)} but not {missing}: start with deepspeed, torchrun or srun."
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in present and int(tasks) > 1:
+        raise UserError(
+            f"srun started {tasks} processes that do not know of each other. Use jobs/cluster/train.sbatch, or export "
+            "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
+            "node) and MASTER_PORT. For one process: srun --ntasks=1."
+        )
+    if "WORLD_SIZE" not in present:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    chosen = _device(device, local_rank)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    owned = not dist.is_initialized()
+    if owned:
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    failed = True
+    try:
+        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
+        failed = False
+    finally:
+        # NCCL waits here for its peers, who wait in a collective for the rank that failed: nobody would hear its error.
+        if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
+            dist.destroy_process_group()
+
+
+def limit_collectives(minutes: float) -> None:
+    """Let every process group of this process, whoever made it, time out after `minutes`.
+
+    DeepSpeed makes groups of its own with NCCL's limit of 10 minutes, before which nobody would tell who is behind.
+    """
+    if dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, one rank of several without taking its interpreter apart.
+
+    Where the process group still stands, destructors would wait for other ranks. Where it does not, whoever refers to
+    it, as DeepSpeed does, keeps gloo's threads alive, and one that lets go of its last tensor too late for the
+    interpreter aborts the process (PyTorch issue 190489).
+    """
+    standing = dist.is_available() and dist.is_initialized()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and not standing:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if several or standing:
+        os._exit(code)
+    sys.exit(code)
+
+
+def ranks_here(world_size: int) -> int:
+    """Ranks of this run on this machine, as torchrun or deepspeed tell; without them, all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error came from a collective: another rank is gone, or it timed out."""
+    names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    said = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
+    return said or isinstance(error, dist.DistError)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("engine.device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"Local rank {local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}. "
+            "Start at most one process per GPU."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

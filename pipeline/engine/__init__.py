@@ -1,0 +1,1 @@
+"""Forward, backward and optimizer step of the towers, under DeepSpeed."""

@@ -1,0 +1,169 @@
+"""The engine's weights and moments as full fp32 tensors by parameter name, whatever the ZeRO stage.
+
+Reading and writing are collective at stages 1 to 3: every rank calls them with the same names in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+
+# State of torch's optimizers that is one number per parameter rather than one per weight.
+COUNTER = "step"
+
+
+class EngineState:
+    """Full state of a DeepSpeed engine, independent of its stage and of the number of ranks."""
+
+    def __init__(self, engine: Any, *, stage: int, world: World) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._world = world
+
+    @property
+    def _clip(self) -> nn.Module:
+        clip = self._engine.module.clip
+        assert isinstance(clip, nn.Module)
+        return clip
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer inside whatever the engine wrapped around it."""
+        optimizer = self._engine.optimizer
+        while not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer.optimizer
+        return optimizer
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters by open_clip's names, in one fixed order."""
+        return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """fp32 master weights and buffers, on the CPU: what open_clip calls the state dict."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        trained = dict(self.named_parameters())
+        for name, value in self._state_dict_items():
+            if name in trained and self._stage > 0:
+                yield name, safe_get_full_fp32_param(value).detach().float().cpu().reshape(self._shape(value))
+            else:
+                full = value.detach()
+                yield name, (full.float() if full.is_floating_point() else full).cpu().clone()
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_states()
+        for key in self._moment_keys():
+            for name, p in self.named_parameters():
+                if self._stage == 0:
+                    value = self._torch_optimizer.state[p][key]
+                else:
+                    value = safe_get_full_optimizer_state(p, key)
+                yield name, key, value.detach().float().cpu().reshape(self._shape(p)).clone()
+
+    def counter(self) -> int:
+        """How many updates the optimizer has made; 0 before the first."""
+        states = [state for state in self._torch_optimizer.state.values() if COUNTER in state]
+        return int(states[0][COUNTER]) if states else 0
+
+    def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
+        """Restore weights, moments and the update counter. Raises: UserError on missing names or other shapes."""
+        expected = {name: tuple(self._shape(value)) for name, value in self._state_dict_items()}
+        given = {name: tuple(value.shape) for name, value in weights.items()}
+        if given != expected:
+            wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))
+            raise UserError(
+                f"The checkpoint's weights do not fit this model: {len(wrong)} differ, for example {wrong[0]} "
+                f"(checkpoint {given.get(wrong[0])}, model {expected.get(wrong[0])}). Use the recipe it was made with."
+            )
+        trained = dict(self.named_parameters())
+        with torch.no_grad():
+            for name, value in self._state_dict_items():
+                if name in trained:
+                    self._set_weight(trained[name], weights[name])
+                else:
+                    value.copy_(weights[name])
+            if counter:
+                self._load_moments(moments, counter)
+            else:  # from before the first update: there are no moments, whatever has come since
+                for state in self._torch_optimizer.state.values():
+                    for value in state.values():
+                        if isinstance(value, Tensor):
+                            value.zero_()
+
+    def _state_dict_items(self) -> list[tuple[str, Tensor]]:
+        """Live tensors by name, in the order of open_clip's state dict (a state dict proper is detached at stage 3)."""
+        live: dict[str, Tensor] = dict(self._clip.named_parameters())
+        persistent = self._clip.state_dict().keys()
+        live.update((name, b) for name, b in self._clip.named_buffers() if name in persistent)
+        return [(name, live[name]) for name in live]
+
+    def _shape(self, p: Tensor) -> torch.Size:
+        return torch.Size(getattr(p, "ds_shape", p.shape))
+
+    def _moment_keys(self) -> list[str]:
+        states = list(self._torch_optimizer.state.values())
+        return [] if not states else sorted(key for key, v in states[0].items() if key != COUNTER and v is not None)
+
+    def _set_weight(self, p: nn.Parameter, value: Tensor) -> None:
+        """Set master and working copy alike: the engine would refresh the latter only at its next step."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        value = value.to(self._world.device)
+        if self._stage > 0:
+            safe_set_full_fp32_param(p, value.reshape(-1) if self._stage == 3 else value)
+        with GatheredParameters([p], modifier_rank=0, enabled=self._stage == 3):
+            if p.numel():
+                p.data.copy_(value.to(p.dtype))
+
+    def _load_moments(self, moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        optimizer = self._torch_optimizer
+        named = self.named_parameters()
+        keys = sorted({key for _, key in moments})
+        if self._stage == 0:
+            for name, p in named:
+                state = {key: moments[name, key].to(p.device, copy=True) for key in keys}
+                optimizer.state[p] = {COUNTER: torch.tensor(float(counter)), **state}
+            return
+        self._make_states(optimizer, keys)
+        self._link_states()
+        for key in keys:
+            for name, p in named:
+                value = moments[name, key].to(self._world.device)
+                safe_set_full_optimizer_state(p, value.reshape(-1) if self._stage == 3 else value, key)
+        for state in optimizer.state.values():
+            if COUNTER in state:
+                state[COUNTER] = torch.full_like(torch.as_tensor(state[COUNTER], dtype=torch.float32), counter)
+
+    def _flat_masters(self) -> list[Tensor]:
+        """The flat fp32 partitions that the wrapped optimizer really steps; each wrapper has its own name for them."""
+        attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        wrapper = self._engine.optimizer
+        return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
+
+    def _link_states(self) -> None:
+        """Stages 1 and 2 find moments through links made once, right after the first group's first step: too early
+        for the second group, and never when a checkpoint is loaded before any step. Make them again."""
+        if self._stage in (1, 2):
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _make_states(self, optimizer: torch.optim.Optimizer, keys: list[str]) -> None:
+        """Optimizer state comes into being at the first step; a checkpoint is loaded before it."""
+        for master in self._flat_masters():
+            state = optimizer.state[master]
+            state.setdefault(COUNTER, torch.tensor(0.0))
+            for key in keys:
+                if key not in state:
+                    state[key] = torch.zeros_like(master)

@@ -1,0 +1,1 @@
+"""Which tasks there are, and their data in each supported layout."""

@@ -1,0 +1,1 @@
+"""How a task is scored: classification, retrieval, association."""

@@ -1,0 +1,97 @@
+"""WinoGAViL: pick the k candidate images that belong to a cue, k being the number of true associations.
+
+Source: Bitton et al., 2022; scored as in the DataComp benchmark by the Jaccard index on instances with 10 or 12
+candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import comb
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.datasets.tasks import Task
+from pipeline.evaluation.runner.texts import TextSide
+
+MANY = 10
+
+
+def check(data: TaskData) -> None:
+    """Raises: TaskError when there are no instances, or none that the score is defined on."""
+    if not data.instances:
+        raise TaskError(f"{data.folder} holds no instances.")
+    if not any(len(instance.candidates) >= MANY for instance in data.instances):
+        raise TaskError(f"{data.folder}: no instance has {MANY} or more candidates, and the score is their mean.")
+
+
+def prompt(cue: str) -> str:
+    """The cue as a text: lower case, behind its article."""
+    cue = cue.lower()
+    return f"{'An' if cue[:1] in set('aeiou') else 'A'} {cue}"
+
+
+def outcomes(images: Tensor, cues: Tensor, data: TaskData) -> dict[str, np.ndarray]:
+    """[images, d] and [instances, d] unit features -> the Jaccard index and number of candidates of every instance."""
+    image_features, cue_features = images.double().numpy(), cues.double().numpy()
+    found = [
+        jaccard((image_features[list(instance.candidates)] * cue).sum(1), np.array(instance.associated, dtype=bool))
+        for instance, cue in zip(data.instances, cue_features, strict=True)
+    ]
+    sizes = [len(instance.candidates) for instance in data.instances]
+    return {"jaccard": np.array(found), "candidates": np.array(sizes)}
+
+
+def jaccard(scores: np.ndarray, truth: np.ndarray) -> float:
+    """Jaccard index between the true candidates and as many of the highest scores; ties go to the lower index."""
+    picked = np.argsort(-scores, kind="stable")[: int(truth.sum())]
+    hits = int(truth[picked].sum())
+    union = 2 * int(truth.sum()) - hits
+    return hits / union if union else 0.0
+
+
+def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Means of the Jaccard index by number of candidates; a number that no instance has gives no metric."""
+    scores, sizes = found["jaccard"], found["candidates"]
+    chosen = {
+        "avg_jaccard_score": sizes > 0,
+        **{f"jaccard_score_{size}": sizes == size for size in (5, 6, 10, 12)},
+        "jaccard_score_5-6": sizes <= 6,
+        "jaccard_score_10-12": sizes >= MANY,
+    }
+    return {name: float(scores[mask].mean()) for name, mask in chosen.items() if mask.any()}
+
+
+def chance(data: TaskData) -> float:
+    """Expected score of picking k of N candidates at random: hits are hypergeometric."""
+    values = []
+    for instance in data.instances:
+        n, k = len(instance.candidates), sum(instance.associated)
+        if n >= MANY:
+            ways = ((h, comb(k, h) * comb(n - k, k - h)) for h in range(k + 1) if k - h <= n - k)
+            values.append(sum(h / (2 * k - h) * count for h, count in ways if h) / comb(n, k))
+    return float(np.mean(values))
+
+
+class Association:
+    """The protocol on one task's data."""
+
+    def __init__(self, task: Task, data: TaskData) -> None:
+        check(data)
+        self.task, self.data = task, data
+        self.texts = TextSide([prompt(instance.cue) for instance in data.instances])
+
+    def keep(self, features: Tensor, texts: Tensor, *, start: int) -> dict[str, np.ndarray]:
+        return {"features": features.cpu().numpy()}
+
+    def finish(self, kept: dict[str, np.ndarray], texts: Tensor) -> dict[str, np.ndarray]:
+        return outcomes(torch.from_numpy(kept["features"]), texts[self.texts.rows], self.data)
+
+    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return metrics(found)
+
+    def chance(self) -> float:
+        return chance(self.data)

@@ -1,0 +1,105 @@
+"""Zero-shot classification: the class whose prompts lie nearest.
+
+Shape legend: n images, C classes, M micro-batch, d feature dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.datasets.tasks import Task
+from pipeline.evaluation.protocols import groups
+from pipeline.evaluation.runner.texts import TextSide
+
+Outcomes = dict[str, np.ndarray]
+LOGIT_SCALE = 100.0
+"""The benchmark's; a checkpoint's own scale is never used, and no rank depends on it."""
+
+
+def check(task: Task, data: TaskData) -> None:
+    """Raises: TaskError when labels, class names and templates cannot belong together."""
+    if data.labels is None:
+        raise TaskError(f"{data.folder} holds no labels: {task.key} is a classification task.")
+    classes = len(data.classnames)
+    if not data.templates or any("{c}" not in template for template in data.templates):
+        raise TaskError(f"{data.folder}: every line of zeroshot_classification_templates.txt needs the place of {{c}}.")
+    low, high = int(data.labels.min()), int(data.labels.max())
+    if low < 0 or high >= classes + data.blank_classes:  # a class whose blank name was dropped is never predicted
+        raise TaskError(
+            f"{data.folder}: labels run from {low} to {high}, but classnames.txt names {classes} classes. "
+            "One of them is of another version."
+        )
+    if "top5" in task.main_metric and classes < 5:
+        raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
+
+
+def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
+    """[M, C] logits, [M] labels -> the prediction and the rank of the label, per image.
+
+    Ties go to the lower class index: class names may repeat, and their logits are then equal. A label from C on, of a
+    class without a name, has rank C.
+    """
+    named, classes = labels < logits.shape[1], logits.shape[1]
+    own = logits.gather(1, labels.clamp(max=classes - 1)[:, None])
+    lower = torch.arange(logits.shape[1], device=logits.device)[None, :] < labels[:, None]
+    rank = (logits > own).sum(1) + ((logits == own) & lower).sum(1)
+    rank = torch.where(named, rank, classes)
+    return {"prediction": logits.argmax(1).cpu().numpy(), "rank": rank.cpu().numpy()}
+
+
+def metrics(task: Task, found: Mapping[str, np.ndarray], *, classes: int) -> dict[str, float]:
+    """The benchmark's metrics from per-image outcomes; a bootstrap resamples the rows of `found`."""
+    target, prediction, rank = found["target"], found["prediction"], found["rank"]
+    values = {"acc1": float(np.mean(rank == 0))}
+    if classes >= 5:
+        values["acc5"] = float(np.mean(rank < 5))
+    values["mean_per_class_recall"] = mean_per_class_recall(target, prediction)
+    return values | groups.metrics(task, found)
+
+
+def mean_per_class_recall(target: np.ndarray, prediction: np.ndarray) -> float:
+    """Mean over the classes that occur in the targets of the share recognised."""
+    present, index = np.unique(target, return_inverse=True)
+    right = np.bincount(index, weights=prediction == target, minlength=len(present))
+    return float(np.mean(right / np.bincount(index, minlength=len(present))))
+
+
+def chance(task: Task, *, classes: int) -> float | None:
+    """The expected score of a uniform guess; None where that has no simple form (macro F1)."""
+    if task.main_metric.startswith("F1"):
+        return None
+    return min(1.0, (5 if "top5" in task.main_metric else 1) / classes)
+
+
+class ZeroShot:
+    """The protocol on one task's data."""
+
+    def __init__(self, task: Task, data: TaskData) -> None:
+        check(task, data)
+        assert data.labels is not None
+        self.task, self.data = task, data
+        self.texts = TextSide(data.classnames, templates=data.templates)
+        self._labels = torch.from_numpy(data.labels)
+
+    def keep(self, features: Tensor, texts: Tensor, *, start: int) -> Outcomes:
+        """What to keep of a micro-batch whose first image is number `start`."""
+        labels = self._labels[start : start + len(features)].to(features.device)
+        return keep(LOGIT_SCALE * self.texts.similarities(features, texts), labels=labels)
+
+    def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
+        """Everything per image that the metrics are a function of."""
+        columns = {}
+        if self.data.metadata is not None:
+            columns = {f"field:{name}": self.data.metadata[:, k] for k, name in enumerate(self.task.fields)}
+        return {"target": self._labels.numpy(), **kept, **columns}
+
+    def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return metrics(self.task, found, classes=len(self.data.classnames))
+
+    def chance(self) -> float | None:
+        return chance(self.task, classes=len(self.data.classnames))

@@ -1,0 +1,1 @@
+"""Evaluating checkpoints: models, features, results."""

@@ -1,0 +1,141 @@
+"""The two costly passes of a task: over its texts, once per checkpoint, and over its images, once for all of them.
+
+Shape legend: M micro-batch, d feature dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.runner import results
+from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
+from pipeline.evaluation.runner.session import Session
+from pipeline.evaluation.runner.texts import TextSide, check_finite
+from pipeline.model.towers import EvaluationModel
+
+Kept = dict[str, np.ndarray]
+
+
+def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
+    """[distinct texts, d] features of `side`; the processes share the encoding. Raises: TaskError, on every process."""
+    world = session.world
+
+    def encode() -> dict[int, Tensor]:
+        mine = range(world.rank, len(side.units), world.size)
+        micro_batch = session.config.micro_batch
+        return {unit: side.encode(model, unit, compute=session.compute, micro_batch=micro_batch) for unit in mine}
+
+    merged: dict[int, Tensor] = {}
+    for part in world.gather_objects(session.together(encode)):
+        merged.update(part)
+    return torch.cat([merged[unit] for unit in range(len(side.units))])
+
+
+class ClassifierCache:
+    """Text features that were made before: in memory for tasks with equal prompts, on disk for later evaluations.
+
+    A file's name is the digest of everything that determines its content, so it is never out of date.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._memory: dict[str, Tensor] = {}
+
+    def get(self, model: EvaluationModel, side: TextSide, *, folder: Path) -> Tensor:
+        """The features of `side`, encoded if need be. Args: folder: where they are kept."""
+        key = self._key(model, side)
+        if key not in self._memory:
+            path = folder / f"{key[:32]}.npy"
+            stored = self._session.on_main(lambda: _load(path))
+            if stored is None:
+                features = text_features(self._session, model, side)
+                self._session.on_main(lambda: _store(path, features))
+            else:
+                features = torch.from_numpy(stored)
+            self._memory[key] = features
+        return self._memory[key]
+
+    def _key(self, model: EvaluationModel, side: TextSide) -> str:
+        versions = [results.code_version(), results.package_versions()]
+        settings = [self._session.compute.name(), self._session.config.micro_batch]
+        facts = [model.digest, results.model_config_digest(model), side.digest, settings, versions]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _load(path: Path) -> np.ndarray | None:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError):
+        return None
+
+
+def _store(path: Path, features: Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = results.temporary_beside(path)
+    with temporary.open("wb") as file:
+        np.save(file, features.numpy(), allow_pickle=False)
+    os.replace(temporary, path)
+
+
+def image_pass(
+    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+) -> tuple[dict[int, Kept], dict[int, str]]:
+    """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
+
+    Raises: TaskError, on every process, when an image cannot be read.
+    """
+    parts = session.together(lambda: _my_images(session, protocol, models, texts))
+    gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
+    pieces = [found for _, found in sorted(gathered, key=lambda piece: piece[0])]
+    kept: dict[int, Kept] = {}
+    failed: dict[int, str] = {}
+    for index in models:
+        mine = [found[index] for found in pieces]
+        error = next((item for item in mine if isinstance(item, str)), None)
+        if error is not None:
+            failed[index] = error
+        else:
+            kept[index] = {name: np.concatenate([item[name] for item in mine]) for name in mine[0]}
+    return kept, failed
+
+
+def _my_images(
+    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+) -> list[tuple[int, dict[int, Kept | str]]]:
+    """This process' micro-batches: their numbers, and per model what to keep or what went wrong."""
+    source, device, config = protocol.data.images, session.compute.device, session.config
+    on_device = {index: texts[index].to(device) for index in models}
+    keys = {index: preprocessing_key(model) for index, model in models.items()}
+    images = ImagePass(
+        source,
+        {keys[index]: model.preprocess for index, model in models.items()},
+        micro_batch=config.micro_batch,
+        batch_size=config.batch_size,
+        workers=config.loader_workers(session.world.size),
+    )
+
+    def encode(number: int, valid: int, tensors: dict[str, Tensor]) -> tuple[int, dict[int, Kept | str]]:
+        start = number * config.micro_batch
+        moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+        found: dict[int, Kept | str] = {}
+        for index, model in models.items():
+            features = model.encode_image(moved[keys[index]])[:valid]
+            try:
+                check_finite(features, what=lambda row: source.name(start + row))
+                found[index] = protocol.keep(features, on_device[index], start=start)
+            except TaskError as error:
+                found[index] = str(error)
+        return number, found
+
+    passed = images.run(rank=session.world.rank, size=session.world.size, pin=device.type == "cuda")
+    return list(session.compute.map(encode, passed))

@@ -1,0 +1,158 @@
+"""One JSON per task and checkpoint: the score, and everything that determines it; nothing that changes between runs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.task_score import TaskScore
+from pipeline.model.towers import EvaluationModel
+
+PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
+NUMERIC_SOURCES = (
+    "evaluation/datasets/rows.py",
+    "evaluation/datasets/tables.py",
+    "evaluation/datasets/task_data.py",
+    "evaluation/datasets/tasks.py",
+    "evaluation/datasets/webdataset.py",
+    "evaluation/protocols/association.py",
+    "evaluation/protocols/classification.py",
+    "evaluation/protocols/groups.py",
+    "evaluation/protocols/retrieval.py",
+    "evaluation/runner/compute.py",
+    "evaluation/runner/encode.py",
+    "evaluation/runner/images.py",
+    "evaluation/runner/texts.py",
+    "model/towers.py",
+    "precision.py",
+)
+"""The files of `pipeline/` that a score is a function of; a change of any of them makes results stale."""
+OUTCOMES_SUFFIX = ".outcomes.npz"
+
+
+@dataclass(frozen=True)
+class TaskResult(TaskScore):
+    """A task's score and its provenance. official: the data has the official counts. inputs: all it depends on."""
+
+    official: bool
+    inputs: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=False, allow_nan=False) + "\n"
+
+
+def read_result(path: Path) -> TaskResult | None:
+    """The result in a file; None when there is none or it is of another format."""
+    try:
+        return TaskResult(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> None:
+    """Write the per-sample outcomes, then the result: a result that is there is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = path.with_suffix(OUTCOMES_SUFFIX)
+    temporary = temporary_beside(target)
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **outcomes)
+    os.replace(temporary, target)
+    write_atomically(path, result.to_json())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old or the new text, a killed writer leaves the old."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A hidden name in the same folder that no other process on any machine uses."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def inputs_of(
+    model: EvaluationModel, data: TaskData, *, files: Mapping[str, str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything that determines a result, as digests and versions. Args: files: digests by name."""
+    prompts = json.dumps([data.classnames, data.templates], ensure_ascii=False)
+    return {
+        "checkpoint": model.digest,
+        "architecture": model.architecture.name,
+        "model_config": model_config_digest(model),
+        "task_data": _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items())),
+        "layout": data.layout,
+        "prompts": _sha256(prompts),
+        **settings,
+        "code": code_version(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+    }
+
+
+def model_config_digest(model: EvaluationModel) -> str:
+    """SHA-256 of the architecture and preprocessing, which the weights alone do not tell."""
+    architecture = model.architecture
+    towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
+    config = {"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg)}
+    return _sha256(json.dumps(config, sort_keys=True, default=list))
+
+
+@functools.cache
+def code_version() -> str:
+    """Version of this project and SHA-256 of the sources that scores are a function of."""
+    pipeline, digest = Path(__file__).parents[2], hashlib.sha256()
+    for name in NUMERIC_SOURCES:
+        digest.update(f"{name}\n".encode())
+        digest.update((pipeline / name).read_bytes())
+    version = importlib.metadata.version("neuclip")
+    return f"{version} {digest.hexdigest()[:16]}"
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
+    """SHA-256 of files, by their names within `folder`. Raises: TaskError when one cannot be read."""
+    found = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                found[_relative(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
+    return found
+
+
+def _relative(path: Path, folder: Path) -> str:
+    path, folder = path.absolute(), folder.absolute()
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_results(folder: Path) -> dict[str, TaskResult]:
+    """Every task's result in an evaluation folder, by key; summary and timings are other files."""
+    found = (read_result(path) for path in sorted(folder.glob("*.json")))
+    return {result.task: result for result in found if result is not None}

@@ -1,0 +1,90 @@
+"""Text features: captions as they are, and zero-shot classifiers out of class names and templates.
+
+Shape legend: T templates, C classes, M micro-batch, L tokens, d feature dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.runner.compute import Compute, microbatches
+from pipeline.model.towers import EvaluationModel
+
+TEXTS_PER_UNIT = 1024
+"""About how many prompts are encoded together; units of whole classes are what processes share among themselves."""
+
+
+class TextSide:
+    """The distinct texts of a task, in units that processes share.
+
+    rows: for every text as given, its row among the distinct ones.
+    Args: texts: class names, captions or cues, repetitions included. templates: with `{c}` for the text; None takes
+    every text as it is.
+    """
+
+    def __init__(self, texts: Sequence[str], *, templates: Sequence[str] | None = None) -> None:
+        unique = list(dict.fromkeys(texts))
+        row = {text: number for number, text in enumerate(unique)}
+        self.rows = torch.tensor([row[text] for text in texts])
+        per_unit = max(1, TEXTS_PER_UNIT // len(templates or "1"))
+        self.units = [unique[start : start + per_unit] for start in range(0, len(unique), per_unit)]
+        self._templates = templates
+        self.digest = hashlib.sha256(json.dumps([texts, templates], ensure_ascii=False).encode()).hexdigest()
+
+    def encode(self, model: EvaluationModel, unit: int, *, compute: Compute, micro_batch: int) -> Tensor:
+        """[len(units[unit]), d] unit-norm fp32. Raises: TaskError when a feature is not finite."""
+        texts = self.units[unit]
+        if self._templates is None:
+            return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
+        return class_vectors(model, texts, self._templates, compute=compute, micro_batch=micro_batch)
+
+    def similarities(self, features: Tensor, texts: Tensor) -> Tensor:
+        """[rows, d] features, [distinct texts, d] -> [rows, texts as given] cosines; equal texts have equal bits.
+
+        Columns of one matrix product can differ in the last bit although their vectors are equal, so that a tie between
+        repeated texts would be decided by noise: the product is taken over distinct texts.
+        """
+        return (features @ texts.T)[:, self.rows.to(features.device)]
+
+
+def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:
+    """[len(texts), d] unit-norm fp32 features on the CPU. Raises: TaskError when one is not finite."""
+    pieces = ((model.tokenize(list(texts[at : at + micro_batch])),) for at in range(0, len(texts), micro_batch))
+
+    def encode(valid: int, columns: tuple[Tensor, ...]) -> Tensor:
+        return model.encode_text(columns[0].to(compute.device))[:valid].float().cpu()
+
+    features = torch.cat(list(compute.map(encode, microbatches(pieces, micro_batch))))
+    check_finite(features, what=lambda row: f"the text {texts[row]!r}")
+    return features
+
+
+def check_finite(features: Tensor, *, what: Callable[[int], str]) -> None:
+    """Raises: TaskError naming the first row that holds a NaN or an infinity: such features have no score."""
+    broken = (~torch.isfinite(features).all(dim=1)).nonzero()
+    if len(broken):
+        raise TaskError(
+            f"{len(broken)} features are not finite, the first is that of {what(int(broken[0]))}: "
+            "the weights of this checkpoint are damaged or its training diverged."
+        )
+
+
+def class_vectors(
+    model: EvaluationModel,
+    classnames: Sequence[str],
+    templates: Sequence[str],
+    *,
+    compute: Compute,
+    micro_batch: int,
+) -> Tensor:
+    """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised."""
+    prompts = [template.replace("{c}", name) for name in classnames for template in templates]
+    features = encode_texts(model, prompts, compute=compute, micro_batch=micro_batch)
+    return F.normalize(features.view(len(classnames), len(templates), -1).mean(dim=1), dim=-1)

@@ -1,0 +1,1 @@
+"""Evaluating checkpoints as they appear, with any number of watchers."""

@@ -1,0 +1,209 @@
+"""Who evaluates what: leases and outcomes as files that are created once and never changed.
+
+Files and not a database, because watchers on several machines share nothing but a file system: SQLite's locks do not
+hold on NFS, and its write-ahead log needs shared memory. What does hold everywhere is that `link` creates a name once.
+So each fact is one small file whose name can be taken only once, written under another name first:
+
+    LEDGER/step-00000500/
+        lease-0001.json    an attempt: who, where, since when
+        lease-0001.beat    rewritten by its owner alone, to show that it lives
+        end-0001.json      the attempt is over, without a result
+        done.json          the outcome; the checkpoint is never evaluated again
+
+The highest lease is the one that counts, unless it has ended or its owner is dead: then the next number may be taken,
+by one watcher only. Dead means that its beat has not changed for `ttl` seconds *of the observer's own clock*: clocks
+of different machines are never compared. An owner that was only asleep writes the same results again, byte for byte,
+and finds `done.json` taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.evaluation.runner.results import write_atomically
+
+DONE = "done.json"
+RELEASED, FAILED = "released", "failed"
+ABANDONED = "abandoned"
+
+
+def create_once(path: Path, text: str) -> bool:
+    """Create a complete file under a name that nobody has taken; False when somebody has. Safe on NFS."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    write_atomically(temporary, text)
+    try:
+        os.link(temporary, path)
+        return True
+    except OSError as error:
+        # The server's answer may be lost although the link was made, and a second request finds the name taken: the
+        # link count knows.
+        if temporary.stat().st_nlink == 2:
+            return True
+        return False if isinstance(error, FileExistsError) else _create_exclusively(path, text)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _create_exclusively(path: Path, text: str) -> bool:
+    """For file systems without hard links: the name is taken at once, its content follows."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return True
+    except FileExistsError:
+        return False
+
+
+@dataclass
+class Lease:
+    """One attempt at one checkpoint, held by this process; its heart beats in a thread until it ends."""
+
+    folder: Path
+    number: int
+    owner: Mapping[str, Any]
+    interval: float
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> Lease:
+        self._beat(0)
+        self._thread = threading.Thread(target=self._live, name=f"heartbeat {self.folder.name}", daemon=True)
+        self._thread.start()
+        return self
+
+    def finish(self, outcome: Mapping[str, Any]) -> bool:
+        """Write the outcome; False when another watcher, having thought this one dead, was first."""
+        self._end_heartbeat()
+        record = {"checkpoint": self.folder.name, **outcome, "attempt": self.number, **self.owner}
+        return create_once(self.folder / DONE, json.dumps(record, indent=1) + "\n")
+
+    def give_up(self, reason: str, *, how: str = FAILED) -> None:
+        """End the attempt without an outcome; `how` = released does not count as one."""
+        self._end_heartbeat()
+        record = {"how": how, "reason": reason, **self.owner}
+        create_once(self.folder / f"end-{self.number:04d}.json", json.dumps(record, indent=1) + "\n")
+
+    def _live(self) -> None:
+        count = 0
+        while not self._stop.wait(self.interval):
+            count += 1
+            try:
+                self._beat(count)
+            except OSError:
+                continue  # a file system that is away for a while is no reason to stop working
+
+    def _beat(self, count: int) -> None:
+        write_atomically(self.folder / f"lease-{self.number:04d}.beat", f"{self.owner['token']} {count}\n")
+
+    def _end_heartbeat(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class Ledger:
+    """The leases and outcomes below `folder`, as one watcher sees them.
+
+    Args: ttl: seconds without a heartbeat after which an owner is taken for dead. attempts: after so many failed or
+    died attempts a checkpoint is abandoned, so that one that kills its watchers does not do so for ever.
+    """
+
+    def __init__(
+        self, folder: Path, *, ttl: float = 180.0, attempts: int = 3, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder, self.ttl, self.attempts = folder, ttl, attempts
+        self._clock = clock
+        self._seen: dict[Path, tuple[str, float]] = {}  # the last beat, and when it was first seen
+        self._first: dict[Path, str] = {}
+
+    def done(self, name: str) -> bool:
+        return (self.folder / name / DONE).exists()
+
+    def claim(self, name: str) -> Lease | None:
+        """A lease on a checkpoint; None when it is done, held by a living watcher, or another one was faster."""
+        folder = self.folder / name
+        if self.done(name):
+            return None
+        number = self._highest(folder)
+        if number and not self._is_over(folder, number):
+            return None
+        spent = number - self._released(folder)
+        if spent >= self.attempts:
+            self._abandon(name, folder, number)
+            return None
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex, "at": _now()}
+        path = folder / f"lease-{number + 1:04d}.json"
+        if not create_once(path, json.dumps(owner, indent=1) + "\n"):
+            return None
+        lease = Lease(folder, number + 1, owner, interval=self.ttl / 6).start()
+        if self.done(name):  # seen only now: directories are cached
+            lease.give_up("it was done already", how=RELEASED)
+            return None
+        return lease
+
+    def in_doubt(self, name: str) -> bool:
+        """Whether somebody holds this checkpoint who was not seen alive yet, nor long enough to be taken for dead."""
+        folder = self.folder / name
+        number = self._highest(folder)
+        if not number or self.done(name) or self._is_over(folder, number):
+            return False
+        beat = folder / f"lease-{number:04d}.beat"
+        return self._first[beat] == _read(beat)
+
+    def _is_over(self, folder: Path, number: int) -> bool:
+        if (folder / f"end-{number:04d}.json").exists():
+            return True
+        beat = folder / f"lease-{number:04d}.beat"
+        value, now = _read(beat), self._clock()
+        self._first.setdefault(beat, value)
+        if beat not in self._seen or self._seen[beat][0] != value:
+            self._seen[beat] = (value, now)
+        return now - self._seen[beat][1] >= self.ttl
+
+    def _abandon(self, name: str, folder: Path, number: int) -> None:
+        reasons = [_read_json(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]
+        outcome = {"checkpoint": name, "outcome": ABANDONED, "attempts": number, "reasons": reasons, "at": _now()}
+        create_once(folder / DONE, json.dumps(outcome, indent=1) + "\n")
+
+    @staticmethod
+    def _highest(folder: Path) -> int:
+        return max((int(path.stem.split("-")[1]) for path in folder.glob("lease-*.json")), default=0)
+
+    @staticmethod
+    def _released(folder: Path) -> int:
+        return sum(_read_json(path).get("how") == RELEASED for path in folder.glob("end-*.json"))
+
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """What became of every checkpoint that is done, by name."""
+        return {path.parent.name: _read_json(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")  # opening, not stat: NFS revalidates a file when it is opened
+    except OSError:
+        return ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(_read(path))
+    except ValueError:
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

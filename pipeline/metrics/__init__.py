@@ -1,0 +1,1 @@
+"""What a run reports: metrics and their sinks, model FLOP utilisation."""

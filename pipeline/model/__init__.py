@@ -1,0 +1,1 @@
+"""open_clip's towers, their architectures, and batch norm in fp32."""

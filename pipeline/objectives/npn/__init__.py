@@ -1,0 +1,1 @@
+"""The normalizer-prediction network (NPN) of NeuCLIP."""

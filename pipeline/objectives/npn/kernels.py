@@ -1,0 +1,255 @@
+"""The passes over memory of a prototypes' update, all that it costs beside its GEMMs, in two makes with one meaning.
+
+`Passes` chains kernels that PyTorch has fused already (softmax, weight normalisation and its backward, AdaGrad), and
+sends pieces that a core's cache can hold through them in turn. `CompiledPasses` lets torch.compile fuse the formulas as
+they stand: fewer passes and kernels, for some seconds of compilation and a compiler on the machine.
+
+Two properties of Inductor 2.12 on a CPU shape its programs. Consecutive loops over a matrix share their loop over rows,
+so that a row stays in a core's nearest cache, but not if the program also computes on vectors of [R] or [m] alone: that
+is left to other programs. And it fails where one loop sums over a row that another writes in place
+(https://github.com/pytorch/pytorch/issues/196570), so a step returns new prototypes.
+
+Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j / |W_j|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.objectives.npn.inner_optimizer import AdaGrad, InnerOptimizer
+from pipeline.objectives.workspace import Workspace
+
+# Elements per thread of a piece that consecutive passes find in a CPU's caches.
+_CPU_PIECE = 2**18
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """Prototypes ready for a GEMM: W, [m, d]; U_j / tau, [m, d]; |W_j|, [m, 1].
+
+    directions: the rows U_j / tau in the precision of the GEMM, maybe a buffer of a workspace, or `weight` itself.
+    scale: what the rows of `directions` have yet to be multiplied by, [m], or None. tau: scalar.
+    """
+
+    weight: Tensor
+    directions: Tensor
+    scale: Tensor | None
+    norms: Tensor
+    tau: Tensor
+
+    def write_to(self, weight_md: Tensor) -> None:
+        """Put W there, unless it was updated there."""
+        if self.weight is not weight_md:
+            weight_md.copy_(self.weight)
+
+
+@dataclass(frozen=True)
+class UnitGradient:
+    """G, dL/dU, [m, d], at these prototypes.
+
+    product: bf16 where it is one GEMM's result in bf16, else in the precision of W; maybe a buffer of a workspace,
+    which the next gradient overwrites.
+    """
+
+    product: Tensor
+    at: Prototypes
+
+    def clone(self) -> UnitGradient:
+        return UnitGradient(self.product.clone(), replace(self.at, norms=self.at.norms.clone()))
+
+    def tangent(self, rows: slice) -> Tensor:
+        """dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j| of these rows: the backward of W / |W|."""
+        weight, norms = self.at.weight[rows], self.at.norms[rows]
+        backward = torch.ops.aten._weight_norm_interface_backward
+        result: Tensor = backward(self.product[rows].to(weight.dtype), weight, torch.ones_like(norms), norms, 0)[0]
+        return result
+
+
+class Passes:
+    """What an update does to [m, d] and [R, m] beside multiplying them, by PyTorch's own fused kernels."""
+
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
+        """These prototypes for GEMMs in `dtype`."""
+        m = weight_md.shape[0]
+        scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
+        norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
+        for rows in pieces(weight_md):
+            direction, norms[rows] = torch._weight_norm_interface(weight_md[rows], gain[rows], 0)
+            scaled[rows] = direction
+        return Prototypes(weight_md, scaled, None, norms, tau)
+
+    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """p_ij = exp(scale_j z_ij - t_i), [R, m]; t_i near the row's largest exponent; s_i = sum_j p_ij.
+
+        Args: z: products with at.directions; may be lost. p is in the precision of these, s and t, [R], in that of W.
+        """
+        # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. The sum is known without further
+        # exponentials: the row's largest softmax is 1 / sum_j exp(z_ij - max_j z_ij).
+        log_sums = []
+        for rows in pieces(z):
+            part = z[rows]
+            wide = part
+            if part.dtype != at.weight.dtype:
+                wide = space.take("piece", tuple(part.shape), like=at.weight).copy_(part)
+            if at.scale is not None:
+                wide.mul_(at.scale)
+            top = wide.amax(1)
+            torch.softmax(wide, 1, out=wide)
+            log_sums.append(top - wide.amax(1).log_())
+            if wide is not part:
+                part.copy_(wide)
+        shift = torch.cat(log_sums)
+        return z.to(at.directions.dtype), shift, torch.ones_like(shift)
+
+    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+        """t and s of `exponentials`, where nobody asks for p."""
+        _, shift, total = self.exponentials(z, at, space)  # softmax beats logsumexp
+        return shift, total
+
+    def descend(
+        self,
+        gradient: UnitGradient,
+        slots: Mapping[str, Tensor],
+        *,
+        optimizer: InnerOptimizer,
+        number: int,
+        space: Workspace,
+    ) -> Prototypes:
+        """The prototypes after the optimizer's step `number` (from 1); whether it was taken in place is left open."""
+        before = gradient.at
+        for rows in pieces(before.weight):
+            parts = {name: slot[rows] for name, slot in slots.items()}
+            optimizer.step(before.weight[rows], gradient.tangent(rows), parts, updates=number)
+        return self.prepare(before.weight, before.tau, dtype=before.directions.dtype, space=space)
+
+    def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        """formula(*arguments), of [R] and [R, d]."""
+        return formula(*arguments)
+
+
+class CompiledPasses(Passes):
+    """The formulas, fused by torch.compile. Optimizers other than AdaGrad take their step as in the base class."""
+
+    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
+        low = _low(weight_md, dtype, space)
+        return _as_they_are(weight_md, low, self.run(_squares, weight_md, low), tau)
+
+    def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        out = space.take("exponentials", tuple(z.shape), like=at.directions)
+        shift, total = self.run(_exponentials, z, at.scale, out, at.weight.dtype)
+        return out, shift, total
+
+    def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
+        shift, total = self.run(_sums, z, at.scale, at.weight.dtype)
+        return shift, total
+
+    def descend(
+        self,
+        gradient: UnitGradient,
+        slots: Mapping[str, Tensor],
+        *,
+        optimizer: InnerOptimizer,
+        number: int,
+        space: Workspace,
+    ) -> Prototypes:
+        if not isinstance(optimizer, AdaGrad):
+            return super().descend(gradient, slots, optimizer=optimizer, number=number, space=space)
+        before, memory = gradient.at, slots["accumulator"]
+        low = _low(before.weight, before.directions.dtype, space)
+        inverse = before.norms.reciprocal()
+        weight_md, squares = self.run(
+            _adagrad, before.weight, gradient.product, inverse, memory, low, optimizer.lr, optimizer.eps
+        )
+        return _as_they_are(weight_md, low, squares, before.tau)
+
+    def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        return _compiled(formula, *arguments)
+
+
+FUSED, COMPILED = Passes(), CompiledPasses()
+
+
+def pieces(matrix: Tensor) -> list[slice]:
+    """Rows of a matrix in pieces that several passes can share: on a CPU small ones, elsewhere all at once."""
+    rows, columns = matrix.shape
+    step = rows if matrix.is_cuda else max(1, _CPU_PIECE * torch.get_num_threads() // columns)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _low(weight_md: Tensor, dtype: torch.dtype, space: Workspace) -> Tensor | None:
+    """Where a copy of the prototypes for GEMMs in another precision goes; None where they need no copy."""
+    if dtype == weight_md.dtype:
+        return None
+    return space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
+
+
+def _as_they_are(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:
+    """Prototypes that leave 1 / (|W_j| tau) to whoever next passes over their product. Args: squares: |W_j|^2."""
+    norms = squares.sqrt()
+    scale = (norms * tau).reciprocal_().squeeze(1)
+    return Prototypes(weight_md, weight_md if low is None else low, scale, norms, tau)
+
+
+def _squares(weight_md: Tensor, low: Tensor | None) -> Tensor:
+    if low is not None:
+        low.copy_(weight_md)
+    return weight_md.square().sum(1, keepdim=True)
+
+
+def _sums(z: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = z.to(dtype) if scale is None else z.to(dtype) * scale
+    shift = wide.amax(1, keepdim=True)
+    return shift.squeeze(1), torch.exp(wide - shift).sum(1)
+
+
+def _exponentials(z: Tensor, scale: Tensor | None, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    wide = z.to(dtype) if scale is None else z.to(dtype) * scale
+    shift = wide.amax(1, keepdim=True)
+    out.copy_(torch.exp(wide - shift))
+    return shift.squeeze(1), out.to(dtype).sum(1)
+
+
+def _adagrad(
+    weight_md: Tensor,
+    product: Tensor,
+    inverse: Tensor,
+    memory: Tensor,
+    low: Tensor | None,
+    lr: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    gradient = product.to(weight_md.dtype)
+    along = (gradient * weight_md).sum(1, keepdim=True) * inverse * inverse
+    tangent = (gradient - along * weight_md) * inverse
+    memory.add_(tangent.square())
+    after = weight_md - lr * tangent / (memory.sqrt() + eps)
+    return after, _squares(after, low)
+
+
+_programs: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:
+    from torch._dynamo.exc import TorchDynamoException
+
+    if formula not in _programs:
+        # Inductor's cache on disk overlooks the threads a program was made for, unless they are an option of it
+        # (https://github.com/pytorch/pytorch/issues/167463): a launcher's OMP_NUM_THREADS=1 would stay for ever.
+        options: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": torch.get_num_threads()}
+        # Without it each rank chooses among kernels by timing them on its GPU, and some sum rows in another order.
+        options["deterministic"] = True
+        _programs[formula] = torch.compile(formula, dynamic=False, options=options)
+    try:
+        return _programs[formula](*arguments)
+    except TorchDynamoException as error:
+        reason = str(error).split("\n\n")[0]
+        raise UserError(
+            f"objective.npn_compile = true, but torch.compile fails on this machine: {reason}. `neuclip doctor` looks "
+            "for a compiler; objective.npn_compile=false does without."
+        ) from error

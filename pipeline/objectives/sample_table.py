@@ -1,0 +1,199 @@
+"""Per-sample state: one row of fp32 numbers for every sample of the dataset, sharded over the ranks by sample id.
+
+Rank k owns the contiguous ids `[k c, (k + 1) c)`, c = ceil(n / K). A lookup is one all-gather of the batch's ids and
+one all-reduce of its rows, O(B) scalars in all; a write needs no communication, because every rank computes the new
+rows of the whole batch and keeps those that it owns. Memory: 4 bytes per column and sample over all ranks together:
+with two columns 8 GB at n = 1 billion, with nine 36 GB, divided by K.
+
+Rows live in host memory by default. There `prefetch` starts the ids' way to the host before the encoders' forward pass,
+and a write is copied to pinned memory at commit and reaches the table before the next lookup: the device never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+
+BLOCK = 2**22
+"""Rows that are read or written at once."""
+Placement = tuple[torch.device, torch.device]
+
+
+def owned_range(dataset_size: int, *, rank: int, size: int) -> tuple[int, int]:
+    """The ids `[start, stop)` that a rank owns; the ranks' ranges cover `[0, n)` without overlap."""
+    share = -(-dataset_size // size)
+    start = min(rank * share, dataset_size)
+    return start, min(start + share, dataset_size)
+
+
+class PerSampleTable:
+    """`columns` (name -> initial value) for each of `dataset_size` samples."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, float],
+        *,
+        dataset_size: int,
+        world: World,
+        device: torch.device,
+        on_host: bool = True,
+    ) -> None:
+        if dataset_size < 1:
+            raise UserError(f"dataset_size = {dataset_size}: methods with per-sample state need the number of samples.")
+        self.columns, self.dataset_size, self.world, self.device = tuple(columns), dataset_size, world, device
+        self.start, self.stop = owned_range(dataset_size, rank=world.rank, size=world.size)
+        self.home = torch.device("cpu") if on_host else device
+        self._pinned = self.home.type == "cpu" and device.type == "cuda"
+        # One row more than owned takes the writes and reads that belong to other ranks: shapes stay static.
+        shape = (self.stop - self.start + 1, len(columns))
+        self.values = torch.empty(shape, dtype=torch.float32, device=self.home)
+        self.values[:] = torch.tensor(list(columns.values()), dtype=torch.float32, device=self.home)
+        self._copies = torch.cuda.Stream(device) if self._pinned else None
+        self._fetching: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+        self._unwritten: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+        self._places: Tensor | None = None
+        self._lock = threading.Lock()
+        self._snapshots: weakref.WeakSet[TableSnapshot] = weakref.WeakSet()
+
+    def prefetch(self, sample_ids: Tensor) -> None:
+        """Gather a coming batch's ids and start their copy to the table's home.
+
+        Args: sample_ids: [b] int64; the next `lookup` must be given this very tensor to profit.
+        """
+        ids = self.world.all_gather(sample_ids.to(self.device, non_blocking=True))
+        self._fetching = (sample_ids, *self._send_home(ids))
+
+    def lookup(self, sample_ids: Tensor) -> Tensor:
+        """The rows of the global batch, [B, columns], the same on every rank. Args: sample_ids: this rank's [b].
+
+        Raises: UserError when an id lies outside [0, n).
+        """
+        if self._fetching is None or self._fetching[0] is not sample_ids:
+            self.prefetch(sample_ids)
+        assert self._fetching is not None
+        _, ids, arrived = self._fetching
+        self._fetching = None
+        if arrived is not None:
+            arrived.synchronize()
+        self._check(ids)
+        self._flush()
+        owned = (ids >= self.start) & (ids < self.stop)
+        self._places = torch.where(owned, ids - self.start, self.values.shape[0] - 1)
+        rows = torch.where(owned[:, None], self.values[self._places], 0.0)
+        rows = rows.pin_memory() if self._pinned else rows
+        return self.world.all_reduce(rows.to(self.device, non_blocking=True))
+
+    def write(self, rows: Tensor) -> None:
+        """New rows [B, columns] for the batch last looked up; where an id occurs twice the later one counts."""
+        assert self._places is not None, "write() follows lookup()"
+        self._flush()
+        self._unwritten = (self._places, *self._send_home(rows.to(torch.float32)))
+
+    def owned(self) -> Tensor:
+        """This rank's rows, `[stop - start, columns]`: a view of the table."""
+        self._flush()
+        return self.values[:-1]
+
+    def snapshot(self) -> TableSnapshot:
+        """The owned rows as they are now, to be read block by block from any thread while training goes on."""
+        self._flush()
+        snapshot = TableSnapshot(self.values, self._lock)
+        self._snapshots.add(snapshot)
+        return snapshot
+
+    def load(self, name: str, read: Callable[[str, int, int], Tensor]) -> None:
+        """Replace the owned rows with `read(name, start, stop)`, piece by piece. Raises: UserError on other columns."""
+        self._unwritten = self._fetching = None
+        if any(not snapshot.finished for snapshot in self._snapshots):
+            raise RuntimeError("rows are being saved: wait for the checkpoint before loading another")
+        for start in range(self.start, self.stop, BLOCK):
+            stop = min(start + BLOCK, self.stop)
+            rows = read(name, start, stop)
+            if tuple(rows.shape) != (stop - start, len(self.columns)):
+                raise UserError(
+                    f"The saved {name} gave {tuple(rows.shape)} for {stop - start} samples, but this method keeps "
+                    f"{len(self.columns)} columns ({', '.join(self.columns)}). Resume with the method and the "
+                    "dataset that the checkpoint was written with."
+                )
+            self.values[start - self.start : stop - self.start] = rows.to(self.values)
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.device.type != "cpu":
+            return  # there the loader's ids are trusted: a check would wait for the device
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= self.dataset_size:
+            raise UserError(
+                f"Sample ids from {lowest} to {highest} do not fit a dataset of {self.dataset_size} samples: ids must "
+                "lie in [0, n), n being the size in the manifest."
+            )
+
+    def _send_home(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy where the table lives, and the event after which it has arrived."""
+        if self._copies is None:
+            return tensor.to(self.home), None
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            home.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._copies)
+            return home, self._copies.record_event()
+
+    def _flush(self) -> None:
+        """Let the last write reach the table."""
+        if self._unwritten is None:
+            return
+        places, rows, arrived = self._unwritten
+        self._unwritten = None
+        if arrived is not None:
+            arrived.synchronize()
+        order = places.argsort(stable=True)
+        places, rows = places[order], rows[order]
+        last = torch.ones_like(places, dtype=torch.bool)
+        last[:-1] = places[1:] != places[:-1]
+        with self._lock:
+            for snapshot in self._snapshots:
+                snapshot.keep(places)
+            self.values[torch.where(last, places, self.values.shape[0] - 1)] = rows
+
+
+class TableSnapshot:
+    """A table's rows at one moment, without a second table: a row that is about to change is set aside before.
+
+    Iterating gives the rows in blocks, as copies on the host, once. Memory: one block, and the rows that training
+    writes meanwhile.
+    """
+
+    def __init__(self, values: Tensor, lock: threading.Lock, *, block: int = BLOCK) -> None:
+        self._values, self._lock, self._block = values, lock, block
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._next = 0  # rows before this one have been read
+        self.finished = False
+
+    def keep(self, places: Tensor) -> None:
+        """These rows of the table are about to change; the caller holds the lock."""
+        if not self.finished:
+            ahead = places[(places >= self._next) & (places < len(self._values) - 1)]
+            self._kept.append((ahead, self._values[ahead]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        try:
+            for start in range(0, len(self._values) - 1, self._block):
+                stop = min(start + self._block, len(self._values) - 1)
+                with self._lock:
+                    rows = self._values[start:stop].to("cpu", copy=True)
+                    self._next, kept = stop, list(self._kept)
+                for places, before in reversed(kept):  # of several changes of a row, the first one's counts
+                    here = (places >= start) & (places < stop)
+                    rows[(places[here] - start).cpu()] = before[here].cpu()
+                yield rows
+        finally:
+            with self._lock:
+                self.finished = True
+                self._kept.clear()

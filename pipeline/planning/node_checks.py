@@ -1,0 +1,272 @@
+"""Whether this node can train: versions, GPUs, collectives, disk, shared memory, compiler, data; and what to mend.
+
+Every check is a function that returns findings and never raises. "broken" means that a run here would fail; "note"
+that it may be slow or differ from what was tested.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import UserError
+
+GIB = 2**30
+PACKAGE = "neuclip"
+ROUND_TRIP_SECONDS = 180
+READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
+
+
+@dataclass(frozen=True)
+class NodeFinding:
+    """One thing looked at: what was found, and for "note" and "broken" what to do about it."""
+
+    subject: str
+    status: Literal["good", "note", "broken"]
+    found: str
+    remedy: str = ""
+
+
+def check_packages(constraints: Path | None) -> list[NodeFinding]:
+    """Python and this project's requirements (broken when absent or out of range), and the tested versions (notes)."""
+    from packaging.requirements import Requirement
+
+    wrong, seen = [], 0
+    for text in metadata.requires(PACKAGE) or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        seen += 1
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version or 'absent'} (needs {requirement.specifier or 'any'})")
+    findings = [
+        NodeFinding("python", "good", sys.version.split()[0]),
+        NodeFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
+        if wrong
+        else NodeFinding("packages", "good", f"all {seen} requirements are met"),
+    ]
+    if constraints is not None:
+        findings.append(_against(constraints))
+    return findings
+
+
+def _against(constraints: Path) -> NodeFinding:
+    """Installed versions beside the tested ones; packages that are not installed do not count."""
+    pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    installed = {name: (_version(name), version) for name, version in pinned}
+    other = [
+        f"{name} {have} (tested {tested})" for name, (have, tested) in installed.items() if have not in (None, tested)
+    ]
+    if not other:
+        return NodeFinding("versions", "good", f"as in {constraints.name}")
+    shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
+    return NodeFinding(
+        "versions", "note", f"{len(other)} differ from the tested ones: {shown}", "pip install -e . -c constraints.txt"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_gpus() -> list[NodeFinding]:
+    """GPUs that torch sees, and whether somebody else is on them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+            return [
+                NodeFinding(
+                    "GPUs",
+                    "broken",
+                    f"a driver is here, but torch {torch.__version__} sees no GPU",
+                    "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)",
+                )
+            ]
+        return [NodeFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        with torch.cuda.device(index):
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if not bf16:
+            findings.append(NodeFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32"))
+        elif free < 0.9 * total:
+            findings.append(NodeFinding(f"GPU {index}", "note", text, "other processes hold memory: see nvidia-smi"))
+        else:
+            findings.append(NodeFinding(f"GPU {index}", "good", text))
+    return findings
+
+
+def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFinding:
+    """Two or more real processes exchange numbers: gloo on the CPU, NCCL on GPUs."""
+    backend = "NCCL" if device == "cuda" else "gloo"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        "-m",
+        "pipeline.distributed.collective_check",
+        device,
+    ]
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in launcher}
+    environment["OMP_NUM_THREADS"] = "1"
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ROUND_TRIP_SECONDS,
+            cwd=Path(__file__).parents[2],
+        )
+    except subprocess.TimeoutExpired:
+        return NodeFinding(
+            backend,
+            "broken",
+            f"{ranks} processes did not meet within {ROUND_TRIP_SECONDS} s",
+            f"{_network_hint(backend)}",
+        )
+    told = re.search(r"round trip: (.*)", done.stdout)
+    if done.returncode or told is None:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return NodeFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
+    return NodeFinding(backend, "good", told[1])
+
+
+def _network_hint(backend: str) -> str:
+    if backend == "NCCL":
+        return "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
+    return "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
+
+
+def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
+    """Space and write speed where runs go: a file is written, flushed to the disk and removed again."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free / GIB
+    space = NodeFinding("disk space", "good", f"{free:.1f} GiB free at {existing}")
+    if free < needed_gib:
+        space = NodeFinding(
+            "disk space",
+            "broken",
+            f"{free:.1f} GiB free at {existing}, {needed_gib:g} are needed",
+            "free some, or choose another output; checkpoint.keep_last bounds what a run keeps",
+        )
+    probe = existing / f".neuclip-doctor-{uuid.uuid4().hex}"
+    block = os.urandom(2**20)
+    size = int(min(64, max(1, free * 1024 // 4)))
+    try:
+        start = time.perf_counter()
+        with probe.open("wb") as file:
+            for _ in range(size):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        speed = size / (time.perf_counter() - start)
+    except OSError as error:
+        return [
+            space,
+            NodeFinding(
+                "disk writing",
+                "broken",
+                f"{existing} cannot be written: {error.strerror}",
+                "choose an output folder that this user may write to",
+            ),
+        ]
+    finally:
+        probe.unlink(missing_ok=True)
+    if speed < 50:
+        slow = NodeFinding(
+            "disk writing", "note", f"{speed:.0f} MiB/s at {existing}", "checkpoints will be slow: a local disk helps"
+        )
+        return [space, slow]
+    return [space, NodeFinding("disk writing", "good", f"{speed:.0f} MiB/s at {existing}")]
+
+
+def check_memory(shm: Path = Path("/dev/shm")) -> list[NodeFinding]:
+    """Shared memory, through which workers hand over their batches, and the limit of open files."""
+    findings = []
+    if shm.is_dir():
+        stat = os.statvfs(shm)
+        size, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
+        text, remedy = f"{free:.2f} of {size:.2f} GiB free", "start the container with --shm-size=16g or --ipc=host"
+        status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
+        findings.append(NodeFinding("shared memory", status, text, "" if status == "good" else remedy))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        findings.append(NodeFinding("open files", "note", f"at most {soft}", f"ulimit -n {min(4096, hard)}"))
+    else:
+        findings.append(NodeFinding("open files", "good", f"at most {soft}"))
+    return findings
+
+
+def check_compiler() -> NodeFinding:
+    """ninja and a C++ compiler, for DeepSpeed's compiled operations and torch.compile; nothing else needs them."""
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    ninja = shutil.which("ninja") or (_version("ninja") and "the ninja package")
+    missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
+    if missing:
+        return NodeFinding(
+            "compiler",
+            "note",
+            f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops",
+            "apt-get install g++; pip install ninja",
+        )
+    return NodeFinding("compiler", "good", f"{compiler}, {ninja}")
+
+
+def check_data(manifest: str) -> list[NodeFinding]:
+    """Opens and reads the first shards for a few seconds: access, and an upper bound of samples per second."""
+    from pipeline.data.shards.manifest_format import load_manifest
+    from pipeline.data.shards.storage import open_shard
+
+    try:
+        loaded = load_manifest(manifest)
+    except UserError as error:
+        return [NodeFinding("data", "broken", str(error), "name the folder of a manifest")]
+    count, start = 0, time.perf_counter()
+    for shard in loaded.shards:
+        url = loaded.url(shard)
+        try:
+            with open_shard(url) as file:
+                while data := file.read(2**20):
+                    count += len(data)
+                    if time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT:
+                        break
+        except OSError as error:
+            return [
+                NodeFinding(
+                    "data", "broken", f"{url} cannot be read: {error}", "check mounts, credentials and the manifest"
+                )
+            ]
+        if time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT:
+            break
+    speed = count / (time.perf_counter() - start)
+    per_sample = sum(s.bytes for s in loaded.shards) / loaded.n
+    rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
+    return [NodeFinding("data", "good", f"{loaded.n:,} samples; one reader gets {rate} (what is cached counts)")]
+
+
+def broken(findings: Iterable[NodeFinding]) -> bool:
+    return any(finding.status == "broken" for finding in findings)

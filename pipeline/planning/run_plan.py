@@ -1,0 +1,139 @@
+"""The plan of one recipe: its model on the meta device, its objective's state, its data as far as it is there."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from pipeline.data.order.data_costs import DataPlan, plan_data
+from pipeline.data.order.streams import make_layout
+from pipeline.engine.deepspeed_engine import deepspeed_settings
+from pipeline.errors import UserError
+from pipeline.model.costs import (
+    BUCKET,
+    Cost,
+    EngineMemory,
+    ObjectiveMemory,
+    TowerCosts,
+    activation_bytes,
+    engine_memory,
+    measure_towers,
+    objective_memory,
+    run_cost,
+)
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.objectives import build_objective
+from pipeline.training.recipe import RunConfig, check_run
+
+PROBE_SAMPLES = 1000
+"""Dataset size of the objective that is built to learn how large its rows are."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All estimates of a run on `gpus` GPUs. engine: memory by ZeRO stage; stage: the recipe's.
+
+    data: None as long as the manifest is not there, with the reason in `data_missing`.
+    """
+
+    gpus: int
+    local_batch: int
+    micro_batch: int
+    bf16: bool
+    stage: int
+    towers: TowerCosts
+    engine: dict[int, EngineMemory]
+    activations: int
+    objective: ObjectiveMemory
+    rows_on_host: bool
+    cost: Cost
+    dataset_size: int
+    data: DataPlan | None
+    data_missing: str
+
+    def gpu_bytes(self, stage: int) -> int:
+        """Everything that is counted, on one GPU."""
+        rows = 0 if self.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
+        return self.engine[stage].total + self.activations + self.objective.replicated + rows
+
+
+def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
+    """Plan a recipe on a number of GPUs, without touching one.
+
+    Raises: UserError when recipe, GPUs and data do not fit together, or the size of the data is not known.
+    """
+    check_run(run, world_size=gpus)
+    towers, dim, image_size = _towers(run.model)
+    data, missing = _data(run, gpus=gpus, image_size=image_size)
+    dataset_size = data.layout.samples if data else run.plan.dataset_size
+    assert dataset_size is not None
+    make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus,
+                workers=run.data.workers)  # fmt: skip
+    settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=gpus)
+    zero = settings.get("zero_optimization", {})
+    bf16 = any(settings.get(key, {}).get("enabled", False) for key in ("bf16", "torch_autocast"))
+    local = run.batch_size // gpus
+    micro = min(run.engine.micro_batch or local, local)
+    again = int(micro < local) + int(run.model.grad_checkpointing)
+    bucket = int(zero.get("reduce_bucket_size", BUCKET))
+    objective = _objective(run, dim=dim, dataset_size=dataset_size)
+    return RunPlan(
+        gpus=gpus,
+        local_batch=local,
+        micro_batch=micro,
+        bf16=bf16,
+        stage=int(zero.get("stage", 0)),
+        towers=towers,
+        engine={
+            stage: engine_memory(towers.parameters, stage=stage, bf16=bf16, ranks=gpus, bucket=bucket)
+            for stage in range(4)
+        },
+        activations=activation_bytes(towers, micro_batch=micro, bf16=bf16),
+        objective=objective,
+        rows_on_host=getattr(run.objective, "table_on", "host") == "host",
+        cost=run_cost(
+            towers,
+            steps=run.total_steps,
+            batch_size=run.batch_size,
+            dataset_size=dataset_size,
+            again=again,
+            assume=run.plan,
+        ),
+        dataset_size=dataset_size,
+        data=data,
+        data_missing=missing,
+    )
+
+
+@functools.cache
+def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
+    """Costs, feature dimension and image size of an architecture."""
+    towers, architecture = build_towers(replace(model, pretrained=None), seed=0, device="meta")
+    length = int(architecture.model_cfg["text_cfg"].get("context_length", 77))
+    costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
+    return costs, architecture.dim, architecture.image_size
+
+
+def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemory:
+    """Rows are counted on a small dataset: a billion of them would need their memory here and now."""
+    objective = build_objective(
+        run.objective,
+        dim=dim,
+        batch_size=run.batch_size,
+        dataset_size=dataset_size,
+        table_rows=PROBE_SAMPLES,
+        steps_per_epoch=dataset_size // run.batch_size,
+        total_steps=run.total_steps,
+    )
+    return objective_memory(objective.state_dict(), objective.row_state_dict())
+
+
+def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
+    """The data's plan, or why there is none yet and the recipe's expectation has to do."""
+    try:
+        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
+    except UserError as error:
+        if run.plan.dataset_size is None:
+            raise UserError(f"{error} To plan without the data, say plan.dataset_size=SAMPLES.") from error
+        return None, str(error)
+    return data, ""

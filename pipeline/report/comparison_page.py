@@ -1,0 +1,174 @@
+"""The comparison of several runs as a page, markdown, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.report.bootstrap import Difference
+from pipeline.report.charts import WIDE, Chart
+from pipeline.report.comparison import Comparison, compare, groups_of, mean_score
+from pipeline.report.figures import SERIES, Interval, Line, interval_chart, line_chart, short
+from pipeline.report.headlines import tail_mean
+from pipeline.report.run_data import Run
+from pipeline.report.run_page import render, write
+
+
+def write_comparison(runs: Sequence[Run], output: Path) -> Path:
+    """Write `comparison.html`, `.md`, `.csv` and `.tex` into `output`. Returns: the page."""
+    comparison = compare(runs)
+    context = {
+        "c": comparison,
+        "title": " · ".join(comparison.labels),
+        "summary": _summary(comparison),
+        "curves": _performance_curves(comparison),
+        "differences": _difference_charts(comparison),
+        "training": _training_curves(comparison),
+        "percent": percent,
+        "change": change,
+        "colours": SERIES,
+    }
+    write(output / "comparison.csv", to_csv(comparison))
+    write(output / "comparison.tex", to_latex(comparison))
+    write(output / "comparison.md", render("comparison.md", context))
+    return write(output / "comparison.html", render("comparison.html", context))
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def change(value: Difference | None) -> str:
+    """`+1.23 [+0.10, +2.31]` in points; the brackets are the 95% confidence interval."""
+    if value is None:
+        return ""
+    text = f"{100 * value.value:+.2f}"
+    if value.interval is None:
+        return text
+    return f"{text} [{100 * value.interval[0]:+.2f}, {100 * value.interval[1]:+.2f}]"
+
+
+def to_csv(comparison: Comparison) -> str:
+    """One line per task and run: values are shares, not percent; empty where there is none."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["kind", "task", "run", "score", "difference", "ci_low", "ci_high", "chance"])
+    for kind, rows in (("aggregate", comparison.aggregates), ("task", comparison.tasks)):
+        for row in rows:
+            for label, score, delta in zip(comparison.labels, row.scores, row.differences, strict=True):
+                low, high = delta.interval if delta and delta.interval else (None, None)
+                values = [score, delta.value if delta else None, low, high, row.chance]
+                writer.writerow([kind, row.name, label, *("" if v is None else repr(v) for v in values)])
+    return buffer.getvalue()
+
+
+def to_latex(comparison: Comparison) -> str:
+    """The papers' table: methods by aggregates, in percent, mean and standard deviation over seeds; best in bold."""
+    columns = [row.name for row in comparison.aggregates]
+    best = []
+    for k in range(len(columns)):
+        means = [method.values[k][0] for method in comparison.methods if method.values[k] is not None]  # type: ignore[index]
+        best.append(max(means, default=None))
+    lines = [
+        "% Needs the package booktabs.",
+        rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
+        r"\toprule",
+        " & ".join(["Method", *map(_escape, columns)]) + r" \\",
+        r"\midrule",
+    ]
+    for method in comparison.methods:
+        cells = [_latex_cell(value, best[k]) for k, value in enumerate(method.values)]
+        lines.append(" & ".join([_escape(method.name), *cells]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_cell(value: tuple[float, float | None] | None, best: float | None) -> str:
+    if value is None:
+        return "--"
+    mean, spread = value
+    text = f"{100 * mean:.2f}"
+    text = rf"\textbf{{{text}}}" if mean == best else text
+    return text if spread is None else rf"{text} $\pm$ {100 * spread:.2f}"
+
+
+def _escape(text: str) -> str:
+    for character in "&%_#":
+        text = text.replace(character, f"\\{character}")
+    return text
+
+
+def _summary(comparison: Comparison) -> list[dict[str, Any]]:
+    rows = []
+    for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+        _, speed = run.curve("samples_per_second")
+        gap = tail_mean(run, "normalizer_gap")
+        rows.append(
+            {
+                "label": label,
+                "colour": colour,
+                "method": run.setting("objective.name", "–"),
+                "arch": run.setting("model.arch", "–"),
+                "batch": run.setting("batch_size", "–"),
+                "seed": run.setting("seed", "–"),
+                "samples": short(run.rows[-1]["samples"]) if run.rows else "–",
+                "speed": short(float(np.median(speed))) if len(speed) else "–",
+                "gap": f"{gap:.3f}" if gap is not None else "–",
+            }
+        )
+    return rows
+
+
+def _colours(comparison: Comparison) -> list[str]:
+    return [SERIES[k % len(SERIES)] for k in range(len(comparison.runs))]
+
+
+def _performance_curves(comparison: Comparison) -> list[Chart]:
+    """Every aggregate over samples seen, one curve per run."""
+    made = []
+    for name, keys in groups_of([run.latest for run in comparison.runs]).items():
+        lines = []
+        for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+            found = [(e.samples, mean_score(e, keys)) for e in run.evaluations if e.samples is not None]
+            points = np.array([p for p in found if p[1] is not None], dtype=np.float64).reshape(-1, 2)
+            if len(points):
+                lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
+        if lines:
+            made.append(Chart(name, line_chart(lines, percent=True, size=WIDE)))
+    return made
+
+
+def _difference_charts(comparison: Comparison) -> list[Chart]:
+    """Per run, how far every task lies from the first run."""
+    made = []
+    for k, label in enumerate(comparison.labels[1:], 1):
+        deltas = [(row.name, row.differences[k]) for row in comparison.tasks]
+        rows = [Interval(name, delta.value, delta.interval) for name, delta in deltas if delta is not None]
+        if rows:
+            rows.sort(key=lambda row: -row.value)
+            made.append(Chart(f"{label} against {comparison.labels[0]}, points", interval_chart(rows)))
+    return made
+
+
+def _training_curves(comparison: Comparison) -> list[Chart]:
+    made = []
+    wanted = {
+        "normalizer_gap": "Normalizer gap, in use",
+        "normalizer_gap_cold": "Normalizer gap, cold",
+        "tau": "Temperature τ",
+        "loss": "Loss (objectives differ)",
+        "samples_per_second": "Throughput, samples/s",
+    }
+    for key, title in wanted.items():
+        lines = []
+        for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
+            x, y = run.curve(key)
+            if len(x):
+                lines.append(Line(x, y, label=label, colour=colour, smooth=True))
+        if lines:
+            made.append(Chart(title, line_chart(lines)))
+    return made

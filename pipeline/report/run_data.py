@@ -1,0 +1,188 @@
+"""Reading a run's folder: whatever is there, and in plain words what is not. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pipeline.data.shards.manifest_format import Manifest, load_manifest
+from pipeline.errors import UserError
+from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    config: the resolved configuration, {} when missing. rows: the training lines of metrics.jsonl in the order of
+    their steps, one per step (a resumed run writes some steps again; the last line counts). events: the other lines
+    that carry a message. stages: seconds by name. manifests: of the sources of the data. evaluations: by samples seen.
+    notes: what is missing or damaged.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    events: tuple[Row, ...] = ()
+    stages: Mapping[str, float] = field(default_factory=dict)
+    manifests: tuple[Manifest, ...] = ()
+    evaluations: tuple[StoredEvaluation, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def failures(self) -> Counter[str]:
+        """URLs that gave no sample, by reason, over all sources."""
+        return sum((Counter(m.failures) for m in self.manifests), Counter())
+
+    @property
+    def latest(self) -> StoredEvaluation | None:
+        """The evaluation of the checkpoint that has seen most samples."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A value of the configuration by dotted key."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Samples seen and a scalar, of the training lines that have it as a finite number."""
+        pairs = [(row["samples"], row[key]) for row in self.rows if _is_finite(row.get(key))]
+        points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+        return points[:, 0], points[:, 1]
+
+    def scalars(self) -> list[str]:
+        """The names of all numbers in the training lines, in order of appearance."""
+        names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _is_finite(value))
+        return [name for name in names if name not in ("step", "samples", "time", "epoch")]
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run. Raises: UserError when the folder is not there or holds nothing of a run."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"There is no run at {folder}: give the folder that `neuclip train` or `neuclip demo` wrote.")
+    known = ("config.yaml", "metrics.jsonl", "stages.json", "evaluation")
+    if not any((folder / name).exists() for name in known):
+        raise UserError(f"{folder} is not a run's folder: it holds none of {', '.join(known)}.")
+    notes: list[str] = []
+    config = _read_config(folder / "config.yaml", notes)
+    rows, events = _read_metrics(folder / "metrics.jsonl", notes)
+    run = Run(
+        folder=folder,
+        config=config,
+        rows=tuple(rows),
+        events=tuple(events),
+        stages=_read_stages(folder / "stages.json", notes),
+        manifests=_read_manifests(folder, config, notes),
+        evaluations=read_evaluations(folder / "evaluation", samples_at(rows, config), notes),
+    )
+    return Run(**{**vars(run), "notes": tuple(notes)})
+
+
+def samples_at(rows: list[Row], config: Mapping[str, Any]) -> Any:
+    """A function from a step to the samples seen by then, None when nothing tells."""
+    seen = {row["step"]: row["samples"] for row in rows}
+    per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None
+
+    def samples(step: int | None) -> int | None:
+        if step is None:
+            return None
+        if step in seen:
+            return int(seen[step])
+        return round(step * per_step) if per_step else None
+
+    return samples
+
+
+def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        notes.append(f"No configuration: {_reason(error, path)}.")
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        notes.append(f"No training metrics: {_reason(error, path)}.")
+        return [], []
+    train: dict[int, Row] = {}
+    events, damaged = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+            if row["kind"] == "train":
+                train[int(row["step"])] = {**row, "samples": int(row["samples"])}
+            elif "message" in row:
+                events.append(row)
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    if damaged:
+        notes.append(f"{damaged} of {len(lines)} lines of {path.name} could not be read and are left out.")
+    return [train[step] for step in sorted(train)], events
+
+
+def _read_stages(path: Path, notes: list[str]) -> dict[str, float]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): float(seconds) for name, seconds in tree.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        notes.append(f"No timings of the stages: {_reason(error, path)}.")
+        return {}
+
+
+def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -> tuple[Manifest, ...]:
+    data = config.get("data")
+    sources = data.get("sources") if isinstance(data, Mapping) else None
+    if not sources:
+        notes.append("No ingestion figures: the configuration names no data (data.sources).")
+        return ()
+    found = []
+    for source in [sources] if isinstance(sources, str) else sources:
+        given = str(source["manifest"]) if isinstance(source, Mapping) else str(source)
+        places = [Path(given), _started_in(folder, config) / given, folder / given]
+        try:
+            found.append(load_manifest(next((place for place in places if place.exists()), places[0])))
+        except UserError as error:
+            notes.append(f"No ingestion figures of {given}: {error}")
+    return tuple(found)
+
+
+def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The folder that relative paths of the configuration start from: the run's own place without its `output`."""
+    output = Path(str(config.get("output", folder.name)))
+    parts = folder.resolve().parts
+    if not output.is_absolute() and parts[-len(output.parts) :] == output.parts:
+        return Path(*parts[: -len(output.parts)])
+    return folder.parent
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def _reason(error: Exception, path: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path.name} is not there"
+    return re.sub(r"\s+", " ", f"{path.name} cannot be read ({error})")

@@ -1,0 +1,137 @@
+"""The report of one run as a self-contained HTML page and as markdown."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.report import charts
+from pipeline.report.headlines import flat, score_rows, tiles
+from pipeline.report.run_data import Run
+from pipeline.report.stored_scores import Example
+
+HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
+
+
+def write_page(run: Run, output: Path) -> Path:
+    """Write `report.html` and `report.md` into `output`. Returns: the page."""
+    context = _context(run)
+    write(output / MARKDOWN_NAME, render("run.md", context))
+    return write(output / HTML_NAME, render("run.html", context))
+
+
+def render(template: str, context: Mapping[str, Any]) -> str:
+    """Fill in a template of this folder; what stands for something in HTML or in a table of markdown is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: bool(name and name.endswith(".html")),
+        finalize=in_markdown if template.endswith(".md") else None,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(context)
+
+
+def in_markdown(value: Any) -> Any:
+    """Text as it stands in a cell of a table."""
+    return value.replace("|", "\\|").replace("<", "&lt;") if isinstance(value, str) else value
+
+
+def write(path: Path, text: str) -> Path:
+    """Replace a file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _context(run: Run) -> dict[str, Any]:
+    latest = run.latest
+    zero_shot = latest.of("classification") if latest else []
+    retrieval = latest.of("retrieval") if latest else []
+    return {
+        "run": run,
+        "title": run.name,
+        "subtitle": " · ".join(_subtitle(run)),
+        "tiles": tiles(run),
+        "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
+        "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
+        "progress": charts.progress_chart(run),
+        "score_rows": score_rows(run),
+        "examples": [_embedded(example) for example in latest.examples] if latest else [],
+        "training_charts": charts.training_charts(run),
+        "constants": charts.constants(run),
+        "failure_chart": charts.failure_chart(run),
+        "stage_chart": charts.stage_chart(run),
+        "data_facts": _data_facts(run),
+        "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
+        "provenance": _provenance(run),
+        "settings": flat(run.config),
+        "duration": charts.duration,
+    }
+
+
+def _subtitle(run: Run) -> Iterable[str]:
+    for key, text in (("objective.name", "{}"), ("model.arch", "{}"), ("engine.deepspeed", "{}")):
+        value = run.setting(key)
+        if value is not None:
+            yield text.format(value)
+    if run.setting("batch_size") is not None:
+        yield f"global batch {run.setting('batch_size')}"
+    if run.latest is not None:
+        yield f"evaluated at {run.latest.checkpoint}"
+
+
+def _data_facts(run: Run) -> list[tuple[str, str]]:
+    """The figures of every source of the data."""
+    rows = []
+    for manifest in run.manifests:
+        size = sum(shard.bytes for shard in manifest.shards)
+        rows += [
+            ("shards of", str(manifest.root)),
+            ("URLs tried", f"{manifest.attempted:,}"),
+            ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f} %)"),
+            ("shards", f"{len(manifest.shards):,}, {size / 1e6:,.1f} MB"),
+            ("digest", manifest.digest[:16]),
+        ]
+    return rows
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    """What the latest scores were computed with, where all tasks agree on it."""
+    if run.latest is None or not run.latest.scores:
+        return []
+    inputs = [score.inputs for score in run.latest.scores]
+    found = [("checkpoint", run.latest.checkpoint)]
+    for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code", "python"):
+        values = {str(one[key])[:40] for one in inputs if key in one}
+        if values:
+            found.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
+    packages = inputs[0].get("packages", {})
+    return [*found, *((name, version) for name, version in packages.items())]
+
+
+def _embedded(example: Example) -> dict[str, Any]:
+    """An example with its images as data URIs; the own image is added where it is not among the best."""
+    found = any(image.right for image in example.images)
+    return {
+        "caption": example.caption,
+        "rank": example.rank + 1,
+        "images": [{"src": _data_uri(i.file), "right": i.right, "score": i.score} for i in example.images],
+        "own": None if found else _data_uri(example.own),
+    }
+
+
+def _data_uri(path: Path) -> str | None:
+    """None where the thumbnail is not there: the page then shows an empty frame."""
+    try:
+        return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    except OSError:
+        return None

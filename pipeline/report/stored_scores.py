@@ -1,0 +1,170 @@
+"""Reading RUN/evaluation/<checkpoint>/: one score per task, per-sample outcomes, and retrieval examples."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.task_score import TaskScore
+
+SUMMARY, TIMINGS = "summary.json", "timings.json"
+NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
+
+
+@dataclass(frozen=True)
+class Score(TaskScore):
+    """One task's result, read from `path`. inputs: what it was computed with."""
+
+    inputs: Mapping[str, Any]
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """The short name: without the suite's prefix when the task has no name of its own."""
+        return self.task.rpartition("/")[2] if self.name == self.task else self.name
+
+    @property
+    def times_chance(self) -> float | None:
+        return self.score / self.chance if self.chance else None
+
+    def outcomes(self) -> dict[str, np.ndarray] | None:
+        """Per-sample outcomes, from which every metric can be computed again; None when they were not kept."""
+        path = self.path.with_suffix(".outcomes.npz")
+        if not path.is_file():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """An image that a caption found. right: it is the caption's own."""
+
+    file: Path
+    score: float | None
+    right: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A caption, the rank of its own image (0 is first), the best images, and its own image."""
+
+    caption: str
+    rank: int
+    images: tuple[Retrieved, ...]
+    own: Path
+
+
+@dataclass(frozen=True)
+class StoredEvaluation:
+    """All results of one checkpoint; failures: what went wrong, by task."""
+
+    checkpoint: str
+    step: int | None
+    samples: int | None
+    scores: tuple[Score, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    aggregates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    examples: tuple[Example, ...] = ()
+
+    def score(self, task: str) -> Score | None:
+        return next((score for score in self.scores if score.task == task), None)
+
+    def of(self, protocol: str) -> list[Score]:
+        return [score for score in self.scores if score.protocol == protocol]
+
+
+def read_evaluations(
+    folder: Path, samples_at: Callable[[int | None], int | None], notes: list[str]
+) -> tuple[StoredEvaluation, ...]:
+    """Every evaluated checkpoint, in the order of samples seen; the last number in its name is its step."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir():
+            continue
+        numbers = re.findall(r"\d+", path.name)
+        step = int(numbers[-1]) if numbers else None
+        evaluation = _read_checkpoint(path, step, samples_at(step), notes)
+        if evaluation.scores or evaluation.failures:
+            found.append(evaluation)
+    if not found:
+        notes.append("No scores: no checkpoint has been evaluated.")
+    return tuple(sorted(found, key=lambda e: (e.samples is None, e.samples or 0, e.step or 0, e.checkpoint)))
+
+
+def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
+    scores, summary = [], _read_json(folder / SUMMARY)
+    weights = summary.get("checkpoint")
+    for path in sorted(folder.glob("*.json")):
+        if path.name in (SUMMARY, TIMINGS):
+            continue
+        tree = _read_json(path)
+        if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
+            notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is left out.")
+        elif all(key in tree for key in NEEDED):
+            scores.append(_score(tree, path))
+        else:
+            notes.append(f"{folder.name}/{path.name} is not a task's result and is left out.")
+    table = {key: position for position, key in enumerate(TASKS)}
+    scores.sort(key=lambda score: table.get(score.task, len(table)))
+    return StoredEvaluation(
+        checkpoint=folder.name,
+        step=step,
+        samples=samples,
+        scores=tuple(scores),
+        failures=summary.get("failures", {}),
+        aggregates=summary.get("aggregates", {}),
+        timings=_read_json(folder / TIMINGS).get("tasks", {}),
+        examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
+    )
+
+
+def _score(tree: Mapping[str, Any], path: Path) -> Score:
+    return Score(
+        task=tree["task"],
+        name=tree.get("name", tree["task"]),
+        protocol=tree["protocol"],
+        main_metric=tree["main_metric"],
+        score=float(tree["score"]),
+        metrics=tree["metrics"],
+        chance=tree.get("chance"),
+        samples=int(tree["samples"]),
+        inputs=tree.get("inputs", {}),
+        path=path,
+    )
+
+
+def _examples(folder: Path, notes: list[str]) -> list[Example]:
+    try:
+        entries = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+        return [
+            Example(
+                caption=entry["caption"],
+                rank=int(entry["rank"]),
+                images=tuple(
+                    Retrieved(folder / image["file"], image.get("score"), bool(image["right"]))
+                    for image in entry["images"]
+                ),
+                own=folder / f"{entry['right']}.jpg",
+            )
+            for entry in entries
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notes.append(f"The retrieval examples in {folder.name} cannot be read ({error!r}).")
+        return []
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}

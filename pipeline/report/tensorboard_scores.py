@@ -1,0 +1,31 @@
+"""Scores of a run's checkpoints as TensorBoard scalars, beside those that training wrote."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pipeline.report.run_data import Run
+
+FOLDER = Path("tensorboard") / "evaluation"
+
+
+def write_scores(run: Run) -> Path:
+    """Write every score and complete aggregate at the checkpoint's step; what was written before is replaced.
+
+    Returns: the folder, a sub-run of RUN/tensorboard.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.folder / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+        for evaluation in run.evaluations:
+            if evaluation.step is None:
+                continue
+            for score in evaluation.scores:
+                writer.add_scalar(f"evaluation/{score.task}", score.score, evaluation.step)
+            for name, value in evaluation.aggregates.items():
+                if value.get("complete"):
+                    writer.add_scalar(f"aggregate/{name}", value["score"], evaluation.step)
+    return folder

@@ -1,0 +1,1 @@
+"""One training run: recipe, run folder, step, loop."""

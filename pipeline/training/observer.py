@@ -1,0 +1,131 @@
+"""A closer look at a run, at intervals and on request: pictures, distributions and profiles. Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+from pipeline.metrics.logger import Telemetry, TelemetryConfig
+from pipeline.training.step import StepResult
+
+CELL, LINES, COLUMNS = 160, 3, 4
+"""Pixels of a picture in the grid, lines of caption below it, pictures in a row."""
+
+
+class Observer:
+    """Writes pictures and distributions of a step when they are due, and profiles the steps asked for."""
+
+    def __init__(
+        self, run: Path, *, config: TelemetryConfig, telemetry: Telemetry, world: World, tokenizer: Any
+    ) -> None:
+        self._config, self._telemetry, self._tokenizer, self._world = config, telemetry, tokenizer, world
+        self._profile = StepProfiler(run / "profile", config.profile, telemetry) if world.is_main else None
+
+    def before(self, step: int) -> None:
+        """Step number `step` (from 0) begins."""
+        if self._profile is not None:
+            self._profile.before(step)
+
+    def after(
+        self, step: int, *, result: StepResult, image: Tensor, text: Tensor, lasting: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """`step` steps are taken. Args: image: uint8 [b, 3, H, W] and text: [b, L] of this rank.
+        lasting: the objective's own distributions, asked for when they are due."""
+        if self._profile is not None:
+            self._profile.after(step)
+        if not self._world.is_main:
+            return
+        every, pictures = self._config.histograms_every, self._config.images_every
+        if every and step % every == 0:
+            output = result.output
+            norms = {f"gradient_of_{side}_feature": g.norm(dim=1)
+                     for side, g in (("image", output.grad_image), ("text", output.grad_text))}  # fmt: skip
+            found = {**output.distributions, **lasting(), **norms}
+            self._telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
+        if pictures and step % pictures == 0:
+            rows = slice(0, self._config.images)
+            captions = captions_of(text[rows].cpu(), self._tokenizer)
+            self._telemetry.pictures(step=step, grid=captioned_grid(image[rows].cpu(), captions), captions=captions)
+
+
+class StepProfiler:
+    """torch's profiler around the steps FIRST..LAST (numbered from 0), as a chrome trace and a table."""
+
+    def __init__(self, folder: Path, steps: tuple[int, int] | None, telemetry: Telemetry) -> None:
+        self._folder, self._steps, self._telemetry = folder, steps, telemetry
+        self._running: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        if self._steps is None or self._running is not None or not self._steps[0] <= step <= self._steps[1]:
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running, self._first = torch.profiler.profile(activities=kinds), step
+        self._running.start()
+
+    def after(self, step: int) -> None:
+        """`step` steps are taken; the one before was number step - 1."""
+        if self._running is None or self._steps is None or step <= self._steps[1]:
+            return
+        profiler, self._running, self._steps = self._running, None, None
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps-{self._first}-{step - 1}.json"
+        profiler.export_chrome_trace(str(path))
+        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        path.with_suffix(".txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
+        self._telemetry.event(
+            f"Profile of steps {self._first} to {step - 1}: {path} (chrome://tracing, perfetto) and .txt."
+        )
+
+
+def captions_of(tokens_bL: Tensor, tokenizer: Any) -> list[str]:
+    """The texts of [b, L] tokens as the model reads them; empty where the tokenizer cannot decode."""
+    plain = getattr(tokenizer, "tokenizer", tokenizer)  # open_clip's wrapper of a Hugging Face tokenizer
+    if not hasattr(plain, "decode"):
+        return [""] * len(tokens_bL)
+    end = getattr(tokenizer, "eot_token_id", None)
+    special = set(getattr(plain, "all_special_ids", ()))
+    texts = []
+    for row in tokens_bL.tolist():
+        row = row[: row.index(end)] if end in row else row
+        texts.append(" ".join(plain.decode([token for token in row if token not in special]).split()))
+    return texts
+
+
+def captioned_grid(image_bCHW: Tensor, captions: list[str]) -> np.ndarray:
+    """uint8 [b, 3, H, W] and b captions -> one uint8 picture [H', W', 3] with each caption below its image."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default()
+    line = 12
+    columns = min(COLUMNS, len(captions))
+    rows = -(-len(captions) // columns)
+    height = CELL + LINES * line + 4
+    sheet = Image.new("RGB", (columns * CELL, rows * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for place, (pixels, caption) in enumerate(zip(image_bCHW, captions, strict=True)):
+        left, top = place % columns * CELL, place // columns * height
+        picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        sheet.paste(picture.resize((CELL - 2, CELL - 2)), (left + 1, top + 1))
+        for number, words in enumerate(_wrap(caption, CELL - 4, font.getlength)[:LINES]):
+            draw.text((left + 2, top + CELL + number * line), words, fill="black", font=font)
+    return np.asarray(sheet)
+
+
+def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
+    """Words in lines of at most `width`."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and length(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

@@ -1,0 +1,58 @@
+"""Evaluation inside a training run: the code of `neuclip evaluate`, on the run's own ranks, every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field
+from torch import Tensor
+
+from pipeline.checkpoint.writer import name_of
+from pipeline.config import section
+from pipeline.distributed.world import World
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.runner.aggregate import aggregate
+from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.model.towers import ModelConfig, build_towers, for_evaluation
+
+
+@section
+class InTrainingConfig:
+    """A small suite that is evaluated while training; the ranks share its work. Larger ones: `neuclip watch`."""
+
+    suite: str | None = None
+    """A folder of tasks; None: no evaluation while training."""
+    every: int = Field(default=1000, ge=1)
+    """Steps between evaluations; the last step is always one."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that decode images on each rank (None: one per core; 0: the rank itself, quickest for tiny suites)."""
+
+
+class InTraining:
+    """Evaluates the weights of a run as they are. A second copy of the towers exists only while it does."""
+
+    def __init__(self, config: InTrainingConfig, *, run: Path, model: ModelConfig, world: World) -> None:
+        """Raises: UserError when the suite is not there or incomplete, before any training."""
+        self._suite = open_suite(config.suite or "")
+        self._run, self._world, self._settings = run, world, EvaluationConfig(workers=config.workers)
+        self._model = replace(model, pretrained=None)
+
+    def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
+        """Scores by task, and by aggregate where it is complete. Collective.
+
+        Args: weights: fp32 state dict by open_clip's names. The results are those of the step's checkpoint, so that
+          `neuclip evaluate` finds them done.
+        """
+        towers, architecture = build_towers(self._model, seed=0)
+        towers.clip.load_state_dict(dict(weights))
+        folder = self._run / "evaluation" / name_of(step)
+        source = str(self._run / "checkpoints" / name_of(step))
+        model = for_evaluation(towers.to(self._world.device), architecture, source=source)
+        processes = (self._world, self._world.device)
+        (evaluation,) = evaluate(model, suite=self._suite, output=folder, config=self._settings, processes=processes)
+        scores = {task: result.score for task, result in evaluation.results.items()}
+        means = {name: value.score for name, value in aggregate(evaluation.results).items()}
+        return {**scores, **{name: mean for name, mean in means.items() if mean is not None}}

@@ -1,0 +1,142 @@
+"""A run's whole configuration: every component's section in one tree, and the checks between sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from pipeline import config as cfg
+from pipeline.checkpoint.writer import CheckpointConfig
+from pipeline.config import section
+from pipeline.data.data_config import DataConfig
+from pipeline.engine.deepspeed_engine import EngineConfig, deepspeed_settings, zero_stage
+from pipeline.engine.optim import OptimizerConfig, ScheduleConfig, check_stage
+from pipeline.errors import UserError
+from pipeline.metrics.logger import TelemetryConfig
+from pipeline.model.costs import PlanConfig
+from pipeline.model.towers import ModelConfig
+from pipeline.objectives import ObjectiveConfig, parse_objective
+from pipeline.training.periodic_eval import InTrainingConfig
+from pipeline.training.step import check_micro_batch
+
+CONFIG_NAME = "config.yaml"
+DEFAULT_OBJECTIVE = "neuclip"
+SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
+
+
+@section
+class RunConfig:
+    """One training run. `samples` is the budget of the papers: samples seen = steps x batch_size."""
+
+    output: str
+    """The run's folder: configuration, metrics, checkpoints, evaluation, report."""
+    samples: int = Field(ge=1)
+    batch_size: int = Field(ge=2)
+    """Global batch B, over all ranks."""
+    seed: int = Field(default=0, ge=0)
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    max_rollbacks: int = Field(default=0, ge=0)
+    """Instead of stopping, go back to the newest good checkpoint from before those steps and train on with the data
+    behind them, at most this many times in a run; the step count goes back too, the data does not."""
+    data: DataConfig
+    objective: ObjectiveConfig
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    evaluation: InTrainingConfig = InTrainingConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @property
+    def total_steps(self) -> int:
+        """Whole batches in the sample budget."""
+        return self.samples // self.batch_size
+
+
+def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
+    """Defaults < recipe YAML < the recipe's part for the chosen method < dotted overrides, checked.
+
+    Raises: UserError naming every key at fault.
+    """
+    tree = cfg.read_yaml(path) if path is not None else {}
+    above = cfg.parse_overrides(overrides)
+    return parse_recipe(cfg.merge(scale_rates(choose_method(tree, above), above), above))
+
+
+def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds what is particular to each.
+
+    The part of the chosen method (`objective.name` of the overrides, else of the recipe) is laid over the rest.
+    Raises: UserError when the recipe has such parts, but none for this method: no setting would be meant for it.
+    """
+    tree = dict(recipe)
+    methods = tree.pop("methods", None)
+    if methods is None:
+        return tree
+    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
+        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
+    name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
+    if str(name) not in methods:
+        raise UserError(
+            f"This recipe has no settings for objective.name = {name!r}. {cfg.suggest(str(name), tuple(methods))} "
+            "Add a part under `methods`, or write a recipe without that section."
+        )
+    return cfg.merge(tree, methods[str(name)])
+
+
+def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's rates for another batch size: linear in it, as FastCLIP (appendix B) scales over numbers of nodes.
+
+    Where a recipe states `reference_batch`, the batch size that its `optimizer.lr` and `objective.tau_lr` were chosen
+    for, both are multiplied by batch_size / reference_batch. A rate given as an override is taken as it is.
+    """
+    tree = dict(recipe)
+    reference = tree.pop("reference_batch", None)
+    size = above.get("batch_size", tree.get("batch_size"))
+    if reference is None or size == reference:
+        return tree
+    if not all(isinstance(number, int) and number > 0 for number in (reference, size)):
+        raise UserError(f"reference_batch = {reference!r} and batch_size = {size!r} must be positive whole numbers.")
+    for section_name, key in SCALED_RATES:
+        values = _section(tree, section_name)
+        if key in values:
+            tree[section_name] = {**values, key: float(values[key]) * size / reference}
+    return tree
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = tree.get(name, {})
+    return value if isinstance(value, Mapping) else {}
+
+
+def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
+    """A tree of plain values as a `RunConfig`, with all checks that need no data and no launcher."""
+    tree = dict(tree)
+    given = tree.pop("objective", {})
+    if not isinstance(given, Mapping):
+        raise UserError(f"objective = {given!r} must be a section with a name, for example objective.name=neuclip.")
+    objective = parse_objective({"name": DEFAULT_OBJECTIVE, **given})
+    offered = [f"objective.{key}" for key in cfg.keys(type(objective))]
+    run = cfg.parse(RunConfig, {**tree, "objective": objective}, extra_keys=offered)
+    check_run(run, world_size=1)
+    return run
+
+
+def check_run(run: RunConfig, *, world_size: int) -> None:
+    """The combinations that can be judged without data. Raises: UserError with the numbers."""
+    if run.total_steps < 1:
+        raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
+    check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
+    settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
+    check_stage(run.optimizer, stage=zero_stage(settings))
+    if run.schedule.warmup_steps > run.total_steps:
+        raise UserError(
+            f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "
+            f"(samples {run.samples} / batch_size {run.batch_size})."
+        )

@@ -1,0 +1,79 @@
+"""A run's folder: one run at a time in it, and its settings."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from pipeline.config import dump
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.training.recipe import CONFIG_NAME, RunConfig
+
+LOCK_NAME = ".lock"
+LOCK_SECONDS = 100  # a file server may keep a dead machine's lock for 90
+
+
+@contextmanager
+def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
+    """Make the run's folder and keep others from training in it, on every machine whose file system has locks.
+
+    Raises: UserError on every rank when another run is there.
+    """
+    folder, problem = Path(run.output), ""
+    with ExitStack() as stack:
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
+            problem = _lock(lock, folder)
+        problem = world.gather_objects(problem)[0]
+        if problem:
+            raise UserError(problem)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> str:
+    """Take the lock, waiting for a run that is just ending or died; what is wrong when somebody keeps it."""
+    for second in range(LOCK_SECONDS):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: its loading processes do not keep it
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return ""  # a file system without locks
+            if second == 0:
+                print(
+                    f"Waiting up to {LOCK_SECONDS} s for {_holder(file)} to leave {folder}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(1.0)
+        else:
+            file.truncate(0)
+            file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
+            file.flush()
+            return ""
+    return f"Another run is training in {folder} ({_holder(file)}): stop it first, or choose another output."
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip() or "another run"
+
+
+def prepare_folder(run: RunConfig, *, world: World) -> None:
+    """Write the resolved configuration into the run's folder."""
+    folder = Path(run.output)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{CONFIG_NAME}"
+        temporary.write_text(dump(run), encoding="utf-8")
+        os.replace(temporary, folder / CONFIG_NAME)
+    world.barrier()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.checkpoint import writer as ck
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot, damage, find_checkpoint
-from pipeline.checkpoint.writer import writer as ck
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.watcher import forget_after

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from data_prep.evalsets import evaltable, mirror
 from data_prep.evalsets.evaltable import EVALSETS, EvalSet
-from data_prep.evalsets.mirror import PublishedSet, check_evalsets, evaltable, fetch_evalsets, mirror
+from data_prep.evalsets.mirror import PublishedSet, check_evalsets, fetch_evalsets
 from jobs.evalsets import command
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.tasks import TASKS, folder_names

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.evaluation.watch import ledger as module
 from pipeline.evaluation.watch.ledger import RELEASED, Lease, Ledger, create_once
-from pipeline.evaluation.watch.watcher import ledger as module
 
 NAME = "step-00000100"
 

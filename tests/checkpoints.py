@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.model.towers import ModelConfig, build_towers, save_open_clip
+from pipeline.model.model_folder import save_open_clip
+from pipeline.model.towers import ModelConfig, build_towers
 
 
 def save_checkpoint(folder: Path, seed: int) -> Path:

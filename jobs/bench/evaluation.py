@@ -24,7 +24,8 @@ import torch
 from jobs.bench.loader import photo
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 
 CLASSES, TEMPLATES = 20, 8
 

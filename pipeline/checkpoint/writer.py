@@ -34,7 +34,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.model.towers import Architecture, save_open_clip
+from pipeline.model.architectures import Architecture
+from pipeline.model.model_folder import save_open_clip
 
 META_NAME = "checkpoint.json"
 FORMAT, VERSION = "neuclip-checkpoint", 1

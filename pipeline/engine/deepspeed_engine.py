@@ -26,7 +26,6 @@ from pipeline.distributed.world import World
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.engine.state import EngineState
 from pipeline.errors import UserError
-from pipeline.model.costs import BUCKET
 from pipeline.model.towers import Towers
 
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -34,6 +33,9 @@ DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
 FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
+BUCKET = 500_000_000
+"""DeepSpeed's default `reduce_bucket_size`: the number of elements reduced at once, and the size of their buffer.
+The engine never takes more than the model has."""
 
 
 @section

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.datasets.suite import Suite
     from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig
     from pipeline.evaluation.runner.processes import Processes
-    from pipeline.model.towers import EvaluationModel
+    from pipeline.model.evaluation_model import EvaluationModel
 
 Progress = Callable[[str, "Sequence[Evaluation]"], None]
 
@@ -32,7 +32,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate checkpoints on every task of a suite, all of them in one pass over its images.
 
-    Args: checkpoints: what `pipeline.model.towers.load_for_evaluation` takes, or models in memory; one or several.
+    Args: checkpoints: what `load_for_evaluation` takes, or models in memory; one or several.
       suite: a folder of tasks, `datacomp`, or what `open_suite` returns. output: the folder for one checkpoint's
       results; for several, of one folder each. By default RUN/evaluation/<checkpoint> for a checkpoint inside a run.
       processes: ranks and this one's device, from `start_processes` or a running training; by default one process.
@@ -49,7 +49,7 @@ def evaluate(
     from pipeline.evaluation.runner.output import output_folders, write_summaries
     from pipeline.evaluation.runner.processes import Alone
     from pipeline.evaluation.runner.session import Session
-    from pipeline.model.towers import EvaluationModel
+    from pipeline.model.evaluation_model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
     world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))

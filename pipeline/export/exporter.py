@@ -24,7 +24,10 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.writer import META_NAME, Checkpoint, damage, finished_checkpoints
 from pipeline.errors import UserError
-from pipeline.model.towers import CONFIG_NAME, WEIGHTS_NAME, EvaluationModel, Towers, load_for_evaluation
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.model.towers import Towers
 
 PROGRAMS = ("torch", "onnx")
 TOLERANCE = 1e-5

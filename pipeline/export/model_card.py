@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.checkpoint.writer import Checkpoint
 from pipeline.config import flatten
-from pipeline.model.towers import CONFIG_NAME, WEIGHTS_NAME
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 

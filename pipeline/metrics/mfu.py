@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.model.costs import measure_towers
+from pipeline.model.tower_costs import measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 
 # Dense bf16 TFLOP/s of the makers' data sheets (no sparsity), by words in torch's name of the device; first hit wins.

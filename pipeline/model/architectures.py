@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError
 
 CONFIG_NAME = "open_clip_config.json"
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything about a model that is known without its weights."""
+
+    name: str
+    model_cfg: Mapping[str, Any]
+    preprocess_cfg: Mapping[str, Any]
+    tokenize: Callable[[list[str]], Tensor]
+
+    @property
+    def dim(self) -> int:
+        return int(self.model_cfg["embed_dim"])
+
+    @property
+    def image_size(self) -> int:
+        size = self.preprocess_cfg["size"]
+        return int(size if isinstance(size, int) else size[0])
+
+    @property
+    def mean(self) -> tuple[float, float, float]:
+        return tuple(self.preprocess_cfg["mean"])
+
+    @property
+    def std(self) -> tuple[float, float, float]:
+        return tuple(self.preprocess_cfg["std"])
 
 
 def architecture_names() -> tuple[str, ...]:
@@ -88,3 +119,19 @@ def check_tokenizer(name: str) -> None:
             "inside every checkpoint; this project writes checkpoints without one. Train an architecture with "
             "open_clip's own tokenizer; `neuclip evaluate ARCH:TAG` scores published weights of this one."
         )
+
+
+def describe(name: str, clip: nn.Module, model_cfg: Mapping[str, Any], *, source: str) -> Architecture:
+    preprocess = dict(clip.visual.preprocess_cfg)  # type: ignore[union-attr, arg-type]
+    size = preprocess["size"]
+    described: dict[str, Any] = copy.deepcopy(dict(model_cfg))
+    described["vision_cfg"] = {**described["vision_cfg"], "image_size": size}
+    described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
+    try:
+        tokenize = load_open_clip().get_tokenizer(source)
+    except ImportError as error:
+        raise UserError(
+            f"{name} reads text with a tokenizer from Hugging Face, and {error.name or 'transformers'} is not "
+            "installed: pip install transformers."
+        ) from error
+    return Architecture(name, described, preprocess, tokenize)

@@ -7,22 +7,12 @@ from dataclasses import dataclass, replace
 
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
-from pipeline.engine.deepspeed_engine import deepspeed_settings
+from pipeline.engine.deepspeed_engine import BUCKET, deepspeed_settings
 from pipeline.errors import UserError
-from pipeline.model.costs import (
-    BUCKET,
-    Cost,
-    EngineMemory,
-    ObjectiveMemory,
-    TowerCosts,
-    activation_bytes,
-    engine_memory,
-    measure_towers,
-    objective_memory,
-    run_cost,
-)
+from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
+from pipeline.planning.run_costs import Cost, EngineMemory, ObjectiveMemory, engine_memory, objective_memory, run_cost
 from pipeline.training.recipe import RunConfig, check_run
 
 PROBE_SAMPLES = 1000

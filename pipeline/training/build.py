@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.world import World
-from pipeline.model.towers import Architecture
+from pipeline.model.architectures import Architecture
 from pipeline.objectives import Objective, ObjectiveContext, build_objective
 from pipeline.training.recipe import RunConfig
 

@@ -16,7 +16,8 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.model.towers import ModelConfig, build_towers, for_evaluation
+from pipeline.model.evaluation_model import for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 
 
 @section

@@ -16,10 +16,10 @@ from pipeline.engine.deepspeed_engine import EngineConfig, deepspeed_settings, z
 from pipeline.engine.optim import OptimizerConfig, ScheduleConfig, check_stage
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig
-from pipeline.model.costs import PlanConfig
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.training.periodic_eval import InTrainingConfig
+from pipeline.training.plan_config import PlanConfig
 from pipeline.training.step import check_micro_batch
 
 CONFIG_NAME = "config.yaml"

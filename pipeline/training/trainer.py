@@ -25,7 +25,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.model.towers import Architecture
+from pipeline.model.architectures import Architecture
 from pipeline.objectives import Objective
 from pipeline.training.gradient_check import TOLERANCE, GradientProbe
 from pipeline.training.observer import Observer

@@ -21,7 +21,8 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig
-from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.evaluation_suite import association_rows, write_suite
 
 TOLERANCE = 1e-6

@@ -17,7 +17,10 @@ from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snaps
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.watcher import forget_after
-from pipeline.model.towers import Architecture, ModelConfig, build_towers, load_for_evaluation, weights_digest
+from pipeline.model.architectures import Architecture
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.model_folder import weights_digest
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.launch import run
 from tests.towers import write_tiny
 

@@ -24,7 +24,8 @@ from pipeline.evaluation.datasets.tasks import TASKS
 from pipeline.evaluation.runner.aggregate import aggregate, describe
 from pipeline.evaluation.runner.compute import Compute, microbatches
 from pipeline.evaluation.runner.evaluator import EvaluationConfig
-from pipeline.model.towers import EvaluationModel, ModelConfig, build_towers, for_evaluation
+from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import contents, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each
 

@@ -16,7 +16,8 @@ from pipeline.config import to_tree
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.export.exporter import choose_checkpoint, example_inputs, export, logit_parameters
-from pipeline.model.towers import ModelConfig, build_towers, load_for_evaluation
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
 

@@ -10,7 +10,9 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.evaluation.runner.results import model_config_digest
-from pipeline.model.towers import ModelConfig, build_towers, for_evaluation, load_for_evaluation, save_open_clip
+from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
+from pipeline.model.model_folder import save_open_clip
+from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
 

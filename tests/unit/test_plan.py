@@ -10,9 +10,11 @@ from click.testing import CliRunner
 
 from jobs.plan import command
 from pipeline.errors import UserError
-from pipeline.model.costs import PlanConfig, TowerCosts, engine_memory, measure_towers, run_cost
+from pipeline.model.tower_costs import TowerCosts, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.planning.run_costs import engine_memory, run_cost
 from pipeline.planning.run_plan import plan_run
+from pipeline.training.plan_config import PlanConfig
 from pipeline.training.recipe import load_recipe
 from tests.shards import write_shards
 from tests.towers import write_tiny

@@ -9,7 +9,9 @@ import torch
 
 from pipeline.checkpoint.writer import META_NAME, sha256
 from pipeline.errors import UserError
-from pipeline.model.towers import CONFIG_NAME, WEIGHTS_NAME, EvaluationModel, load_for_evaluation
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.model_folder import WEIGHTS_NAME
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:

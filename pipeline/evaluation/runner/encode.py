@@ -21,7 +21,7 @@ from pipeline.evaluation.runner import results
 from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
 from pipeline.evaluation.runner.session import Session
 from pipeline.evaluation.runner.texts import TextSide, check_finite
-from pipeline.model.towers import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel
 
 Kept = dict[str, np.ndarray]
 

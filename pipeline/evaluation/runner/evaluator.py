@@ -22,7 +22,7 @@ from pipeline.evaluation.runner.examples import write_examples
 from pipeline.evaluation.runner.results import TaskResult
 from pipeline.evaluation.runner.session import EvaluationConfig as EvaluationConfig
 from pipeline.evaluation.runner.session import Session
-from pipeline.model.towers import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel
 
 PROTOCOLS: dict[str, Callable[..., Any]] = {
     "classification": ZeroShot,

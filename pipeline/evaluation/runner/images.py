@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
 from pipeline.evaluation.runner.compute import microbatches
-from pipeline.model.towers import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel
 
 Transform = Callable[[Any], Tensor]
 

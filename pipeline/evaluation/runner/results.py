@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.task_score import TaskScore
-from pipeline.model.towers import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel
 
 PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
 NUMERIC_SOURCES = (
@@ -35,6 +35,9 @@ NUMERIC_SOURCES = (
     "evaluation/runner/encode.py",
     "evaluation/runner/images.py",
     "evaluation/runner/texts.py",
+    "model/architectures.py",
+    "model/evaluation_model.py",
+    "model/model_folder.py",
     "model/towers.py",
     "precision.py",
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.runner.compute import Compute, microbatches
-from pipeline.model.towers import EvaluationModel
+from pipeline.model.evaluation_model import EvaluationModel
 
 TEXTS_PER_UNIT = 1024
 """About how many prompts are encoded together; units of whole classes are what processes share among themselves."""

@@ -1,0 +1,94 @@
+"""A model to be evaluated: any checkpoint or published weights with their preprocessing and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
+from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
+from pipeline.model.towers import Towers
+
+
+@dataclass(frozen=True)
+class EvaluationModel:
+    """A model to be evaluated: fp32, in eval mode, with its own preprocessing and tokenizer."""
+
+    towers: Towers
+    architecture: Architecture
+    preprocess: Callable[[Any], Tensor]
+    digest: str
+    source: str
+
+    @property
+    def tokenize(self) -> Callable[[list[str]], Tensor]:
+        return self.architecture.tokenize
+
+    @property
+    def image_size(self) -> int:
+        return self.architecture.image_size
+
+    @property
+    def dim(self) -> int:
+        return self.architecture.dim
+
+    @torch.no_grad()
+    def encode_image(self, image: Tensor) -> Tensor:
+        """[B, 3, H, W] preprocessed images -> [B, d] unit-norm fp32."""
+        return self.towers.encode_image(image)
+
+    @torch.no_grad()
+    def encode_text(self, text: Tensor) -> Tensor:
+        """[B, L] tokens -> [B, d] unit-norm fp32."""
+        return self.towers.encode_text(text)
+
+
+def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> EvaluationModel:
+    """Load any checkpoint for evaluation.
+
+    Args: spec: a checkpoint folder of ours or any folder with `open_clip_config.json` (a hub download); a run's
+      folder (its latest checkpoint is taken); or `ARCH:PRETRAINED`, where PRETRAINED is an open_clip tag or a file.
+    Raises: UserError when nothing can be loaded from it, or the weights do not fit the architecture.
+    """
+    open_clip = load_open_clip()
+    folder = _find_folder(Path(spec))
+    if folder is not None:
+        clip, source, name = load_folder(folder), str(folder), f"local-dir:{folder}"
+        stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        architecture = describe(stored.get("architecture", folder.name), clip, stored["model_cfg"], source=name)
+    else:
+        arch, colon, pretrained = spec.partition(":")
+        if not colon or not pretrained:
+            raise UserError(
+                f"{spec!r} is neither a folder with {CONFIG_NAME}, nor a run with checkpoints, nor ARCH:PRETRAINED "
+                "(for example ViT-B-32-quickgelu:openai or ViT-B-32:/path/to/weights.safetensors)."
+            )
+        name = register(arch)
+        if not Path(pretrained).is_file():
+            check_tag(name, pretrained)
+        clip = create_clip(name, pretrained=pretrained)
+        source = spec
+        architecture = describe(name, clip, open_clip.get_model_config(name), source=name)
+    return for_evaluation(Towers(clip).to(device), architecture, source=source)
+
+
+def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -> EvaluationModel:
+    """Towers in memory as an `EvaluationModel`; the same weights give the same digest as their checkpoint."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    transform = image_transform_v2(PreprocessCfg(**architecture.preprocess_cfg), is_train=False)
+    return EvaluationModel(towers.eval(), architecture, transform, weights_digest(towers.clip.state_dict()), source)
+
+
+def _find_folder(path: Path) -> Path | None:
+    if (path / CONFIG_NAME).is_file():
+        return path
+    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
+    return next((c for c in reversed(checkpoints) if (c / CONFIG_NAME).is_file()), None)

@@ -1,0 +1,88 @@
+"""A saved model: a folder that open_clip itself can load (`local-dir:`).
+
+It holds `open_clip_config.json` and `open_clip_model.safetensors`. Our checkpoints are such folders with the training
+state beside these two files.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.architectures import CONFIG_NAME, Architecture, load_open_clip
+
+WEIGHTS_NAME = "open_clip_model.safetensors"
+LOGIT_KEYS = ("logit_scale", "logit_bias")
+
+
+def weights_digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, shapes and fp32 values of all weights that features depend on (not the logit scale)."""
+    digest = hashlib.sha256()
+    for name in sorted(set(state) - set(LOGIT_KEYS)):
+        value = state[name].detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_open_clip(
+    folder: Path,
+    *,
+    state: Mapping[str, Tensor],
+    architecture: Architecture,
+    logit_scale: float,
+    logit_bias: float | None,
+) -> list[Path]:
+    """Write a folder that `open_clip.create_model("local-dir:FOLDER")` loads; returns the files written.
+
+    Args: state: fp32 weights by open_clip's names. logit_scale: log(1/tau). logit_bias: SigLIP's, else None.
+    """
+    from safetensors.torch import save_file
+
+    model_cfg = copy.deepcopy(dict(architecture.model_cfg))
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    tensors["logit_scale"] = torch.tensor(logit_scale, dtype=torch.float32)
+    if logit_bias is not None:
+        model_cfg["init_logit_bias"] = logit_bias
+        tensors["logit_bias"] = torch.tensor(logit_bias, dtype=torch.float32)
+    config = {
+        "architecture": architecture.name,
+        "model_cfg": model_cfg,
+        "preprocess_cfg": dict(architecture.preprocess_cfg),
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / WEIGHTS_NAME)
+    return [folder / CONFIG_NAME, folder / WEIGHTS_NAME]
+
+
+def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"{folder} has no {CONFIG_NAME}: it is not a model folder.")
+    return create_clip(f"local-dir:{folder}", **kwargs)
+
+
+def create_clip(name: str, **kwargs: Any) -> nn.Module:
+    """open_clip's `create_model`, its failures told as the user's, its remarks to the root logger silenced."""
+    required = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        model: nn.Module = load_open_clip().create_model(name, require_pretrained=required, **kwargs)
+    except (RuntimeError, ValueError, OSError) as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(
+            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: {' '.join(lines[:4])}"
+        ) from error
+    finally:
+        logging.disable(disabled)
+    return model

@@ -1,0 +1,99 @@
+"""Arithmetic and activation memory of the towers, counted on the meta device, where nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """Of one pair: forward_flops (a multiply-add is 2), saved_bytes (for backward, in fp32); and all parameters."""
+
+    parameters: int
+    forward_flops: float
+    saved_bytes: float
+    context_length: int
+
+
+def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
+    """Count parameters, arithmetic and saved tensors of towers on the meta device, where nothing is computed."""
+
+    def forward(batch: int) -> Any:
+        image = torch.zeros(batch, 3, image_size, image_size, device="meta")
+        return towers(image, torch.zeros(batch, context_length, dtype=torch.int64, device="meta"))
+
+    towers.train()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        forward(2)
+    one, two = (_saved_bytes(lambda b=b: forward(b), towers) for b in (2, 4))  # type: ignore[misc]
+    return TowerCosts(
+        parameters=sum(p.numel() for p in towers.parameters()),
+        forward_flops=counter.get_total_flops() / 2,
+        saved_bytes=(two - one) / 2,
+        context_length=context_length,
+    )
+
+
+def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool) -> int:
+    """What autograd saves for one micro-batch; half of fp32 under bf16, fused attention assumed."""
+    return round(costs.saved_bytes * micro_batch * (0.5 if bf16 else 1.0))
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention that saves what fused kernels save; on "meta" torch takes the plain one, which saves L x L weights.
+
+    The function is replaced by name: torch's own multi-head attention is out of a TorchFunctionMode's reach.
+    """
+    functional: Any = nn.functional
+    plain = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _FusedAttention.apply(q, k, v)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Shapes only: inputs, output and one log-sum per query are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)  # in the layout of q, so that joining the heads copies nothing
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("shapes only")
+
+
+def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> int:
+    """Bytes of distinct storages that autograd keeps for backward, parameters not counted.
+
+    Under activation checkpointing, whose saved tensors are hidden, the inputs of the transformer's blocks count.
+    """
+    own = {p.untyped_storage()._cdata for p in towers.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    blocks = [block for name, m in towers.named_modules() if name.endswith("resblocks") for block in m.children()]
+    handles = [block.register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), None)[1]) for block in blocks]
+    with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    for handle in handles:
+        handle.remove()
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -1,0 +1,98 @@
+"""Memory, arithmetic and time of a run, estimated before it starts: pure functions.
+
+Every figure is an estimate. Memory counts what is certain (weights, gradients, optimizer, normalizer network,
+tables) and what autograd saves for backward; kernels' workspaces and the allocator's slack come on top. Time is
+arithmetic divided by peak rate x MFU, where MFU (the share of the peak that useful arithmetic reaches) is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeline.engine.deepspeed_engine import BUCKET
+from pipeline.model.tower_costs import TowerCosts
+from pipeline.training.plan_config import PlanConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one GPU that do not depend on the batch. buffers: of the engine's communication."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments + self.buffers
+
+
+@dataclass(frozen=True)
+class ObjectiveMemory:
+    """replicated: bytes of the state that every rank holds; per_sample: bytes of each sample's row, over all ranks."""
+
+    replicated: int
+    per_sample: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """steps, epochs and samples of the budget; text_tokens seen; flops as executed, with recomputation; gpu_hours."""
+
+    steps: int
+    samples: int
+    epochs: float
+    text_tokens: int
+    read_bytes: int
+    flops: float
+    gpu_hours: float
+
+
+def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET) -> EngineMemory:
+    """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, as this project's ds_configs set them.
+
+    Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32), fp32 masters and
+    moments shared among the ranks, and accumulate gradients in fp32: whole at stage 1, shared from 2 on. Stage 3 also
+    shares the weights; the layers gathered at a time are counted as buffers.
+    """
+    compute = 2 if bf16 and stage > 0 else 4
+    share = -(-parameters // ranks)
+    if stage == 0:
+        return EngineMemory(compute * parameters, 4 * parameters, 0, 8 * parameters, 4 * min(bucket, parameters))
+    weights = compute * (share if stage == 3 else parameters)
+    gradients = 4 * (parameters if stage == 1 else share)
+    reduced = 4 if stage == 1 else compute  # stage 1 reduces what it has accumulated
+    return EngineMemory(weights, gradients, 4 * share, 8 * share, reduced * min(bucket, parameters))
+
+
+def objective_memory(state: Mapping[str, Tensor], rows: Mapping[str, tuple[int, Tensor]]) -> ObjectiveMemory:
+    """From an objective's `state_dict()` and, of one built for a small dataset on one rank, its `row_state_dict()`."""
+    per_sample = sum(values.numel() * values.element_size() / max(1, len(values)) for _, values in rows.values())
+    return ObjectiveMemory(sum(v.numel() * v.element_size() for v in state.values()), per_sample)
+
+
+def run_cost(
+    costs: TowerCosts, *, steps: int, batch_size: int, dataset_size: int, again: int, assume: PlanConfig
+) -> Cost:
+    """Arithmetic and time of a budget: backward is twice forward.
+
+    Args: again: further forward passes of each sample (feature-cached accumulation, activation checkpointing).
+    """
+    samples = steps * batch_size
+    flops = (3 + again) * costs.forward_flops * samples
+    return Cost(
+        steps=steps,
+        samples=samples,
+        epochs=samples / dataset_size,
+        text_tokens=samples * costs.context_length,
+        read_bytes=samples * assume.sample_bytes,
+        flops=flops,
+        gpu_hours=flops / (assume.peak_tflops * 1e12 * assume.mfu) / 3600,
+    )

@@ -16,13 +16,14 @@ INSTALL = @trap 'exit 130' INT; install() { \
 export DS_BUILD_OPS := 0
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test lint bench clean environment
+.PHONY: demo test lint settings bench clean environment
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   from URLs to an evaluated NeuCLIP model and its report, on the built-in corpus (about 10 minutes)"
 	@echo "make test   the whole test suite"
 	@echo "make lint   ruff and mypy"
+	@echo "make settings  docs/settings.md, from the configuration classes"
 	@echo "make bench  the benchmarks"
 	@echo "make clean  remove caches and the demo's run"
 
@@ -54,6 +55,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/settings.md, from the docstrings of the configuration classes.
+settings: $(READY)
+	$(BIN)/python -m jobs.settings --markdown > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
 
 bench: $(READY)
 	$(BIN)/python -m jobs.bench

@@ -30,6 +30,7 @@ COMMANDS = {
     "normalizers": ("jobs.normalizers", "Measure exact log-normalizers of a run, and how wrong its method's own are."),
     "study": ("jobs.study", "Run a declared set of runs (the papers' tables at a desk or in full), and render it."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
+    "settings": ("jobs.settings", "List settings with their defaults and meanings."),
 }
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 

@@ -1,0 +1,156 @@
+"""What a config section offers: every key with its default, what is allowed, and its attribute docstring.
+
+Settings are documented in one place: a string literal under the field of the `@section` class. `neuclip settings` and
+`docs/settings.md` are both made from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+import annotated_types
+import yaml
+from pydantic.fields import FieldInfo
+
+REQUIRED, COMPUTED = "required", "computed"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as it is documented."""
+
+    key: str
+    default: str
+    """As YAML, or `required`."""
+    allowed: str
+    """Kind of value and its range, in words."""
+    meaning: str
+    """The attribute docstring."""
+
+
+def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
+    """Every key of a section class with its subsections', in the order of declaration.
+
+    Args:
+        cls: a class made by `pipeline.config.section`.
+        prefix: dotted path of the section, with a dot at its end.
+    """
+    meanings = docstrings(cls)
+    for name, field in cls.__pydantic_fields__.items():
+        inner = _dataclass_in(field.annotation)
+        if inner is not None:
+            yield from settings_of(inner, prefix=f"{prefix}{name}.")
+        else:
+            yield Setting(prefix + name, _default(field), _allowed(field), meanings.get(name, ""))
+            if inner is None and (element := _element(field.annotation)) is not None:
+                yield from settings_of(element, prefix=f"{prefix}{name}[].")
+
+
+def undocumented(cls: Any) -> list[str]:
+    """The fields of a section class that have no attribute docstring. Subsections need none: their class has one."""
+    meanings = docstrings(cls)
+    fields = cls.__pydantic_fields__.items()
+    return [name for name, field in fields if not meanings.get(name) and _dataclass_in(field.annotation) is None]
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Attribute docstrings of a class and its bases by field, each as one paragraph; the nearest class wins."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ not in ("builtins", "abc") and base.__module__ in sys.modules:
+            found.update(_module_docstrings(base.__module__).get(base.__qualname__, {}))
+    return found
+
+
+@functools.cache
+def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: dict(_documented(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, literal in zip(node.body, node.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(literal, ast.Expr)
+            and isinstance(literal.value, ast.Constant)
+            and isinstance(literal.value.value, str)
+        ):
+            yield field.target.id, " ".join(literal.value.value.split())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return REQUIRED
+    if getattr(field.default_factory, "__name__", "") == "<lambda>":  # of this machine: not the same on every page
+        return COMPUTED
+    value = field.get_default(call_default_factory=True)
+    plain = json.loads(json.dumps(value, default=list))
+    return str(yaml.safe_dump(plain, default_flow_style=True, width=10_000)).split("\n...")[0].strip()
+
+
+def _allowed(field: FieldInfo) -> str:
+    """The kind of value and its range, for example `integer ≥ 1`, `number in [0, 1)` or "`cosine` or `constant`"."""
+    kind = _kind(field.annotation)
+    lowest = highest = None
+    for item in field.metadata:
+        if isinstance(item, (annotated_types.Gt, annotated_types.Ge)):
+            lowest = (item.gt, "(", ">") if isinstance(item, annotated_types.Gt) else (item.ge, "[", "≥")
+        elif isinstance(item, (annotated_types.Lt, annotated_types.Le)):
+            highest = (item.lt, ")", "<") if isinstance(item, annotated_types.Lt) else (item.le, "]", "≤")
+    if lowest and highest:
+        limits = f" in {lowest[1]}{_figure(lowest[0])}, {_figure(highest[0])}{highest[1]}"
+    else:
+        limits = next((f" {sign} {_figure(value)}" for value, _, sign in filter(None, (lowest, highest))), "")
+    return kind.replace(" or null", f"{limits} or null") if " or null" in kind else kind + limits
+
+
+def _figure(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _kind(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _kind(inner[0])
+    if origin is Literal:
+        return _either([f"`{value}`" for value in inner])
+    if origin in (typing.Union, types.UnionType):
+        return _either([_kind(part) for part in inner if part is not type(None)] + ["null"] * (type(None) in inner))
+    if _is_sequence(hint):
+        many = len(inner) == 2 and inner[1] is Ellipsis
+        return f"list of {_kind(inner[0])}" if many or len(inner) == 1 else f"{len(inner)} × {_kind(inner[0])}"
+    if origin is dict:
+        return "mapping"
+    if is_dataclass(hint):
+        names = ", ".join(hint.__pydantic_fields__)  # type: ignore[union-attr]
+        return f"path or `{{{names}}}`"
+    return {str: "string", bool: "`true` or `false`", int: "integer", float: "number"}.get(hint, str(hint))
+
+
+def _either(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+
+
+def _is_sequence(hint: Any) -> bool:
+    return typing.get_origin(hint) in (tuple, list)
+
+
+def _dataclass_in(hint: Any) -> Any:
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((part for part in parts if is_dataclass(part)), None)
+
+
+def _element(hint: Any) -> Any:
+    """The section that a list holds, if it holds sections."""
+    return _dataclass_in(typing.get_args(hint)[0]) if _is_sequence(hint) else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures, write_text
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
 from data_prep.dataset.journal import Journal
 from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
 from data_prep.download_config import DownloadConfig
@@ -23,6 +23,7 @@ from data_prep.sources.source import SourceConfig, resolve
 from pipeline.config import dump, parse, read_yaml, to_tree
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
+from pipeline.files import write_text
 
 __all__ = ["DownloadConfig", "PartDone", "download", "load_config", "prepare", "write_manifest"]
 

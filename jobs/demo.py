@@ -7,7 +7,6 @@ corpus of other settings, or drawn by another version of the code, is made anew.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 import uuid
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from pipeline.files import write_json
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 INGESTION = Path(__file__).parent / "recipes" / "download" / "scenes.yaml"
@@ -178,9 +179,7 @@ class Stages:
         finally:
             # An interrupted stage adds up; one that is skipped because it is done adds next to nothing.
             self._seconds[name] = round(self._seconds.get(name, 0.0) + time.perf_counter() - start, 2)
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._seconds, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, self._path)
+            write_json(self._path, self._seconds)
 
 
 if __name__ == "__main__":

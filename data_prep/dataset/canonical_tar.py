@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.files import replacing
+
 _BLOCK = 512
 _PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
 
@@ -76,13 +78,11 @@ def picture(parts: Mapping[str, bytes]) -> bytes:
 
 def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
     """Write a canonical tar of sorted `(name, payload)` beside `path`, then move it there. Returns: bytes, SHA-256."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with replacing(path, unique=False) as temporary, temporary.open("wb") as file:
         writer = TarWriter(file)
         for name, payload in members:
             writer.add(name, payload)
         digest = writer.close()
-    os.replace(temporary, path)
     return writer.bytes, digest
 
 

@@ -15,8 +15,6 @@ staging/                unfinished work; may be deleted when nothing runs
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +23,7 @@ from typing import Any
 
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
+from pipeline.files import write_json
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,6 @@ def local_manifest(root: str | Path) -> Manifest:
 def names_of(row: Mapping[str, Any]) -> set[str]:
     """The names by which a row of the plan can be kept out before it is fetched: URL, uid and key."""
     return {name for name in (row["url"], row.get("uid"), key_of(row["row"])) if name}
-
-
-def write_json(path: Path, tree: Any) -> None:
-    """Write JSON atomically."""
-    write_text(path, json.dumps(tree, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; several processes may do so at once, and the last one wins."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def total_failures(records: list[ShardRecord]) -> Counter[str]:

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, write_json
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.download_config import FetchConfig
 from pipeline.errors import UserError
+from pipeline.files import write_json
 
 _BEAT_SECONDS = 5.0
 KILLED = "killed"

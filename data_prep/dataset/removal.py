@@ -14,6 +14,7 @@ from data_prep.dataset.shard_plan import load_plan
 from data_prep.fetching.shard_writer import HASH_KINDS
 from data_prep.ingest import load_config, write_manifest
 from pipeline.data.shards.manifest_format import Manifest
+from pipeline.files import replacing, write_text
 
 _NAMES = ("uid", "url", "key", *HASH_KINDS)
 
@@ -50,9 +51,7 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest]:
 
 def _remember(folder: Folder, names: set[str]) -> None:
     lines = sorted(folder.removed_names() | names)
-    temporary = folder.removed.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    temporary.replace(folder.removed)
+    write_text(folder.removed, "".join(f"{line}\n" for line in lines))
 
 
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
@@ -94,8 +93,7 @@ def _rewrite(folder: Folder, shard: int, hit: set[int]) -> None:
     for row in rows:
         if row["row"] in hit:
             row.update(status="failed", reason=reasons.REMOVED)
-    temporary = folder.meta(shard).with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), temporary, compression="zstd")
-    temporary.replace(folder.meta(shard))
+    with replacing(folder.meta(shard), unique=False) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), temporary, compression="zstd")
     failures = Counter(record.failures) + Counter({reasons.REMOVED: len(hit)})
     folder.write_record(replace(record, samples=left, bytes=size, sha256=digest, failures=failures))

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, write_json
+from data_prep.dataset.dataset_folder import Folder
 from data_prep.sources.metadata_tables import read
 from data_prep.sources.source import SourceConfig
 from data_prep.sources.subset import Subset, SubsetConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
+from pipeline.files import write_json
 
 _SHARDS_PER_PART = 100
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.canonical_tar import sha256_of
-from data_prep.dataset.dataset_folder import write_json
 from data_prep.evalsets.evaltable import EVALSETS, EvalSet
 from data_prep.sources.hub import in_a_line
 from pipeline.config import suggest
 from pipeline.errors import UserError
+from pipeline.files import replacing, write_json
 
 LOCK_NAME = "evalsets.json"
 Lock = dict[str, dict[str, Any]]
@@ -168,10 +168,8 @@ def _from_mirror(chosen: EvalSet, root: Path, mirror: Path, known: dict[str, Any
 
 
 def _copy(origin: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.copyfile(origin, temporary)
-    temporary.replace(target)
+    with replacing(target, unique=False) as temporary:
+        shutil.copyfile(origin, temporary)
 
 
 def _from_hub(chosen: EvalSet, root: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:

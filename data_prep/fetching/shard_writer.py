@@ -16,6 +16,7 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.fetching.content import extension
+from pipeline.files import replacing, write_text
 
 _HEARTBEAT_SECONDS = 0.5
 HASH_KINDS = ("sha256", "md5", "sha512")
@@ -145,9 +146,7 @@ class ShardWriter:
             "samples": len(self._index),
             "failures": dict(self._failures),
         }
-        temporary = self.live.with_suffix(".beat")
-        temporary.write_text(json.dumps(state), encoding="utf-8")
-        os.replace(temporary, self.live)
+        write_text(self.live, json.dumps(state))
 
 
 def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -159,9 +158,8 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
     texts = ("url", "caption", "uid", "key", "status", "reason", "error", *HASH_KINDS)
     known |= dict.fromkeys(texts, pa.string())
     columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(pa.table(columns), temporary, compression="zstd")
-    os.replace(temporary, path)
+    with replacing(path, unique=False) as temporary:
+        pq.write_table(pa.table(columns), temporary, compression="zstd")
 
 
 def _read_meta(path: Path) -> dict[int, dict[str, Any]]:

@@ -167,6 +167,6 @@ class FetchEngine:
 
 def _clean(folder: Folder) -> None:
     """Remove what an engine that is gone has left behind unfinished."""
-    for pattern in ("*.live", "*.beat", "*.spool", "*.arrow", "*_stats.json"):
+    for pattern in ("*.live", ".*.tmp", "*.spool", "*.arrow", "*_stats.json"):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from data_prep.scenes import faults
 from data_prep.scenes.caption import web
 from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.server import url
+from pipeline.files import replacing
 
 CHUNK = 1_000
 SCHEMA = pa.schema(
@@ -37,13 +38,9 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
     Returns: number of rows.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with pq.ParquetWriter(temporary, SCHEMA) as writer:
+    with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for columns in _chunks(config, base, processes):
             writer.write_table(pa.table(columns, schema=SCHEMA))
-    temporary.replace(path)
     return config.pairs
 
 

@@ -9,7 +9,6 @@ only.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -23,6 +22,7 @@ from pipeline.checkpoint.writer import finished_checkpoints
 from pipeline.config import to_tree
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
+from pipeline.files import write_json
 from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
@@ -61,9 +61,7 @@ def main(folder: Path) -> int:
                 "traffic_bytes_per_step": _traffic(traffic, steps=trainer.step - first),
                 "normalizers": normalizers,
             }
-            temporary = folder / f".{RESULT_NAME}"
-            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, folder / RESULT_NAME)
+            write_json(folder / RESULT_NAME, result)
             _drop_checkpoints(folder)
         world.barrier()
     return 0

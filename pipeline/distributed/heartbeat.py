@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.distributed.world import World, lost_contact
+from pipeline.files import write_text
 
 EXIT_STALLED = 76
 """Another rank stands still or is gone. The newest checkpoint is intact: start again with --resume latest."""
@@ -107,10 +108,7 @@ class Heartbeat:
         rank = self._world.rank
         beat = Beat(rank=rank, host=self._host, pid=os.getpid(), step=self._step, phase=self._phase, marks=self._marks,
                     seconds=round(time.monotonic() - self._since, 1), beat=self._beats)  # fmt: skip
-        path = self._path(rank)
-        temporary = path.with_suffix(f".tmp{threading.get_ident()}")
-        temporary.write_text(json.dumps(asdict(beat)) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
 
     def _read(self) -> list[Beat | None]:
         return [read_beat(self._path(rank)) for rank in range(self._world.size)]

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.files import write_text
 from pipeline.report.bootstrap import Difference
 from pipeline.report.charts import WIDE, Chart
 from pipeline.report.comparison import Comparison, compare, groups_of, mean_score
 from pipeline.report.figures import SERIES, Interval, Line, interval_chart, line_chart, short
 from pipeline.report.headlines import tail_mean
 from pipeline.report.run_data import Run
-from pipeline.report.run_page import render, write
+from pipeline.report.run_page import render
 
 
 def write_comparison(runs: Sequence[Run], output: Path) -> Path:
@@ -33,10 +34,10 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
         "change": change,
         "colours": SERIES,
     }
-    write(output / "comparison.csv", to_csv(comparison))
-    write(output / "comparison.tex", to_latex(comparison))
-    write(output / "comparison.md", render("comparison.md", context))
-    return write(output / "comparison.html", render("comparison.html", context))
+    write_text(output / "comparison.csv", to_csv(comparison))
+    write_text(output / "comparison.tex", to_latex(comparison))
+    write_text(output / "comparison.md", render("comparison.md", context))
+    return write_text(output / "comparison.html", render("comparison.html", context))
 
 
 def percent(value: float | None) -> str:

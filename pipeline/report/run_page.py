@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.headlines import flat, score_rows, tiles
 from pipeline.report.run_data import Run
@@ -19,8 +19,8 @@ HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 def write_page(run: Run, output: Path) -> Path:
     """Write `report.html` and `report.md` into `output`. Returns: the page."""
     context = _context(run)
-    write(output / MARKDOWN_NAME, render("run.md", context))
-    return write(output / HTML_NAME, render("run.html", context))
+    write_text(output / MARKDOWN_NAME, render("run.md", context))
+    return write_text(output / HTML_NAME, render("run.html", context))
 
 
 def render(template: str, context: Mapping[str, Any]) -> str:
@@ -41,15 +41,6 @@ def render(template: str, context: Mapping[str, Any]) -> str:
 def in_markdown(value: Any) -> Any:
     """Text as it stands in a cell of a table."""
     return value.replace("|", "\\|").replace("<", "&lt;") if isinstance(value, str) else value
-
-
-def write(path: Path, text: str) -> Path:
-    """Replace a file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path
 
 
 def _context(run: Run) -> dict[str, Any]:

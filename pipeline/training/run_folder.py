@@ -16,6 +16,7 @@ from typing import IO
 from pipeline.config import dump
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.files import write_text
 from pipeline.training.recipe import CONFIG_NAME, RunConfig
 
 LOCK_NAME = ".lock"
@@ -72,8 +73,5 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
     """Write the resolved configuration into the run's folder."""
     folder = Path(run.output)
     if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{CONFIG_NAME}"
-        temporary.write_text(dump(run), encoding="utf-8")
-        os.replace(temporary, folder / CONFIG_NAME)
+        write_text(folder / CONFIG_NAME, dump(run))
     world.barrier()

@@ -178,15 +178,15 @@ def test_the_heart_beats_by_itself_and_outlives_a_failing_disk(tmp_path: Path, m
     assert lease is not None
     beat = tmp_path / NAME / "lease-0001.beat"
     waits = threading.Event()
-    write, broken = module.write_atomically, {"left": 3}
+    write, broken = module.write_text, {"left": 3}
 
-    def flaky(path: Path, text: str) -> None:
+    def flaky(path: Path, text: str, *, durable: bool) -> None:
         if path.suffix == ".beat" and broken["left"]:
             broken["left"] -= 1
             raise OSError("away")
-        write(path, text)
+        write(path, text, durable=durable)
 
-    monkeypatch.setattr(module, "write_atomically", flaky)
+    monkeypatch.setattr(module, "write_text", flaky)
     seen = set()
     for _ in range(2000):
         seen.add(beat.read_text())

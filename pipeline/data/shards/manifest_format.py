@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.files import write_json
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "neuclip-manifest"
@@ -81,7 +82,6 @@ class Manifest:
 
     def save(self, folder: str | Path) -> Path:
         """Write `manifest.json` atomically; `root` is not stored, so that the folder can move."""
-        path = Path(folder) / MANIFEST_NAME
         tree = {
             "format": FORMAT,
             "version": VERSION,
@@ -92,10 +92,7 @@ class Manifest:
             "facts": dict(self.facts),
             "shards": [asdict(shard) for shard in self.shards],
         }
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-        return path
+        return write_json(Path(folder) / MANIFEST_NAME, tree)
 
 
 def shard_url(root: str | Path, name: str) -> str:

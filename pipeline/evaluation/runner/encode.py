@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline.evaluation.runner import results
 from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
 from pipeline.evaluation.runner.session import Session
 from pipeline.evaluation.runner.texts import TextSide, check_finite
+from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
 
 Kept = dict[str, np.ndarray]
@@ -80,11 +80,8 @@ def _load(path: Path) -> np.ndarray | None:
 
 
 def _store(path: Path, features: Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = results.temporary_beside(path)
-    with temporary.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         np.save(file, features.numpy(), allow_pickle=False)
-    os.replace(temporary, path)
 
 
 def image_pass(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import TaskData, decode
-from pipeline.evaluation.runner.results import write_atomically
+from pipeline.files import write_text
 
 TOP = 5
 THUMBNAIL = 160
@@ -53,4 +53,4 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
         image = decode(data.images.read(index), name=data.images.name(index))
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(folder / f"{index}.jpg", quality=85)
-    write_atomically(folder / "examples.json", json.dumps(examples, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / "examples.json", json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)

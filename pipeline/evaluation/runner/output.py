@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.runner.aggregate import aggregate
-from pipeline.evaluation.runner.results import read_results, write_atomically
+from pipeline.evaluation.runner.results import read_results
+from pipeline.files import write_json
 
 if TYPE_CHECKING:
     from pipeline.evaluation.datasets.suite import Suite
@@ -74,11 +75,11 @@ def write_summaries(evaluations: Sequence[Evaluation], suite: Suite) -> None:
             "failures": dict(sorted((earlier | evaluation.failures).items())),
             "aggregates": {name: asdict(value) for name, value in aggregate(results).items()},
         }
-        write_atomically(evaluation.folder / SUMMARY_NAME, json.dumps(tree, indent=1) + "\n")
+        write_json(evaluation.folder / SUMMARY_NAME, tree, durable=True)
         if evaluation.timings:
             earlier = _read(evaluation.folder / TIMINGS_NAME).get("tasks", {})
             timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
-            write_atomically(evaluation.folder / TIMINGS_NAME, json.dumps(timings, indent=1) + "\n")
+            write_json(evaluation.folder / TIMINGS_NAME, timings, durable=True)
 
 
 def _earlier_failures(folder: Path, digest: str) -> dict[str, str]:

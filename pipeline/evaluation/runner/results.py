@@ -6,9 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.task_score import TaskScore
+from pipeline.files import replacing, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 
 PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
@@ -66,29 +65,9 @@ def read_result(path: Path) -> TaskResult | None:
 
 def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> None:
     """Write the per-sample outcomes, then the result: a result that is there is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    target = path.with_suffix(OUTCOMES_SUFFIX)
-    temporary = temporary_beside(target)
-    with temporary.open("wb") as file:
+    with replacing(path.with_suffix(OUTCOMES_SUFFIX)) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **outcomes)
-    os.replace(temporary, target)
-    write_atomically(path, result.to_json())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old or the new text, a killed writer leaves the old."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def temporary_beside(path: Path) -> Path:
-    """A hidden name in the same folder that no other process on any machine uses."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    write_text(path, result.to_json(), durable=True)
 
 
 def inputs_of(

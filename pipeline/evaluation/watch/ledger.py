@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.evaluation.runner.results import write_atomically
+from pipeline.files import write_text
 
 DONE = "done.json"
 RELEASED, FAILED = "released", "failed"
@@ -40,7 +40,7 @@ def create_once(path: Path, text: str) -> bool:
     """Create a complete file under a name that nobody has taken; False when somebody has. Safe on NFS."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    write_atomically(temporary, text)
+    write_text(temporary, text, durable=True)
     try:
         os.link(temporary, path)
         return True
@@ -105,7 +105,8 @@ class Lease:
                 continue  # a file system that is away for a while is no reason to stop working
 
     def _beat(self, count: int) -> None:
-        write_atomically(self.folder / f"lease-{self.number:04d}.beat", f"{self.owner['token']} {count}\n")
+        beat = self.folder / f"lease-{self.number:04d}.beat"
+        write_text(beat, f"{self.owner['token']} {count}\n", durable=True)
 
     def _end_heartbeat(self) -> None:
         self._stop.set()

@@ -1,0 +1,73 @@
+"""Files are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from pipeline import files
+from pipeline.files import replacing, write_json, write_text
+
+
+def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.txt"
+    assert write_text(path, "one") == path
+    write_text(path, "zwei\u00e4")
+    assert path.read_text(encoding="utf-8") == "zwei\u00e4"
+    write_json(path, {"b": [1]})
+    assert path.read_text() == '{\n "b": [\n  1\n ]\n}\n'
+    assert os.listdir(path.parent) == ["a.txt"]
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, unique: bool) -> None:
+    path = write_text(tmp_path / "a", "old")
+
+    def fail_half_way() -> None:
+        with replacing(path, unique=unique) as temporary:
+            temporary.write_text("half")
+            assert path.read_text() == "old"
+            assert temporary.parent == path.parent  # a rename across file systems would not be one step
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_temporary_names_differ_unless_a_retry_is_to_overwrite_them(tmp_path: Path) -> None:
+    names = {True: set(), False: set()}
+    for unique, seen in names.items():
+        for _ in range(2):
+            with replacing(tmp_path / "a", unique=unique) as temporary:
+                temporary.touch()
+                seen.add(temporary.name)
+    assert (len(names[True]), names[False]) == (2, {".a.tmp"})
+
+
+def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_size, (tmp_path / "a").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", record)
+    write_text(tmp_path / "b", "12345")
+    assert not flushed
+    write_text(tmp_path / "a", "12345", durable=True)
+    assert flushed == [(5, False)]
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

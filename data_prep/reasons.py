@@ -30,6 +30,10 @@ HASH_MISMATCH = "hash mismatch"
 UNDECODABLE = "undecodable"
 NO_CAPTION = "no caption"
 INTERNAL = "internal error"
+_KNOWN = frozenset(value for name, value in globals().items() if name.isupper() and isinstance(value, str))
+
+# Added to messages about refused addresses.
+ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
 
 # What may work another time: a retry asks again for these and for nothing else.
 TRANSIENT = frozenset({TIMEOUT, DNS, CONNECTION, CUT_OFF, INTERNAL})
@@ -43,7 +47,7 @@ _ENGINE_MESSAGES = {
     "aspect ratio too large": EXTREME_ASPECT,
     "Use of image disallowed by X-Robots-Tag directive": OPTED_OUT,
 }
-_KNOWN = frozenset(value for name, value in globals().items() if name.isupper() and isinstance(value, str))
+
 _HTTP = re.compile(r"http \d{3}$")
 
 

@@ -87,9 +87,9 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
 def ingest(scenes: Any, data: Path) -> None:
     """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted."""
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
-    from data_prep.download_config import DownloadConfig
     from data_prep.ingest import download
     from data_prep.scenes import serve_scenes, write_url_table
+    from data_prep.settings.download_config import DownloadConfig
     from jobs.download import ProgressBar, summary
     from pipeline.config import merge, parse, read_yaml
     from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest

@@ -31,11 +31,11 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     guard.allow_addresses.
 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes nothing but the plan; all settings
-    with their defaults are in data_prep/download_config.py, and what a run used is in OUTPUT/download.yaml.
+    with their defaults are in data_prep/settings/download_config.py, and what a run used is in OUTPUT/download.yaml.
     """
     from data_prep.dataset.ingest_report import write_report
-    from data_prep.download_config import DownloadConfig
     from data_prep.ingest import PartDone, download, prepare
+    from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))

@@ -74,7 +74,7 @@ def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
 
 def programs() -> dict[str, list[tuple[str, Any, str]]]:
     """Programs with their sections: heading, class and dotted prefix. The objective's section is not among them."""
-    from data_prep.download_config import DownloadConfig
+    from data_prep.settings.download_config import DownloadConfig
     from pipeline.evaluation.runner.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig

@@ -46,6 +46,7 @@ def command(
         return 0
     from data_prep.dataset import verification
     from data_prep.dataset.dataset_folder import Folder
+    from data_prep.rebuild import rebuild as rebuild_shards
     from pipeline.data.shards.manifest_format import load_manifest
 
     problems = verification.verify(folder, decode=decode)
@@ -65,7 +66,7 @@ def command(
             else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
         )
         return EXIT_PROBLEMS
-    again = verification.rebuild(folder, problems)
+    again = rebuild_shards(folder, problems)
     same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"
     click.echo(f"Rebuilt {wrong:,} shards with {same}; {again.n:,} samples now, {manifest.n:,} before.")
     return 0

@@ -247,8 +247,8 @@ def _study(recipe: Path | None, settings: list[str]) -> None:
 
 
 def _download(recipe: Path | None, settings: list[str]) -> None:
-    from data_prep.download_config import DownloadConfig
-    from data_prep.sources.source import resolve
+    from data_prep.settings.download_config import DownloadConfig
+    from data_prep.settings.source_config import resolve
 
     tree = read_yaml(recipe) if recipe is not None else {}
     resolve(parse(DownloadConfig, merge(tree, parse_overrides(settings))).source)

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_plan import Plan
-from data_prep.download_config import DownloadConfig
 from data_prep.fetching.downloader import Job, ShardDownloader
-from data_prep.ingest import prepare, write_manifest
+from data_prep.ingest import prepare
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import dump, parse
 from pipeline.data.shards.manifest_format import Manifest
 from tests.web import Site, jpeg, picture, serve

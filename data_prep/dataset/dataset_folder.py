@@ -17,10 +17,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.settings.download_config import DownloadConfig
+from pipeline.config import parse, read_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.files import write_json
@@ -109,6 +111,14 @@ class Folder:
             return frozenset()
         lines = self.removed.read_text(encoding="utf-8").splitlines()
         return frozenset(line.strip() for line in lines if line.strip())
+
+
+def load_config(root: str | Path) -> DownloadConfig:
+    """The settings that a data set was made with. Raises: UserError when it was not made by `neuclip download`."""
+    folder = Folder(Path(root).absolute())
+    if not folder.config.exists():
+        raise UserError(f"{root} has no {folder.config.name}: it was not made by `neuclip download`.")
+    return replace(parse(DownloadConfig, read_yaml(folder.config)), output=str(folder.root))
 
 
 def tar_name(shard: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, local_manifest
-from data_prep.fetching.shard_writer import HASH_KINDS
+from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError
 

@@ -14,7 +14,7 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.statistics import SIDE_EDGES, WORD_EDGES, Census, take_census
 from data_prep.reasons import is_transient
-from data_prep.sources.source import SourceConfig
+from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import FORMATS, Manifest, load_manifest
 

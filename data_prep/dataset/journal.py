@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.download_config import FetchConfig
+from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 from pipeline.files import write_json
 

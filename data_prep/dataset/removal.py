@@ -9,10 +9,10 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_plan import load_plan
-from data_prep.fetching.shard_writer import HASH_KINDS
-from data_prep.ingest import load_config, write_manifest
+from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.files import replacing, write_text
 

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.settings.download_config import SubsetConfig
+from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
-from data_prep.sources.source import SourceConfig
-from data_prep.sources.subset import Subset, SubsetConfig
+from data_prep.sources.subset import Subset
+from data_prep.sources.table_checks import check_rows
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import write_json
@@ -78,15 +80,6 @@ def make_plan(
     check_rows(source, seen)
     write_json(path, asdict(plan))
     return plan
-
-
-def check_rows(source: SourceConfig, found: int) -> None:
-    """Hold the rows of the whole table, before any subset, against its publication. Raises: UserError."""
-    if source.rows not in (None, found):
-        raise UserError(
-            f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
-            "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
-        )
 
 
 def load_plan(folder: Folder) -> Plan:

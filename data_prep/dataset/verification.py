@@ -6,15 +6,12 @@ import io
 import random
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, local_manifest
-from data_prep.dataset.shard_plan import load_plan
-from data_prep.ingest import download, load_config
+from data_prep.dataset.dataset_folder import local_manifest
 from pipeline.data.shards.manifest_format import FORMATS, Manifest, Shard
-from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,3 @@ def _undecodable(path: Path, shard: Shard, *, decode: int, seed: int) -> Iterato
             yield Problem(shard.name, "undecodable", f"sample {key} ({error})")
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
-
-
-def rebuild(root: str | Path, problems: list[Problem]) -> Manifest:
-    """Fetch anew just the shards that have a problem, and write the manifest.
-
-    What the web serves may have changed meanwhile: the new manifest says what is there now.
-    Raises: UserError when the folder was not made by `neuclip download`.
-    """
-    config = load_config(root)
-    # The settings are those of the worker that wrote them last; all shards at fault are fetched here.
-    config = replace(config, fetch=replace(config.fetch, worker=0, workers=1))
-    folder = Folder(Path(config.output))
-    plan = load_plan(folder)
-    for name in sorted({problem.shard for problem in problems}):
-        stem = Path(name).stem
-        if not stem.isdigit() or int(stem) >= plan.shards or folder.tar(int(stem)) != folder.root / name:
-            raise UserError(f"{name} is not one of this folder's shards: move it away by hand.")
-        folder.withdraw(int(stem))
-    return download(config)

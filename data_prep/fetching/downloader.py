@@ -20,11 +20,10 @@ import pyarrow as pa
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, names_of
 from data_prep.dataset.shard_plan import Plan, read_shard
-from data_prep.download_config import DownloadConfig, FetchConfig
-from data_prep.fetching.guard import GuardConfig
 from data_prep.fetching.import_stubs import stand_ins
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
+from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig
 
 with stand_ins("wandb", "webdataset"):
     from img2dataset.blurrer import BoundingBoxBlurrer

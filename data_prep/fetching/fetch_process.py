@@ -23,8 +23,8 @@ def main(path: str) -> None:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from data_prep.dataset.dataset_folder import Folder
     from data_prep.dataset.shard_plan import load_plan
-    from data_prep.download_config import DownloadConfig
     from data_prep.fetching.downloader import Job, run
+    from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import parse
 
     tree: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -16,14 +16,9 @@ from __future__ import annotations
 import functools
 import ipaddress
 import socket
-from typing import Literal
-
-import pydantic
-from pydantic import Field
 
 from data_prep import reasons
 from data_prep.reasons import FetchError
-from pipeline.config import section
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Doors to the metadata services of clouds that not every Python counts among the special addresses.
@@ -31,40 +26,6 @@ _METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192
 # NAT64 of a network's own making (RFC 8215): where it leads is not told by the address.
 _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-OptOut = Literal["noai", "noimageai", "noindex", "noimageindex"]
-
-
-@section
-class GuardConfig:
-    """What ingestion refuses to fetch, and how politely it asks. Each refusal is counted under its own reason."""
-
-    schemes: tuple[Literal["http", "https"], ...] = ("http", "https")
-    # Loopback, private, link-local, metadata and other special addresses are refused unless listed here (IP or CIDR).
-    allow_addresses: tuple[str, ...] = ()
-    trust_proxy: bool = False
-    max_bytes: int = Field(default=20_000_000, ge=1)
-    max_pixels: int = Field(default=89_478_485, ge=1)
-    max_redirects: int = Field(default=5, ge=0)
-    opt_outs: tuple[OptOut, ...] = ("noai", "noimageai", "noindex", "noimageindex")
-    user_agent: str = Field(default="neuclip", pattern=r"^[A-Za-z0-9_.-]+$")
-    # A page or e-mail address where the owner of a server can reach you; part of the User-Agent header.
-    contact: str = Field(default="", pattern=r"^[^\r\n()]*$")
-    host_connections: int = Field(default=64, ge=1)
-    # Seconds: the first pause after a host says 429 or 503, doubled each time; and the longest one.
-    backoff: float = Field(default=1.0, ge=0)
-    max_backoff: float = Field(default=30.0, ge=0)
-
-    @pydantic.field_validator("allow_addresses")
-    @classmethod
-    def _are_networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        for value in values:
-            try:
-                ipaddress.ip_network(value, strict=False)
-            except ValueError as error:
-                raise ValueError(
-                    f"{value!r} is neither an IP address nor a network such as 10.0.0.0/8; names are not allowed here"
-                ) from error
-        return values
 
 
 class AddressFilter:

@@ -12,9 +12,7 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.download_config import MonitorConfig
-
-ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
+from data_prep.settings.download_config import MonitorConfig
 
 
 @dataclass
@@ -114,7 +112,7 @@ class SuccessWindow:
         return (
             f"of the last {attempted:,} URLs only {samples / attempted:.1%} gave a sample "
             f"(monitor.min_success = {self._config.min_success:g}); reasons: {shares}"
-            + (f" ({ALLOW_HINT})" if reasons_seen[0][0] == reasons.REFUSED_ADDRESS else "")
+            + (f" ({reasons.ALLOW_HINT})" if reasons_seen[0][0] == reasons.REFUSED_ADDRESS else "")
         )
 
     def _before(self, attempted: int) -> Counts:

@@ -23,8 +23,9 @@ from typing import Any
 from data_prep import reasons
 from data_prep.fetching.content import check_image
 from data_prep.fetching.deadline import Deadlines
-from data_prep.fetching.guard import AddressFilter, GuardConfig
+from data_prep.fetching.guard import AddressFilter
 from data_prep.reasons import FetchError
+from data_prep.settings.download_config import GuardConfig
 
 _CHUNK = 1 << 16
 Connect = Callable[..., socket.socket]

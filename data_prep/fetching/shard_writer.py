@@ -16,10 +16,10 @@ from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
 from data_prep.fetching.content import extension
+from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import replacing, write_text
 
 _HEARTBEAT_SECONDS = 0.5
-HASH_KINDS = ("sha256", "md5", "sha512")
 
 
 class ShardWriter:

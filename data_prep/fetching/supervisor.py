@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.download_config import DownloadConfig
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from data_prep.sources.source import SourceConfig
+from data_prep.settings.source_config import SourceConfig
 from pipeline.errors import UserError
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
-from data_prep.sources.source import SOURCES, SourceConfig
 from pipeline.errors import UserError
 
 _SUFFIXES = {

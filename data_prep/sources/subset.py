@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from pipeline.config import section
+from data_prep.settings.download_config import SubsetConfig
 from pipeline.errors import UserError
-
-
-@section
-class SubsetConfig:
-    """Which rows to take. With `index`, first only rows whose uid is in it; then the fraction of those."""
-
-    fraction: float = Field(default=1.0, gt=0, le=1)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    # A .npy of sorted 128-bit uids as pairs of unsigned 64-bit integers: how DFN publishes its selections.
-    index: str | None = None
 
 
 class Subset:

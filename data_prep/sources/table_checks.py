@@ -10,10 +10,9 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.dataset.shard_plan import check_rows
-from data_prep.download_config import DownloadConfig, FetchConfig
+from data_prep.settings.download_config import DownloadConfig, FetchConfig
+from data_prep.settings.source_config import SourceConfig
 from data_prep.sources import metadata_tables
-from data_prep.sources.source import SourceConfig
 from pipeline.errors import UserError
 
 CHECKED_ROWS = 1_000
@@ -37,6 +36,15 @@ def check_source(config: DownloadConfig) -> list[str]:
     if not rows:
         raise UserError(f"source.table = {source.table!r} has no rows.")
     return [*_check_urls(rows, source), *_check_captions(rows, source), *_check_hashes(rows, source), *_notes(config)]
+
+
+def check_rows(source: SourceConfig, found: int) -> None:
+    """Hold the rows of the whole table, before any subset, against its publication. Raises: UserError."""
+    if source.rows not in (None, found):
+        raise UserError(
+            f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
+            "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
+        )
 
 
 def check_blur(config: DownloadConfig) -> None:

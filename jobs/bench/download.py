@@ -31,7 +31,7 @@ import numpy as np
 _IMAGES = 32
 _OURS = """
 import sys
-from data_prep.download_config import DownloadConfig
+from data_prep.settings.download_config import DownloadConfig
 from data_prep.ingest import download
 from pipeline.config import parse
 table, output, shard, processes, threads = sys.argv[1:]

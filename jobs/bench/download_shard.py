@@ -42,9 +42,9 @@ def command(urls: int, rounds: int) -> None:
 
 def _ours(table: Path, folder: Path, urls: int) -> float:
     from data_prep.dataset.dataset_folder import Folder
-    from data_prep.download_config import DownloadConfig
     from data_prep.fetching.downloader import Job, ShardDownloader
     from data_prep.ingest import prepare
+    from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import parse
 
     tree = {

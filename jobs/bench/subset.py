@@ -72,8 +72,8 @@ def make_table(path: Path, rows: int) -> None:
 def _select(table: str, output: str, fraction: float) -> tuple[float, int, float]:
     from data_prep.dataset.dataset_folder import Folder
     from data_prep.dataset.shard_plan import make_plan
-    from data_prep.sources.source import SourceConfig
-    from data_prep.sources.subset import SubsetConfig
+    from data_prep.settings.download_config import SubsetConfig
+    from data_prep.settings.source_config import SourceConfig
 
     folder = Folder(Path(output))
     folder.make()

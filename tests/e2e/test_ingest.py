@@ -19,12 +19,13 @@ from data_prep.dataset import canonical_tar, verification
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.statistics import take_census
-from data_prep.download_config import DownloadConfig
 from data_prep.ingest import PartDone, download
+from data_prep.rebuild import rebuild
 from data_prep.scenes.faults import Fault, count_faults, fault_of
 from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.server import serve_scenes
 from data_prep.scenes.url_table import write_url_table
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 
@@ -144,7 +145,7 @@ def test_damaged_shards_are_rebuilt_to_the_same_bytes(world: World, ingested: Ma
     (root / "shards/00001.tar").write_bytes(b"damaged")
     problems = verification.verify(root)
     assert {problem.shard for problem in problems} == {"shards/00001.tar"}
-    assert verification.rebuild(root, problems).digest == ingested.digest
+    assert rebuild(root, problems).digest == ingested.digest
     assert verification.verify(root) == []
 
 

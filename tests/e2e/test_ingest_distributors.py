@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.download_config import DownloadConfig
 from data_prep.ingest import download
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from tests.web import jpeg, send, serve
 

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.download_config import DownloadConfig
 from data_prep.fetching.supervisor import Paused
 from data_prep.ingest import download, prepare
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.web import Site, jpeg, send, serve

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.download_config import DownloadConfig, FetchConfig
-from data_prep.fetching.guard import GuardConfig
-from data_prep.sources import hash_check, table_checks
+from data_prep.fetching import hash_check
+from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig
+from data_prep.sources import table_checks
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.web import Site, jpeg, serve

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from huggingface_hub import HfApi, constants
 
-from data_prep.download_config import DownloadConfig
 from data_prep.ingest import prepare
+from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources.hub import pin
-from data_prep.sources.source import SourceConfig, resolve
 from pipeline.config import merge, parse, parse_overrides, to_tree
 from pipeline.errors import UserError
 

@@ -10,7 +10,7 @@ import pytest
 from data_prep.dataset import journal
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.journal import Journal
-from data_prep.download_config import FetchConfig
+from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 
 

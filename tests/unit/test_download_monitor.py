@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.download_config import DownloadConfig, MonitorConfig
 from data_prep.fetching import supervisor
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
 from data_prep.fetching.supervisor import Paused
+from data_prep.settings.download_config import DownloadConfig, MonitorConfig
 from pipeline.config import parse
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import load_plan
-from data_prep.download_config import DownloadConfig
 from data_prep.ingest import prepare
+from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import columns_of, count_known, files_of, read
-from data_prep.sources.source import SourceConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
 
@@ -49,7 +49,7 @@ def test_a_local_copy_of_a_named_source_is_its_folder_or_the_whole_repository(tm
 
 @pytest.mark.parametrize("name", ["cc3m", "cc12m"])
 def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path: Path, name: str) -> None:
-    from data_prep.sources.source import SOURCES, resolve
+    from data_prep.settings.source_config import SOURCES, resolve
 
     header = SOURCES[name].settings["header"]
     lines = ["\t".join(row[column] for column in header) for row in ROWS]

@@ -32,6 +32,17 @@ PIPELINE = {
     "planning": {"data", "distributed", "engine", "model", "objectives", "training"},
     "analysis": {"checkpoint", "data", "distributed", "model", "objectives", "training"},
 }
+# The same for the folders and loose modules of `data_prep/`; all of them may import `reasons`.
+DATA_PREP = {
+    "settings": set(),
+    "scenes": set(),
+    "sources": {"settings"},
+    "dataset": {"settings", "sources"},
+    "evalsets": {"dataset", "sources"},
+    "fetching": {"dataset", "settings", "sources"},
+    "ingest": {"dataset", "fetching", "settings", "sources"},
+    "rebuild": {"dataset", "fetching", "ingest", "settings"},
+}
 # What data_prep may share with the pipeline, beside BASE: file formats that both sides must agree on.
 SHARED = {"pipeline.data.shards.manifest_format"}
 
@@ -80,7 +91,9 @@ def may_import(name: str, other: str) -> bool:
     if other_package == "jobs":
         return False
     if package == "data_prep":
-        return other_package == "data_prep" or other_folder in BASE or other in SHARED
+        if other_package == "data_prep":
+            return other_folder in (folder, "reasons") or other_folder in DATA_PREP.get(folder, ())
+        return other_folder in BASE or other in SHARED
     if other_package != "pipeline":
         return False
     return other_folder == folder or other_folder in BASE or other_folder in PIPELINE.get(folder, ())
@@ -103,6 +116,7 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_no_folder_imports_in_a_circle() -> None:
     """The allowed arrows themselves form no circle, and neither do the modules within and between folders."""
     TopologicalSorter(PIPELINE).prepare()
+    TopologicalSorter(DATA_PREP).prepare()
     graph = {name_of(path): {i for i in imports_of(path) if i in NAMES} - {name_of(path)} for path in MODULES}
     TopologicalSorter(graph).prepare()
 
@@ -113,6 +127,9 @@ def test_every_folder_has_its_row() -> None:
     loose = {path.stem for path in (ROOT / "pipeline").glob("*.py")} - {"__init__"}
     assert loose <= BASE
     assert len(loose) <= 6
+    below_data_prep = {path.stem for path in (ROOT / "data_prep").glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in (ROOT / "data_prep").glob("*/__init__.py")}
+    assert below_data_prep | folders == {*DATA_PREP, "reasons"}
 
 
 def test_no_two_modules_have_one_name() -> None:
@@ -143,6 +160,9 @@ def test_the_rule_sees_imports_inside_functions(tmp_path: Path) -> None:
         ("data_prep.ingest", "pipeline.training.run"),
         ("pipeline.config", "pipeline.data.loading.loader"),
         ("data_prep.ingest", "jobs.cli"),
+        ("data_prep.dataset.removal", "data_prep.ingest"),
+        ("data_prep.dataset.shard_plan", "data_prep.fetching.guard"),
+        ("data_prep.reasons", "data_prep.dataset.journal"),
     ],
 )
 def test_a_wrong_arrow_would_be_found(name: str, other: str) -> None:

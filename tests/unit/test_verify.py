@@ -16,12 +16,13 @@ from PIL import Image
 
 from data_prep import ingest
 from data_prep.dataset import canonical_tar, duplicates
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
-from data_prep.dataset.verification import rebuild, verify
-from data_prep.download_config import DownloadConfig
-from data_prep.ingest import load_config, prepare
+from data_prep.dataset.verification import verify
+from data_prep.ingest import prepare
+from data_prep.rebuild import rebuild
+from data_prep.settings.download_config import DownloadConfig
 from jobs.verify import command
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest

@@ -1,4 +1,4 @@
-"""Where image-text metadata comes from: named sources as small entries, and any table with named columns."""
+"""Settings of the URL table, and the published sources with theirs."""
 
 from __future__ import annotations
 
@@ -15,45 +15,53 @@ from pipeline.errors import UserError
 
 Format = Literal["auto", "parquet", "csv", "tsv", "jsonl"]
 HashKind = Literal["md5", "sha256", "sha512"]
+HASH_KINDS = ("sha256", "md5", "sha512")
 
 
 @section
 class SourceConfig:
-    """A table of URLs and captions: a file, a folder of files, or a data set on the hub.
-
-    `name` takes the settings of a known source (see SOURCES); what is given here wins over it, defaults included.
-    """
+    """A table of URLs and captions: a file, a folder of files, or a data set on the hub."""
 
     name: str = "table"
-    # A local file or folder; wins over `hub`.
+    """A published source, whose settings (see SOURCES) apply where nothing else is given; a given default counts as
+    given."""
     table: str | None = None
+    """Local file or folder; takes precedence over `hub`."""
     format: Format = "auto"
-    # `owner/name` on the hub, read by streaming with `datasets`; `revision` pins it.
+    """Format of the files; `auto` goes by their names."""
     hub: str | None = None
+    """`owner/name` of a data set on the hub, streamed with `datasets`."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; a branch is pinned to its commit at the first run."""
     split: str = "train"
-    # Which files of the repository or folder, as a pattern, where not all of them are meant.
+    """Split of the hub's data set."""
     files: str | None = None
-    # Columns by name. For tables without a header line, `header` names all columns in order.
+    """Pattern of the files to read in the repository or folder, if not all."""
     header: tuple[str, ...] = ()
+    """Names of all columns in order, for tables without a header line."""
     url: str = "url"
+    """Column of the URLs."""
     caption: str = "caption"
+    """Column of the captions."""
     uid: str | None = None
+    """Column of unique ids; subsets and removals go by it."""
     hash: str | None = None
+    """Column with the hash of the bytes as served, against which they are verified."""
     hash_kind: HashKind = "sha256"
-    # Boxes (lists of four relative coordinates) to blur in the image, such as faces.
+    """Algorithm of that hash."""
     blur: str | None = None
-    # Further columns to keep beside each sample.
+    """Column with boxes to blur, such as faces: lists of four relative coordinates."""
     keep: tuple[str, ...] = ()
-    # Published number of rows of the whole table, before any subset: checked before the first URL.
+    """Further columns to store beside each sample."""
     rows: int | None = Field(default=None, ge=1)
-    # SHA-256 of the table's files by file name, checked before the first URL.
+    """Published number of rows of the whole table, before any subset; checked before the first URL."""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 of the table's files by file name; checked before the first URL."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _named_settings_below(cls, given: Any) -> Any:
-        """Put the named source's settings below what was given: afterwards a default and its absence look the same."""
+        """Fill in the named source's settings before the defaults apply: later a given default looks like no value."""
         tree = given.kwargs or {} if isinstance(given, pydantic_core.ArgsKwargs) else given
         if not isinstance(tree, Mapping):
             return given
@@ -79,7 +87,7 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A published source: the settings that differ from SourceConfig's defaults, and what a person should know."""
+    """A published source: what it is, and its settings that differ from SourceConfig's defaults."""
 
     about: str
     settings: dict[str, object]
@@ -124,7 +132,7 @@ SOURCES: dict[str, Known] = {
 
 
 def resolve(source: SourceConfig) -> SourceConfig:
-    """The source, whose named settings it has had since it was made, checked.
+    """Check that the source's name is known and that it names something to read.
 
     Raises: UserError for an unknown name, or when there is nothing to read.
     """

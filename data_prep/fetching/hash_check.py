@@ -14,10 +14,10 @@ from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from data_prep import reasons
-from data_prep.download_config import DownloadConfig
 from data_prep.fetching.opener import Opener
 from data_prep.reasons import FetchError
-from data_prep.sources.source import SourceConfig
+from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.table_checks import CHECKED_ROWS, first_rows
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError

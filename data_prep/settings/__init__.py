@@ -1,0 +1,1 @@
+"""Every setting of `neuclip download`, and the published sources with theirs."""

@@ -1,4 +1,4 @@
-"""`neuclip doctor`: check this node before a run is started on it."""
+"""`neuclip doctor`: check this node before starting a run on it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ EXIT_BROKEN = 1
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
 
 
-@click.command(name="doctor", epilog="Exit codes: 0 a run can start here, 1 something is broken.")
+@click.command(name="doctor", epilog="Exit codes: 0 a run can start on this node, 1 something is broken.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Where runs will go."
+    "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Folder of the runs."
 )
 @click.option(
-    "--needs-gib", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Free space needed there."
+    "--needs-gib", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Free space needed in it."
 )
 @click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
 @click.option(
     "--constraints",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Tested versions [constraints.txt, where there is one].",
+    help="Tested versions [constraints.txt, if it exists].",
 )
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of the gloo test.")
 def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int) -> int:
-    """Check this node: versions, GPUs, collectives, disk, shared memory, compiler, data; and say what to mend."""
+    """Check this node: versions, GPUs, collectives, disk, shared memory, compiler, data; and say what to fix."""
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
     found = []
@@ -38,14 +38,14 @@ def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constrai
         show(finding)
         found.append(finding)
     count = sum(finding.status == "broken" for finding in found)
-    click.echo("\nA run can start here." if not count else f"\n{count} broken: mend that before starting a run.")
+    click.echo("\nA run can start here." if not count else f"\n{count} broken: fix this before starting a run.")
     return EXIT_BROKEN if count else 0
 
 
 def examine(
     output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
 ) -> Iterator[NodeFinding]:
-    """Every check, cheap ones first; findings come as they are made."""
+    """Run all checks, cheap ones first, and yield each finding when it is made."""
     from pipeline.planning import node_checks
 
     yield from node_checks.check_packages(constraints)
@@ -57,7 +57,7 @@ def examine(
     yield node_checks.check_collectives("cpu", ranks=ranks)
     import torch
 
-    if torch.cuda.is_available():  # before this process takes part of a GPU for itself
+    if torch.cuda.is_available():  # before this process allocates GPU memory itself
         yield node_checks.check_collectives("cuda", ranks=torch.cuda.device_count())
     yield from node_checks.check_gpus()
 

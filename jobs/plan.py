@@ -1,5 +1,4 @@
-"""`neuclip plan`: what a recipe will cost in GPU memory, time and reading, and how well it is shuffled, before it
-runs."""
+"""`neuclip plan`: estimate GPU memory, time, reading and shuffle quality of a recipe before it runs."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ GIB = 2**30
 
 @click.command(name="plan")
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
-@click.option("--ranks", type=click.IntRange(min=1), help="GPUs the run will have [the recipe's plan.gpus].")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of GPUs [the recipe's plan.gpus].")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:
-    """Tell what a recipe will cost: GPU memory by ZeRO stage, steps, arithmetic, GPU hours, reading, shuffling.
+    """Estimate what a recipe will cost: GPU memory by ZeRO stage, steps, arithmetic, GPU hours, reading, shuffling.
 
-    Needs no GPU; reads the data's manifest only, and goes by plan.dataset_size while there is none. Settings as for
-    `neuclip train`: try engine.micro_batch or model.grad_checkpointing where memory is short, and data.streams and
-    data.shuffle_buffer before a run, since these two cannot change once it has begun.
+    Needs no GPU, and of the data only the manifest, or plan.dataset_size while there is none. Settings are those of
+    `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short, and choose data.streams and
+    data.shuffle_buffer now, because they cannot change within a run.
     """
     from pipeline.planning.run_plan import plan_run
     from pipeline.training.recipe import load_recipe
@@ -45,7 +44,7 @@ def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -
 
 
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
-    """Arithmetic and time in sentences, as (label, text)."""
+    """Arithmetic and time as lines of (label, text)."""
     cost, towers = plan.cost, plan.towers
     hours = cost.gpu_hours / plan.gpus
     return [
@@ -71,7 +70,12 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
 
 
 def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
-    """One row per ZeRO stage; GiB on one GPU. capacity: GiB of a GPU."""
+    """One row of the table per ZeRO stage; figures are GiB on one GPU.
+
+    Args:
+        plan: the estimates.
+        capacity: memory of one GPU, in GiB.
+    """
     rows = []
     for stage, part in plan.engine.items():
         total = plan.gpu_bytes(stage) / GIB
@@ -104,8 +108,8 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
 
 def _memory_note(plan: RunPlan) -> str:
     note = (
-        f"One GPU, estimated. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
-        "Fits: below 90% of the GPU, the rest for kernels' workspaces and fragments."
+        f"Estimates for one GPU. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
+        "Fits: below 90% of the GPU's memory; the rest is for workspaces of kernels and fragmentation."
     )
     if plan.objective.per_sample:
         per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus
@@ -120,15 +124,15 @@ def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
 
 
 def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
-    """The plan in sentences, as (label, text)."""
+    """The data's plan as lines of (label, text)."""
     layout, quality = plan.layout, plan.quality
     epochs = total_steps / layout.steps
     per_rank = layout.streams // plan.ranks
     share = per_rank / max(1, plan.workers)
-    place = "local, skipped by its headers" if plan.local else "read"
+    place = "local, so skipped" if plan.local else "read"
     return [
         ("data", f"{plan.samples:,} samples in {plan.shards:,} shards, {_size(plan.bytes)}"),
-        ("epoch", f"{layout.steps:,} steps of {layout.global_batch:,}; {layout.dropped:,} samples fill no batch"),
+        ("epoch", f"{layout.steps:,} steps of {layout.global_batch:,}; {layout.dropped:,} samples are in no batch"),
         ("run", f"{total_steps:,} steps, {epochs:.2f} epochs, {total_steps * layout.global_batch:,} samples seen"),
         (
             "layout",
@@ -140,9 +144,9 @@ def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
         (
             "reading",
             (
-                f"{_size(plan.epoch_bytes)} per epoch, {_size(plan.epoch_bytes / plan.ranks)} per rank; before the "
-                "streams' "
-                f"first samples lie {plan.passed_samples:,} others ({_size(plan.passed_bytes)}, {place})"
+                f"{_size(plan.epoch_bytes)} per epoch, {_size(plan.epoch_bytes / plan.ranks)} per rank; "
+                f"{plan.passed_samples:,} samples precede the streams' first ones in their shards "
+                f"({_size(plan.passed_bytes)}, {place})"
             ),
         ),
         ("resuming", f"about {_size(plan.resume_bytes)} read again, {_size(plan.resume_bytes / plan.ranks)} per rank"),
@@ -153,9 +157,9 @@ def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
         (
             "shuffling",
             (
-                f"{quality.shards_per_batch:,.0f} different shards in a batch (a global shuffle: "
-                f"{quality.ideal_shards_per_batch:,.0f}); two samples of a batch share a shard with probability "
-                f"{quality.same_shard_pairs:.2g} (global: {quality.ideal_same_shard_pairs:.2g})"
+                f"{quality.shards_per_batch:,.0f} distinct shards in a batch (a global shuffle: "
+                f"{quality.ideal_shards_per_batch:,.0f}); two samples of a batch are from the same shard "
+                f"with probability {quality.same_shard_pairs:.2g} (global: {quality.ideal_same_shard_pairs:.2g})"
             ),
         ),
     ]

@@ -1,4 +1,4 @@
-"""Seconds and memory of planning an epoch of a billion samples in 100,000 shards.
+"""Time and memory of planning an epoch of a billion samples in 100,000 shards.
 
 python -m jobs.bench.data_plan
 """
@@ -47,13 +47,16 @@ def main() -> None:
     parser.add_argument("--shard-samples", type=int, default=10_000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        child = multiprocessing.get_context("spawn").Process(  # its memory is not ours
+        child = multiprocessing.get_context("spawn").Process(  # so that its memory is not counted here
             target=write_manifest, args=(folder, options.shards, options.shard_samples)
         )
         child.start()
         child.join()
         megabytes = (Path(folder) / "manifest.json").stat().st_size / 1e6
-        print(f"{options.shards:,} shards, a manifest of {megabytes:.0f} MB; {peak_megabytes():.0f} MB in use before")
+        print(
+            f"{options.shards:,} shards, a manifest of {megabytes:.0f} MB; {peak_megabytes():.0f} MB in use at the "
+            "start"
+        )
         config = DataConfig(sources=str(Path(folder)), streams=STREAMS, shuffle_buffer=BUFFER)  # type: ignore[arg-type]
         with timed("read the manifest"):
             mixture = load_mixture(config)

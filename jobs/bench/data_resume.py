@@ -1,10 +1,9 @@
-"""What resuming costs: seconds to the first batch and bytes read, at several points of an epoch.
+"""Cost of resuming: seconds to the first batch and bytes read, at several points of an epoch.
 
     python -m jobs.bench.data_resume
 
-Bytes are what this process asks the system for (rchar of /proc/self/io), so that the page cache does not flatter it.
-Each case runs for local shards and for the same shards behind a pipe, where everything before a place in a shard is
-read.
+Bytes are those that this process reads from the system (rchar of /proc/self/io), whether cached or not. Each case runs
+with local shards and with the same shards behind a pipe, which must be read from its start.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def bytes_read() -> int:
 
 
 def first_batch(folder: Path, *, share: float) -> tuple[float, int, int]:
-    """Seconds and bytes until the first batch after resuming at a share of an epoch, and the batch's number."""
+    """Seconds and bytes to the first batch after resuming at a share of an epoch, and the batch's number."""
     config = DataConfig(sources=str(folder), streams=STREAMS, shuffle_buffer=BUFFER, workers=0)  # type: ignore[arg-type]
     loader = build_loader(config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=no_tokens)
     position = Position(epoch=3, batch=int(share * (loader.steps_per_epoch - 1)))
@@ -52,7 +51,7 @@ def first_batch(folder: Path, *, share: float) -> tuple[float, int, int]:
 
 
 def piped(folder: Path, out: Path) -> Path:
-    """A manifest of the same shards behind commands; a pipe's bytes are read by this process too."""
+    """A manifest of the same shards behind `pipe:` commands, whose bytes this process reads as well."""
     rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in load_manifest(folder).shards]
     make_manifest(rows).save(out)
     return out

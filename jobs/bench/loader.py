@@ -1,10 +1,10 @@
-"""Images per second and core of our loader against open_clip's own, on the same shards, interleaved.
+"""Images per second and core of our loader compared with open_clip's, on the same shards, interleaved.
 
     python -m jobs.bench.loader --shorter 256 --shorter 512
 
-Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole set once per round, in this one process
-with one thread, and are charged with the CPU time that this takes: other users of the machine hardly matter. Ours
-leaves normalisation to the device, as in training; the line "and normalised here" charges it too.
+Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole set once per round, in this process with
+one thread. The CPU time of that is reported, on which other users of the machine have little influence. Our loader
+leaves normalization to the device, as in training; the line "and normalized here" includes it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int) -> Pat
     return folder
 
 
-def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalised: bool = False, decoding: str = "fast") -> None:
+def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalized: bool = False, decoding: str = "fast") -> None:
     config = DataConfig(sources=str(folder), streams=8, workers=0, decoding=decoding)  # type: ignore[arg-type]
     loader = build_loader(
         config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=fast_tokenizer(tokenizer)
     )
     for _ in range(samples // BATCH):
         batch = next(loader)
-        if normalised:
+        if normalized:
             normalize(batch.image, mean=MEAN, std=STD)
     loader.close()
 
@@ -92,7 +92,7 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     from open_clip.transform import image_transform
     from webdataset.tariterators import tar_file_expander
 
-    # open_clip_train 3.3.0 trips over the end-of-shard marker of webdataset 0.2.111: ask for none.
+    # open_clip_train 3.3.0 fails on the end-of-shard marker of webdataset 0.2.111: switch it off.
     reference.tar_file_expander = lambda *args, **kwargs: tar_file_expander(*args, eof_value=None, **kwargs)
     shards = len(list(folder.glob("*.tar")))
     args = SimpleNamespace(
@@ -108,7 +108,7 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     transform = image_transform(PIXELS, is_train=True, mean=MEAN, std=STD)
     data = reference.get_wds_dataset(args, transform, is_train=True, floor=True, tokenizer=tokenizer)
     seen = sum(len(image) for image, _ in data.dataloader)
-    assert seen == samples // BATCH * BATCH, f"open_clip's loader gave {seen} of {samples} samples"
+    assert seen == samples // BATCH * BATCH, f"open_clip's loader returned {seen} of {samples} samples"
 
 
 def rate(run: Callable[[], None], *, samples: int) -> float:
@@ -129,11 +129,11 @@ def compare(shorter: int, *, samples: int, rounds: int) -> str:
         runs: dict[str, Callable[[], None]] = {
             "open_clip": lambda: run_open_clip(folder, samples=samples, tokenizer=tokenizer),
             "ours": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer),
-            "and normalised here": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, normalised=True),
+            "and normalized here": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, normalized=True),
             "ours, exact": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="exact"),
         }
         for run in runs.values():
-            run()  # caches of files, words and allocators
+            run()  # warm the page cache, the tokenizers' caches and the allocators
         rates: dict[str, list[float]] = {label: [] for label in runs}
         for _ in range(rounds):
             for label, run in runs.items():

@@ -1,4 +1,4 @@
-"""Settings of the data: where it is, in which order it comes, how it is decoded. Light imports only."""
+"""Settings of the `data` section: sources, order, decoding. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pipeline.data.shards.caption_field import CaptionField
 
 @section
 class Source:
-    """One set of shards in a mixture.
-
-    weight: passes over the source per epoch: 1 shows every sample once, 2 twice, 0.5 another half in every epoch.
-    """
+    """One set of shards in a mixture."""
 
     manifest: str
+    """A `manifest.json`, or the folder that holds it."""
     weight: float = Field(default=1.0, gt=0, le=1000)
+    """Passes over the source per epoch: 1 shows every sample once, 2 twice, 0.5 a different half in each epoch."""
 
 
 @section
@@ -26,7 +25,9 @@ class CropConfig:
     """The random resized crop; the defaults are open_clip's."""
 
     scale: tuple[float, float] = (0.9, 1.0)
+    """Smallest and largest share of the image's area that the crop keeps."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width over height of the crop."""
 
     @model_validator(mode="after")
     def _ordered(self) -> CropConfig:
@@ -38,7 +39,7 @@ class CropConfig:
 
 
 def _as_sources(value: Any) -> Any:
-    """A path stands for a list of one source, and a path in the list for a source of weight 1."""
+    """Expand the short forms: a path is a list of one source, and a path in a list is a source of weight 1."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, (list, tuple)):
@@ -48,36 +49,36 @@ def _as_sources(value: Any) -> Any:
 
 @section
 class DataConfig:
-    """What to train on and in which order.
-
-    sources: manifests (a path, or a list of paths or of `{manifest, weight}`).
-    streams: C, canonical streams; part of the order's identity. The number of ranks must divide it, and it must divide
-      the global batch. More streams mix more shards into a batch: raise it before the buffer.
-    shuffle_buffer: S, samples; a stream emits its sample i after at most S later ones; holds about S/2 encoded samples
-      of each stream in memory.
-    replacement: draw shards with replacement instead of permuting them.
-    workers: decoding processes per rank; 0 decodes in the training process.
-    prefetch: batches that each worker keeps ready.
-    caption: where a sample's caption is: `txt`, another member's suffix, or `json:FIELD`; of a field that holds several
-      texts one is shown at a time, drawn by hash.
-    decoding: "fast" (libjpeg-turbo and torch's uint8 bicubic) or "exact" (open_clip's own PIL pixels).
-    max_pixels: a larger image counts as corrupt (decompression bomb).
-    corrupt_limit: share of an epoch's samples that may be corrupt before the run stops.
-    retries: times that opening or reading a shard is tried again before its samples count as lost.
-    """
+    """What to train on and in which order."""
 
     sources: Annotated[tuple[Source, ...], BeforeValidator(_as_sources)] = Field(min_length=1)
+    """A folder with `manifest.json`, or a list of folders or of `{manifest, weight}`; a weight is passes per epoch."""
     streams: int = Field(default=64, ge=1, le=65536)
+    """$C$, interleaved streams that fill a batch. Part of the order: it cannot change within a run. It must divide
+    `batch_size`, and the number of ranks must divide it. More streams mix more shards into a batch: raise it before the
+    buffer."""
     shuffle_buffer: int = Field(default=1000, ge=1, le=10_000_000)
+    """$S$: a sample moves by fewer than $S$ places within its stream. About $S/2$ encoded samples of each stream are in
+    memory. Part of the order: it cannot change within a run."""
     replacement: bool = False
+    """Draw shards with replacement instead of permuting them."""
     workers: int = Field(default=2, ge=0, le=1024)
+    """Decoding processes per rank; 0 decodes in the training process."""
     prefetch: int = Field(default=2, ge=1, le=64)
+    """Batches that each worker keeps ready."""
     caption: str = "txt"
+    """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
+    each time that the sample is shown."""
     decoding: Literal["fast", "exact"] = "fast"
+    """`fast` (libjpeg-turbo and torch's uint8 bicubic) or `exact` (open_clip's own PIL pixels)."""
     crop: CropConfig = Field(default_factory=CropConfig)
+    """The random resized crop."""
     max_pixels: int = Field(default=178_956_970, ge=1)
+    """Larger images count as corrupt (decompression bombs)."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
+    """Share of an epoch's samples that may be corrupt before the run stops."""
     retries: int = Field(default=3, ge=0, le=100)
+    """How often reading a shard is tried again without any progress before its remaining samples count as lost."""
 
     @field_validator("caption")
     @classmethod
@@ -89,5 +90,5 @@ class DataConfig:
     def _distinct(cls, sources: tuple[Source, ...]) -> tuple[Source, ...]:
         paths = [source.manifest for source in sources]
         if len(set(paths)) < len(paths):
-            raise ValueError("a manifest is listed twice: give it one entry with a larger weight")
+            raise ValueError("a manifest is listed twice: list it once, with a larger weight")
         return sources

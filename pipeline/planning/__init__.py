@@ -1,1 +1,1 @@
-"""What is known before a run: memory, time, and whether this node can train."""
+"""Before a run: estimates of memory and time, and checks whether this node can train."""

@@ -1,7 +1,7 @@
-"""Whether this node can train: versions, GPUs, collectives, disk, shared memory, compiler, data; and what to mend.
+"""Check whether this node can train: versions, GPUs, collectives, disk, shared memory, compiler, data.
 
-Every check is a function that returns findings and never raises. "broken" means that a run here would fail; "note"
-that it may be slow or differ from what was tested.
+Every check is a function that returns findings and never raises. "broken" means that a run on this node would fail;
+"note" that it may be slow, or differ from what was tested.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """One thing looked at: what was found, and for "note" and "broken" what to do about it."""
+    """The result of one check; `remedy` says what to do about a "note" or "broken"."""
 
     subject: str
     status: Literal["good", "note", "broken"]
@@ -39,7 +39,7 @@ class NodeFinding:
 
 
 def check_packages(constraints: Path | None) -> list[NodeFinding]:
-    """Python and this project's requirements (broken when absent or out of range), and the tested versions (notes)."""
+    """Python, this project's requirements (broken if absent or out of range), and the tested versions (notes)."""
     from packaging.requirements import Requirement
 
     wrong, seen = [], 0
@@ -63,14 +63,14 @@ def check_packages(constraints: Path | None) -> list[NodeFinding]:
 
 
 def _against(constraints: Path) -> NodeFinding:
-    """Installed versions beside the tested ones; packages that are not installed do not count."""
+    """Compare installed versions with the tested ones; packages that are not installed are ignored."""
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
     installed = {name: (_version(name), version) for name, version in pinned}
     other = [
         f"{name} {have} (tested {tested})" for name, (have, tested) in installed.items() if have not in (None, tested)
     ]
     if not other:
-        return NodeFinding("versions", "good", f"as in {constraints.name}")
+        return NodeFinding("versions", "good", f"equal to those in {constraints.name}")
     shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
     return NodeFinding(
         "versions", "note", f"{len(other)} differ from the tested ones: {shown}", "pip install -e . -c constraints.txt"
@@ -85,7 +85,7 @@ def _version(name: str) -> str | None:
 
 
 def check_gpus() -> list[NodeFinding]:
-    """GPUs that torch sees, and whether somebody else is on them."""
+    """GPUs that torch sees, and whether other processes use them."""
     import torch
 
     if not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def check_gpus() -> list[NodeFinding]:
                 NodeFinding(
                     "GPUs",
                     "broken",
-                    f"a driver is here, but torch {torch.__version__} sees no GPU",
+                    f"a driver is installed, but torch {torch.__version__} sees no GPU",
                     "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)",
                 )
             ]
@@ -115,7 +115,7 @@ def check_gpus() -> list[NodeFinding]:
 
 
 def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFinding:
-    """Two or more real processes exchange numbers: gloo on the CPU, NCCL on GPUs."""
+    """Let two or more processes exchange numbers: by gloo on the CPU, by NCCL on GPUs."""
     backend = "NCCL" if device == "cuda" else "gloo"
     command = [
         sys.executable,
@@ -145,14 +145,14 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFind
         return NodeFinding(
             backend,
             "broken",
-            f"{ranks} processes did not meet within {ROUND_TRIP_SECONDS} s",
+            f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s",
             f"{_network_hint(backend)}",
         )
-    told = re.search(r"round trip: (.*)", done.stdout)
-    if done.returncode or told is None:
+    reported = re.search(r"round trip: (.*)", done.stdout)
+    if done.returncode or reported is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return NodeFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
-    return NodeFinding(backend, "good", told[1])
+    return NodeFinding(backend, "good", reported[1])
 
 
 def _network_hint(backend: str) -> str:
@@ -162,7 +162,7 @@ def _network_hint(backend: str) -> str:
 
 
 def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
-    """Space and write speed where runs go: a file is written, flushed to the disk and removed again."""
+    """Free space and write speed at the folder of runs; writes a file, flushes it to disk and removes it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free / GIB
     space = NodeFinding("disk space", "good", f"{free:.1f} GiB free at {existing}")
@@ -171,7 +171,7 @@ def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
             "disk space",
             "broken",
             f"{free:.1f} GiB free at {existing}, {needed_gib:g} are needed",
-            "free some, or choose another output; checkpoint.keep_last bounds what a run keeps",
+            "free some, or choose another output; checkpoint.keep_last limits what a run keeps",
         )
     probe = existing / f".neuclip-doctor-{uuid.uuid4().hex}"
     block = os.urandom(2**20)
@@ -191,7 +191,7 @@ def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
                 "disk writing",
                 "broken",
                 f"{existing} cannot be written: {error.strerror}",
-                "choose an output folder that this user may write to",
+                "choose an output folder that this user can write to",
             ),
         ]
     finally:
@@ -205,7 +205,7 @@ def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
 
 
 def check_memory(shm: Path = Path("/dev/shm")) -> list[NodeFinding]:
-    """Shared memory, through which workers hand over their batches, and the limit of open files."""
+    """Shared memory, through which workers pass on batches, and the limit of open files."""
     findings = []
     if shm.is_dir():
         stat = os.statvfs(shm)
@@ -222,7 +222,7 @@ def check_memory(shm: Path = Path("/dev/shm")) -> list[NodeFinding]:
 
 
 def check_compiler() -> NodeFinding:
-    """ninja and a C++ compiler, for DeepSpeed's compiled operations and torch.compile; nothing else needs them."""
+    """ninja and a C++ compiler, which only DeepSpeed's compiled operations and torch.compile need."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     ninja = shutil.which("ninja") or (_version("ninja") and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
@@ -237,7 +237,7 @@ def check_compiler() -> NodeFinding:
 
 
 def check_data(manifest: str) -> list[NodeFinding]:
-    """Opens and reads the first shards for a few seconds: access, and an upper bound of samples per second."""
+    """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
 
@@ -265,7 +265,7 @@ def check_data(manifest: str) -> list[NodeFinding]:
     speed = count / (time.perf_counter() - start)
     per_sample = sum(s.bytes for s in loaded.shards) / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
-    return [NodeFinding("data", "good", f"{loaded.n:,} samples; one reader gets {rate} (what is cached counts)")]
+    return [NodeFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")]
 
 
 def broken(findings: Iterable[NodeFinding]) -> bool:

@@ -1,8 +1,8 @@
-"""Memory, arithmetic and time of a run, estimated before it starts: pure functions.
+"""Estimates of a run's memory, arithmetic and time: pure functions.
 
-Every figure is an estimate. Memory counts what is certain (weights, gradients, optimizer, normalizer network,
-tables) and what autograd saves for backward; kernels' workspaces and the allocator's slack come on top. Time is
-arithmetic divided by peak rate x MFU, where MFU (the share of the peak that useful arithmetic reaches) is assumed.
+Memory counts weights, gradients, optimizer, normalizer network, tables and what autograd saves for backward; workspaces
+of kernels and fragmentation come on top. Time is arithmetic divided by peak rate x MFU, where the MFU (the share of the
+peak that useful arithmetic reaches) is an assumption.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU that do not depend on the batch. buffers: of the engine's communication."""
+    """Bytes on one GPU that do not depend on the batch."""
 
     weights: int
     gradients: int
     masters: int
     moments: int
     buffers: int
+    """Of the engine's communication."""
 
     @property
     def total(self) -> int:
@@ -36,15 +37,17 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class ObjectiveMemory:
-    """replicated: bytes of the state that every rank holds; per_sample: bytes of each sample's row, over all ranks."""
+    """Bytes of an objective's state."""
 
     replicated: int
+    """Held by every rank."""
     per_sample: float
+    """Of one sample's row, over all ranks."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """steps, epochs and samples of the budget; text_tokens seen; flops as executed, with recomputation; gpu_hours."""
+    """What a run's budget costs."""
 
     steps: int
     samples: int
@@ -52,15 +55,16 @@ class Cost:
     text_tokens: int
     read_bytes: int
     flops: float
+    """As executed, with recomputation."""
     gpu_hours: float
 
 
 def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET) -> EngineMemory:
-    """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, as this project's ds_configs set them.
+    """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
 
-    Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32), fp32 masters and
-    moments shared among the ranks, and accumulate gradients in fp32: whole at stage 1, shared from 2 on. Stage 3 also
-    shares the weights; the layers gathered at a time are counted as buffers.
+    Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32) and partition fp32
+    masters and moments among the ranks. They accumulate gradients in fp32: whole at stage 1, partitioned at 2 and 3.
+    Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers.
     """
     compute = 2 if bf16 and stage > 0 else 4
     share = -(-parameters // ranks)
@@ -68,12 +72,17 @@ def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket
         return EngineMemory(compute * parameters, 4 * parameters, 0, 8 * parameters, 4 * min(bucket, parameters))
     weights = compute * (share if stage == 3 else parameters)
     gradients = 4 * (parameters if stage == 1 else share)
-    reduced = 4 if stage == 1 else compute  # stage 1 reduces what it has accumulated
+    reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
     return EngineMemory(weights, gradients, 4 * share, 8 * share, reduced * min(bucket, parameters))
 
 
 def objective_memory(state: Mapping[str, Tensor], rows: Mapping[str, tuple[int, Tensor]]) -> ObjectiveMemory:
-    """From an objective's `state_dict()` and, of one built for a small dataset on one rank, its `row_state_dict()`."""
+    """Bytes of an objective's state.
+
+    Args:
+        state: its `state_dict()`.
+        rows: `row_state_dict()` of the same objective, built for a small dataset on one rank.
+    """
     per_sample = sum(values.numel() * values.element_size() / max(1, len(values)) for _, values in rows.values())
     return ObjectiveMemory(sum(v.numel() * v.element_size() for v in state.values()), per_sample)
 
@@ -81,9 +90,15 @@ def objective_memory(state: Mapping[str, Tensor], rows: Mapping[str, tuple[int, 
 def run_cost(
     costs: TowerCosts, *, steps: int, batch_size: int, dataset_size: int, again: int, assume: PlanConfig
 ) -> Cost:
-    """Arithmetic and time of a budget: backward is twice forward.
+    """Arithmetic and time of a budget; backward counts as two forward passes.
 
-    Args: again: further forward passes of each sample (feature-cached accumulation, activation checkpointing).
+    Args:
+        costs: of the towers.
+        steps: optimizer steps.
+        batch_size: pairs per step, over all ranks.
+        dataset_size: pairs of an epoch.
+        again: further forward passes of each pair (feature-cached accumulation, activation checkpointing).
+        assume: the recipe's `plan` section.
     """
     samples = steps * batch_size
     flops = (3 + again) * costs.forward_flops * samples

@@ -1,4 +1,4 @@
-"""The plan of one recipe: its model on the meta device, its objective's state, its data as far as it is there."""
+"""The plan of a recipe: memory, time and data, from its model on the meta device and the data's manifest."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from pipeline.planning.run_costs import Cost, EngineMemory, ObjectiveMemory, eng
 from pipeline.training.recipe import RunConfig, check_run
 
 PROBE_SAMPLES = 1000
-"""Dataset size of the objective that is built to learn how large its rows are."""
+"""Rows of the per-sample table of the objective that is built to find out the size of a row."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All estimates of a run on `gpus` GPUs. engine: memory by ZeRO stage; stage: the recipe's.
-
-    data: None as long as the manifest is not there, with the reason in `data_missing`.
-    """
+    """All estimates of a run."""
 
     gpus: int
     local_batch: int
     micro_batch: int
     bf16: bool
     stage: int
+    """ZeRO stage of the recipe."""
     towers: TowerCosts
     engine: dict[int, EngineMemory]
+    """Memory by ZeRO stage."""
     activations: int
+    """Bytes of activations of one micro-batch."""
     objective: ObjectiveMemory
     rows_on_host: bool
     cost: Cost
     dataset_size: int
     data: DataPlan | None
+    """None if there is no manifest yet."""
     data_missing: str
+    """Why `data` is None."""
 
     def gpu_bytes(self, stage: int) -> int:
-        """Everything that is counted, on one GPU."""
+        """Estimated bytes on one GPU at a ZeRO stage."""
         rows = 0 if self.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
         return self.engine[stage].total + self.activations + self.objective.replicated + rows
 
 
 def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
-    """Plan a recipe on a number of GPUs, without touching one.
+    """Plan a recipe for a number of GPUs, without using one.
 
-    Raises: UserError when recipe, GPUs and data do not fit together, or the size of the data is not known.
+    Raises:
+        UserError: recipe, GPUs and data do not fit together, or the size of the data is unknown.
     """
     check_run(run, world_size=gpus)
     towers, dim, image_size = _towers(run.model)
@@ -105,7 +108,7 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
 
 
 def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemory:
-    """Rows are counted on a small dataset: a billion of them would need their memory here and now."""
+    """Memory of the objective, built with a small table: the full one may have a billion rows."""
     objective = build_objective(
         run.objective,
         dim=dim,
@@ -119,11 +122,11 @@ def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemor
 
 
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
-    """The data's plan, or why there is none yet and the recipe's expectation has to do."""
+    """The data's plan, or why there is none, in which case the recipe's `plan.dataset_size` is used."""
     try:
         data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
     except UserError as error:
         if run.plan.dataset_size is None:
-            raise UserError(f"{error} To plan without the data, say plan.dataset_size=SAMPLES.") from error
+            raise UserError(f"{error} To plan without the data, set plan.dataset_size=SAMPLES.") from error
         return None, str(error)
     return data, ""

@@ -1,4 +1,4 @@
-"""What each real rank of `test_data_ranks` does: load, stop, resume, and write down what it saw."""
+"""What each rank of `test_data_ranks` runs: load, stop, resume, and save the sample ids."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def order_and_resume(folder: Path, world: World) -> dict[str, Any]:
 
 
 def vanish(folder: Path, world: World) -> dict[str, Any]:
-    """The shard that the manifest names first goes away after the first batch; every rank must go on in step."""
+    """The first shard is deleted after the first batch; all ranks must stay in step."""
     with make_loader(folder, world, workers=0, shuffle_buffer=1) as loader:
         found = steps(loader, 1)
         world.barrier()
@@ -70,7 +70,7 @@ def limit(folder: Path, world: World) -> dict[str, Any]:
         except UserError as error:
             with contextlib.suppress(UserError):
                 loader.report()
-                raise AssertionError("the whole report tells the same") from error
+                raise AssertionError("the full report must be refused as well") from error
             return {"stopped": str(error), "at": [loader.position.epoch, loader.position.batch]}
     return {"stopped": ""}
 

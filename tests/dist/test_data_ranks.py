@@ -1,4 +1,4 @@
-"""The loader on two real ranks with real workers, and what is left when a trainer is killed."""
+"""The loader on two ranks with worker processes, and which processes are left when a trainer is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
 
 
 def launch(folder: Path, out: Path, scenario: str) -> list[dict[str, Any]]:
-    """Run a scenario of `data_ranks` on two ranks and return what each wrote."""
+    """Run a scenario of `data_ranks` on two ranks and return the result of each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += ["-m", "tests.dist.data_ranks", str(folder), str(out), scenario]
@@ -43,13 +43,13 @@ def test_two_ranks_see_the_batches_of_one_and_resume_as_one(tmp_path: Path) -> N
     assert joined(results) == steps(alone, 15)
     assert alone.state_dict() == results[0]["state"] == results[1]["state"]
 
-    # A state of two ranks continues on one.
+    # The state of two ranks is resumed on one.
     resumed = make_loader(folder, World(), workers=0)
     resumed.load_state_dict(results[0]["middle"])
     assert steps(resumed, 8) == joined(results)[7:]
 
 
-def test_ranks_stay_in_step_when_a_shard_vanishes(tmp_path: Path) -> None:
+def test_ranks_stay_in_step_when_a_shard_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     write_shards(folder, SIZES)
     results = launch(folder, tmp_path, "vanish")
@@ -60,7 +60,7 @@ def test_ranks_stay_in_step_when_a_shard_vanishes(tmp_path: Path) -> None:
     report = results[0]["report"]
     assert report["epoch"] == 2
     assert batches[-1]
-    assert not {i for batch in batches[9:] for i in batch} & set(range(9)), "samples of a shard that is gone"
+    assert not {i for batch in batches[9:] for i in batch} & set(range(9)), "samples of a deleted shard"
 
 
 def test_the_corruption_limit_stops_both_ranks_at_the_same_step(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ if __name__ == "__main__":
 
 
 def start(tmp_path: Path, manner: str) -> subprocess.Popen[str]:
-    """A trainer with three workers in a process group of its own, after its first batch."""
+    """Start a trainer with three workers in its own process group and wait for its first batch."""
     write_shards(tmp_path / "shards", SIZES)
     script = tmp_path / "child.py"
     script.write_text(CHILD)
@@ -112,7 +112,7 @@ def start(tmp_path: Path, manner: str) -> subprocess.Popen[str]:
 
 
 def nobody_left(child: subprocess.Popen[str]) -> bool:
-    """Whether the process group is empty within half a minute; ends it in any case."""
+    """Whether the process group is empty within half a minute; kills what is left."""
     deadline = time.monotonic() + 30
     while (left := group(child.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -130,8 +130,8 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signal
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_group_leaves_the_trainer_its_batches(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C or a launcher's request to stop: the trainer that handles it still gets batches, then all end."""
+def test_after_a_signal_to_the_whole_group_the_trainer_still_gets_batches(tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C or a launcher that stops the run: a trainer that handles the signal gets batches, then all end."""
     child = start(tmp_path, "graceful")
     os.killpg(child.pid, how)
     time.sleep(2.5)

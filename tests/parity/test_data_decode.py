@@ -1,4 +1,4 @@
-"""Pixels, crops and tokens against the libraries that defined them: torchvision, PIL and open_clip."""
+"""Pixels and crops compared with the libraries that define them: torchvision, PIL and open_clip."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96
-# Largest and mean difference of the decoders, of 255. From version 13 on, Pillow resizes some tall crops vertically
-# first, so that the rounding between the two passes falls elsewhere; torch and older versions never do.
+# Largest and mean difference of the two decoders, of 255. Pillow 13 and later resize some tall crops vertically first,
+# which changes the rounding between the two passes; torch and older versions of Pillow never do.
 SAME_ORDER, OTHER_ORDER = (2, 0.02), (9, 0.4)
 
 
 def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
-    """Amplitude 1 / frequency, as in photographs; size: width, height."""
+    """An image of size (width, height) with amplitude 1 / frequency, as in photographs."""
     rng = np.random.default_rng(number)
     frequency = np.hypot(np.fft.fftfreq(size[1])[:, None], np.fft.rfftfreq(size[0])[None])
     frequency[0, 0] = 1
@@ -134,7 +134,7 @@ def test_too_large_images_are_corrupt_in_both_modes() -> None:
 
 
 def test_crops_are_distributed_as_torchvisions() -> None:
-    """Mean and spread of area, aspect and place of 4,000 crops, within four standard errors."""
+    """Mean and spread of area, aspect ratio and position of 4,000 crops agree within four standard errors."""
     height, width, n = 300, 400, 4000
     crop = CropConfig(scale=(0.2, 0.6), ratio=(3 / 4, 4 / 3))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The cached tokenizer gives open_clip's ids, for clean captions and for the worst that the web has."""
+"""The cached tokenizer gives open_clip's ids, for clean captions and for the worst of the web."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_other_context_lengths(context_length: int) -> None:
     assert torch.equal(reference(captions), fast_tokenizer(reference)(captions))
 
 
-def test_the_cache_is_bounded_and_travels_empty(
+def test_the_cache_is_bounded_and_not_pickled(
     pair: tuple[Any, CachedTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, fast = pair
@@ -75,7 +75,7 @@ def test_the_cache_is_bounded_and_travels_empty(
     assert len(copy._cache) <= 10
 
 
-def test_unknown_tokenizers_are_kept() -> None:
+def test_unknown_tokenizers_are_returned_unchanged() -> None:
     from open_clip.tokenizer import SimpleTokenizer
 
     for other in (SimpleTokenizer(clean="whitespace"), SimpleTokenizer(reduction_mask="simple")):

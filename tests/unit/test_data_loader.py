@@ -1,4 +1,4 @@
-"""The loader end to end in one process: the same global batches for every layout, exact resume, exactly once."""
+"""The loader end to end in one process: equal global batches on every layout, exact resume, every sample once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids.append(torch.cat([batch.sample_id for batch in batches]))
         images.append(torch.cat([batch.image for batch in batches]))
         for batch in batches:
-            assert torch.equal(batch.text[:, 0], batch.sample_id), "a caption strayed from its id"
+            assert torch.equal(batch.text[:, 0], batch.sample_id), "a caption does not belong to its id"
     return torch.stack(ids), torch.stack(images)
 
 
@@ -103,14 +103,14 @@ def test_resume_with_another_order_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"data.streams was 4, now 2"):
         reader.load_state_dict(writer.state_dict())
     forged = writer.state_dict() | {"proof": "0" * 16}
-    with pytest.raises(UserError, match="in another way"):
+    with pytest.raises(UserError, match="computes another order"):
         loaders(folder)[0].load_state_dict(forged)
 
 
 def test_numbers_that_do_not_fit_are_refused_before_any_step(folder: Path) -> None:
     for settings, ranks, message in [
-        ({"streams": 3}, 1, "global batch of 8 cannot be shared among data.streams = 3.*2 or 4"),
-        ({"streams": 4}, 3, "data.streams = 4 cannot be shared among 3 ranks"),
+        ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
+        ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
         ({"streams": 4, "workers": 3}, 2, "at most 2 workers"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -119,7 +119,7 @@ def test_numbers_that_do_not_fit_are_refused_before_any_step(folder: Path) -> No
 
 @pytest.fixture(scope="module")
 def second(folder: Path) -> Path:
-    """Another source, whose captions carry the ids that its samples have behind those of the first."""
+    """A second source. Its captions hold the ids that its samples have after those of the first source."""
     other = folder.parent / f"{folder.name}-second"
     write_shards(other, [6, 10, 4], first=48)
     return other
@@ -188,7 +188,7 @@ def test_a_shard_of_another_size_is_refused_before_the_first_step(tmp_path: Path
 
 
 def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    """Also out of a worker, without a traceback of its process."""
+    """Also if a worker finds it, and without the worker's traceback."""
     write_shards(tmp_path, [20, 20], replace={i: {"txt": b"no image"} for i in range(40)})
     (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
     with (
@@ -201,7 +201,7 @@ def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
     assert "Traceback" not in str(raised.value)
 
 
-def test_tokenizers_that_cannot_travel_are_refused(folder: Path) -> None:
+def test_tokenizers_that_cannot_be_pickled_are_refused(folder: Path) -> None:
     config = parse(DataConfig, {"sources": str(folder), "streams": 4, "workers": 2})
     with pytest.raises(UserError, match=r"cannot be sent to worker processes.*data.workers=0"):
         build_loader(
@@ -216,7 +216,7 @@ def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.M
     loaders(folder, workers=0)
 
 
-def test_another_decoder_is_told_and_allowed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_decoder_is_allowed_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (writer,) = loaders(folder)
     run([writer], 1)
     (reader,) = loaders(folder, decoding="exact")
@@ -241,18 +241,18 @@ def test_resuming_decodes_nothing_that_was_skipped(folder: Path, monkeypatch: py
 def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def noted(url: str, **options: Any) -> Any:
+    def recorded(url: str, **options: Any) -> Any:
         opened.append(url)
         return open_records(url, **options)
 
-    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", noted)
+    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", recorded)
     (loader,) = loaders(folder)
     run([loader], loader.steps_per_epoch)
-    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every cut between streams opens one shard again"
+    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every boundary between streams opens one shard again"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "died"),
     [
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
         (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), True),
@@ -261,8 +261,8 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
     ],
 )
-def test_a_killed_worker_is_told_and_its_errors_are_not_mistaken_for_that(
-    folder: Path, error: Exception, told: bool
+def test_a_killed_worker_is_reported_and_errors_of_workers_are_not_mistaken_for_that(
+    folder: Path, error: Exception, died: bool
 ) -> None:
     def fail() -> Any:
         raise error
@@ -270,16 +270,16 @@ def test_a_killed_worker_is_told_and_its_errors_are_not_mistaken_for_that(
 
     (loader,) = loaders(folder, workers=2)
     loader._parts = fail()
-    with pytest.raises(UserError if told else type(error), match="out of memory" if told else "Caught"):
+    with pytest.raises(UserError if died else type(error), match="out of memory" if died else "Caught"):
         next(loader)
 
 
-def test_a_real_worker_that_is_killed_is_told(folder: Path) -> None:
+def test_a_real_worker_that_is_killed_is_reported(folder: Path) -> None:
     (loader,) = loaders(folder, workers=2)
     with loader:
         next(loader)
         for worker in loader._parts._workers:  # type: ignore[union-attr]
             worker.kill()
         died = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError: |BrokenPipeError: |EOFError: "
-        with pytest.raises(UserError, match=rf"A loading process was killed \(({died}).*out of memory"):
+        with pytest.raises(UserError, match=rf"A worker of the loader was killed \(({died}).*out of memory"):
             [next(loader) for _ in range(100)]

@@ -1,4 +1,4 @@
-"""How well orders are shuffled, and what `neuclip plan` tells of a run before it starts."""
+"""Measures of shuffle quality, and what `neuclip plan` reports about the data of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_global_shuffle_reaches_the_ideal() -> None:
     assert neighbour_distance(ids) == pytest.approx(1.0, abs=0.05)
 
 
-def test_order_of_storage_is_told_from_a_shuffle() -> None:
+def test_the_order_of_storage_is_recognized() -> None:
     ids = np.arange(SHARDS * SAMPLES)[: 46 * BATCH].reshape(-1, BATCH)
     quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
     assert quality.shards_per_batch < 4
@@ -59,7 +59,7 @@ def test_order_of_storage_is_told_from_a_shuffle() -> None:
 
 
 def test_canonical_streams_are_shuffled_well() -> None:
-    """Floors well above what a broken shuffle reaches: one stream, a buffer of one, or shards in order of storage."""
+    """The limits are far from what a broken shuffle reaches: one stream, or a buffer of one sample."""
     ids = epoch(order())
     quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
     assert quality.shards_per_batch > 0.75 * quality.ideal_shards_per_batch
@@ -78,7 +78,7 @@ def test_more_streams_mix_more_shards() -> None:
     assert found[-1] > 10 * found[0]
 
 
-def test_shards_change_streams_and_company_from_epoch_to_epoch() -> None:
+def test_batches_of_two_epochs_share_no_more_than_by_chance() -> None:
     first, second = epoch(order(), 0), epoch(order(), 1)
     partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
                 for ids in (first[:3], second[:3])]  # fmt: skip
@@ -109,7 +109,7 @@ def test_plan_counts_what_the_manifest_says(tmp_path: Path) -> None:
     assert plan.buffer_bytes == pytest.approx(3 * 2 * mean, abs=1)
     assert plan.batch_bytes == 3 * 4 * 300
     assert 0 < plan.passed_samples < 72
-    with pytest.raises(UserError, match="cannot be shared among 3 ranks"):
+    with pytest.raises(UserError, match="is not divisible by 3 ranks"):
         plan_data(config, ranks=3, global_batch=8, image_size=10)
 
 
@@ -120,6 +120,6 @@ def test_plan_command(tmp_path: Path) -> None:
         cli, [*arguments, f"output={tmp_path}", "objective.name=openclip", "schedule.warmup_steps=9"]
     )
     assert done.exit_code == 0, done.output
-    assert "9 steps of 8; 0 samples fill no batch" in done.output
+    assert "9 steps of 8; 0 samples are in no batch" in done.output
     assert "90 steps, 10.00 epochs, 720 samples seen" in done.output
-    assert "different shards in a batch (a global shuffle: 4)" in done.output
+    assert "distinct shards in a batch (a global shuffle: 4)" in done.output

@@ -1,4 +1,4 @@
-"""Properties that hold for every layout, corruption and resume point: order, exactly once, no wait for anybody."""
+"""Properties that hold for every layout, corruption and resume point: the order, and every sample once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def loader(folder: Path, *, world: World, global_batch: int, **options: Any) -> 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Shards, a layout, broken samples (at most a tenth) and a place to resume at."""
+    """Shards, a layout, broken samples (at most a tenth) and a batch to resume at."""
     streams = draw(st.sampled_from([1, 2, 3, 4, 6]))
     rows = draw(st.integers(1, 3))
     sizes = draw(st.lists(st.integers(1, 17), min_size=1, max_size=8).filter(lambda s: sum(s) >= 2 * streams * rows))
@@ -69,16 +69,16 @@ def ids_of(group: list[Loader], steps: int) -> list[list[int]]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=cases())
-def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_order_resume_and_counts(case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("case")
     write_shards(folder, case["sizes"], replace={i: BROKEN[reason] for i, reason in case["broken"].items()})
     options, batch = case["options"], case["batch"]
     whole = loader(folder, world=World(), global_batch=batch, **options)
     steps = whole.steps_per_epoch
     first_epoch = ids_of([whole], steps)
-    _check_accounts(first_epoch, whole, case["broken"])
+    _check_counts(first_epoch, whole, case["broken"])
 
-    # Another number of ranks, resumed at any batch from a single rank's state.
+    # Another number of ranks, resumed at any batch from the state of a single rank.
     total = steps + 3
     expected = first_epoch + ids_of([whole], total - steps)
     stop = min(case["stop"], total)
@@ -98,7 +98,7 @@ def test_order_resume_and_accounts(case: dict[str, Any], tmp_path_factory: pytes
     assert sum(one.position.order_hash for one in group) % 2**64 == whole.position.order_hash
 
 
-def _check_accounts(batches: list[list[int]], whole: Loader, broken: dict[int, str]) -> None:
+def _check_counts(batches: list[list[int]], whole: Loader, broken: dict[int, str]) -> None:
     order = whole._dataset.order
     planned = planned_ids(order, epoch=0, first=0, last=len(batches)).ravel().tolist()
     assert len(set(planned)) == len(planned) == whole.n - whole.layout.dropped
@@ -108,14 +108,14 @@ def _check_accounts(batches: list[list[int]], whole: Loader, broken: dict[int, s
     assert not set(shown) & set(broken), "a corrupt sample was shown"
     assert {i for i in planned if i not in broken} <= set(shown), "a good sample was left out"
     for nominal, found in zip(planned, [i for batch in batches for i in batch], strict=True):
-        assert nominal == found or nominal in broken, "a good sample lost its place"
-    accounts = whole.report()
+        assert nominal == found or nominal in broken, "a good sample is in another row than planned"
+    report = whole.report()
     hashes = [order_hash(np.array(ids), epoch=0, batch=t, first_row=0) for t, ids in enumerate(batches)]
-    assert accounts.order_hash == f"{sum(hashes) % 2**64:016x}"
-    assert accounts.replaced == len(bad) == sum(shown.values()) - sum(1 for i in planned if i not in broken)
-    assert accounts.corrupt_by_reason == Counter(broken[i] for i in bad)
-    assert accounts.samples == accounts.planned_samples == len(planned)
-    assert accounts.dropped == whole.n - len(planned)
+    assert report.order_hash == f"{sum(hashes) % 2**64:016x}"
+    assert report.replaced == len(bad) == sum(shown.values()) - sum(1 for i in planned if i not in broken)
+    assert report.corrupt_by_reason == Counter(broken[i] for i in bad)
+    assert report.samples == report.planned_samples == len(planned)
+    assert report.dropped == whole.n - len(planned)
 
 
 def test_substitutes_are_never_rows_of_the_same_batch(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_substitutes_are_never_rows_of_the_same_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 4])
 def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
-    """Any split of a rank's streams among workers, without starting processes."""
+    """Any split of a rank's streams among workers gives the same batch; no processes are started."""
     write_shards(tmp_path, [9, 4, 14, 6, 7], replace={3: BROKEN["caption is missing"]})
     one = loader(tmp_path, world=World(), global_batch=8, streams=4, shuffle_buffer=6, corrupt_limit=1.0)
     dataset: StreamDataset = one._dataset
@@ -153,7 +153,7 @@ def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
         assert found == batch.sample_id.tolist()
 
 
-def test_a_sample_that_comes_again_within_an_epoch_is_cropped_anew(tmp_path: Path) -> None:
+def test_a_sample_that_occurs_twice_in_an_epoch_gets_two_crops(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     source = [{"manifest": str(tmp_path), "weight": 2}]
     one = loader(tmp_path, world=World(), global_batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
@@ -164,8 +164,8 @@ def test_a_sample_that_comes_again_within_an_epoch_is_cropped_anew(tmp_path: Pat
     assert (first != second).flatten(1).any(dim=1).all()
 
 
-def test_captions_of_a_json_field_are_drawn_anew_every_time(tmp_path: Path) -> None:
-    """count_tokens makes a caption's number its first token."""
+def test_captions_of_a_json_field_are_drawn_again_every_time(tmp_path: Path) -> None:
+    """The first token of `count_tokens` is the caption's number."""
     body = json.dumps({"all": ["caption 1", "caption 2", "caption 3", "", 7], "one": "caption 4"}).encode()
     write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
 
@@ -185,7 +185,7 @@ def test_captions_of_a_json_field_are_drawn_anew_every_time(tmp_path: Path) -> N
         start("json:")
 
 
-def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:
+def test_a_sample_gets_another_crop_in_every_epoch(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})
     first, second = next(one), next(one)
@@ -194,7 +194,7 @@ def test_the_same_sample_is_cropped_anew_in_every_epoch(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))
-def test_a_tally_counts_as_a_counter_and_keeps_its_earlier_states(batches: list[dict[str, int]]) -> None:
+def test_a_tally_counts_like_a_counter_and_earlier_ones_stay_valid(batches: list[dict[str, int]]) -> None:
     plain, states = Counter[tuple[str, str]](), [Tally()]
     for batch in batches:
         plain.update(fresh := Counter({(reason, "shard"): count for reason, count in batch.items()}))

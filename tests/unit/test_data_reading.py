@@ -1,4 +1,4 @@
-"""Reading shards: every tar dialect, pipes and URLs, and what happens when they break."""
+"""Reading shards: every tar format, pipes and URLs, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_names_split_at_the_first_dot_of_the_last_part() -> None:
     assert split_name("a.b/c.d.JPG") == ("a.b/c", "d.jpg")
 
 
-def test_reading_goes_across_shards_from_any_position(tmp_path: Path) -> None:
+def test_reading_continues_across_shards_from_any_position(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [3, 1, 4])
     for position in range(8):
         captions = [r.caption for r in reader(manifest).read(position)]
@@ -111,7 +111,7 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     one = reader(manifest)
     records = list(one.read(0))
     assert [r.problem for r in records] == ["", "", "", TRUNCATED, TRUNCATED, "", "", ""]
-    assert [next(one.read(i)).problem for i in (2, 3)] == ["", TRUNCATED], "what lies before the cut can be read again"
+    assert [next(one.read(i)).problem for i in (2, 3)] == ["", TRUNCATED], "samples before the cut can be read again"
     assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
 
 
@@ -126,7 +126,7 @@ def test_a_flipped_header_ends_the_shard(tmp_path: Path) -> None:
     assert [r.problem for r in reader(manifest).read(0)] == ["", "", TRUNCATED, TRUNCATED]
 
 
-def test_a_shard_that_vanishes_is_tried_again_then_lost(tmp_path: Path) -> None:
+def test_a_missing_shard_is_retried_and_then_lost(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [3, 2])
     (tmp_path / "00001.tar").unlink()
     one = reader(manifest, retries=2)
@@ -134,10 +134,10 @@ def test_a_shard_that_vanishes_is_tried_again_then_lost(tmp_path: Path) -> None:
     assert [r.problem for r in records] == ["", "", ""] + ["shard cannot be read (FileNotFoundError)"] * 2
     assert one.pause.__self__ == pytest.approx([0.1, 0.4])  # type: ignore[attr-defined]
     assert next(one.read(3)).problem
-    assert len(one.pause.__self__) == 2, "a lost shard is not waited for again"  # type: ignore[attr-defined]
+    assert len(one.pause.__self__) == 2, "a lost shard is not retried again"  # type: ignore[attr-defined]
 
 
-def test_a_passing_failure_loses_nothing(tmp_path: Path) -> None:
+def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [6])
     whole, path = (tmp_path / "00000.tar").read_bytes(), tmp_path / "00000.tar"
     path.write_bytes(whole[: len(whole) // 2])
@@ -147,7 +147,7 @@ def test_a_passing_failure_loses_nothing(tmp_path: Path) -> None:
 
 
 class Flaky(MemoryFileSystem):
-    """A store whose constructor takes nothing that it does not know, as S3's."""
+    """A store whose constructor refuses unknown arguments, like S3's."""
 
     protocol = "flaky"
     whole = b""
@@ -177,7 +177,9 @@ class Dropping(io.BytesIO):
         return super().read(size)
 
 
-def test_a_store_gets_the_block_size_where_it_belongs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_is_passed_to_open_and_not_to_the_constructor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     manifest = write_shards(tmp_path, [9])
     monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
@@ -185,14 +187,14 @@ def test_a_store_gets_the_block_size_where_it_belongs(tmp_path: Path, monkeypatc
     assert list(reader(remote).read(0)) == list(reader(manifest).read(0))
 
 
-def test_a_connection_that_drops_again_and_again_loses_nothing_while_samples_come(
+def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     manifest = write_shards(tmp_path, [40])
     monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
     remote = make_manifest([("flaky://bucket/00000.tar", 40, manifest.shards[0].bytes, "")])
-    # Every opening passes what came before, so it must get further each time: here by a part of the shard.
+    # Each time, all earlier bytes are read again, so the connection must last longer each time.
     budgets = iter([manifest.shards[0].bytes * part // 8 for part in (2, 4, 6, 16)])
     monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))
     one = reader(remote, retries=1)
@@ -200,7 +202,7 @@ def test_a_connection_that_drops_again_and_again_loses_nothing_while_samples_com
     assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first of its place"  # type: ignore[attr-defined]
 
 
-def test_a_machine_without_file_descriptors_is_not_a_broken_shard(
+def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = write_shards(tmp_path, [3])
@@ -213,7 +215,7 @@ def test_a_machine_without_file_descriptors_is_not_a_broken_shard(
         list(reader(manifest).read(0))
 
 
-def test_files_that_webdataset_does_not_see_are_no_samples(tmp_path: Path) -> None:
+def test_files_that_webdataset_ignores_are_not_samples(tmp_path: Path) -> None:
     members = {"README": b"x", "0.jpg": jpeg(0), "._0.jpg": b"mac", "0.txt": b"a", "._0.txt": b"mac"}
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, data in members.items():
@@ -240,7 +242,7 @@ def test_pipes_and_urls_give_the_same_records(tmp_path: Path, form: str) -> None
         assert list(reader(remote).read(position)) == list(reader(manifest).read(position))
 
 
-def test_a_failing_command_is_not_a_short_tar(tmp_path: Path) -> None:
+def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path: Path) -> None:
     write_shards(tmp_path, [5])
     command = f"pipe:head -c 9000 {tmp_path}/00000.tar; echo no such bucket >&2; exit 3"
     with open_shard(command) as file, pytest.raises(OSError, match="status 3: no such bucket"):
@@ -258,11 +260,11 @@ def test_shards_that_do_not_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 are\s+missing \(00000.tar\) and 1 differ \(00001.tar has 5 bytes, not"):
         check_shards(manifest, World())
     only = Manifest(shards=(Shard("00002.tar", 5, manifest.shards[2].bytes, "", 0),), root=str(tmp_path))
-    with pytest.raises(UserError, match="holds 4 samples, but its manifest says 5"):
+    with pytest.raises(UserError, match="holds 4 samples, but its manifest lists 5"):
         check_shards(only, World())
 
 
-def test_random_bytes_never_raise_anything_but_damaged(tmp_path: Path) -> None:
+def test_damaged_bytes_raise_nothing_but_damaged_tar(tmp_path: Path) -> None:
     rng = random.Random(0)
     write_tar(tmp_path / "a.tar", [sample(i) for i in range(3)], format=tarfile.PAX_FORMAT)
     whole = (tmp_path / "a.tar").read_bytes()
@@ -283,7 +285,7 @@ def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("turn", [0, 137])
 def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> None:
-    """Also after a resume, when samples read again have had their turn."""
+    """Also after a resume, when samples whose turn has passed are read again."""
     write_shards(tmp_path, [60, 70, 70])
     order = stream_order(seed=0, epoch=0, stream=0, length=200, buffer=20)
     stream = StreamReader(reader(manifest := load_manifest(tmp_path)), order=order, first=0, turn=turn)
@@ -296,7 +298,7 @@ def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> No
     assert kept[-1] == 0
 
 
-def test_a_place_whose_turn_has_passed_is_read_again(tmp_path: Path) -> None:
+def test_peek_reads_a_place_again_if_its_turn_has_passed(tmp_path: Path) -> None:
     write_shards(tmp_path, [30])
     order = stream_order(seed=0, epoch=0, stream=0, length=30, buffer=4)
     stream = StreamReader(reader(load_manifest(tmp_path)), order=order, first=0, turn=0)
@@ -305,7 +307,7 @@ def test_a_place_whose_turn_has_passed_is_read_again(tmp_path: Path) -> None:
     assert stream.peek(first) == taken
     ahead = stream.peek(29)
     assert ahead.caption == b"caption 29"
-    assert stream.kept_bytes < 10 * ahead.size + 10_000, "looking far ahead does not fill the buffer"
+    assert stream.kept_bytes < 10 * ahead.size + 10_000, "a peek far ahead does not fill the buffer"
     assert [stream.take(i).caption for i in order.places(1, 30).tolist()] == [
         f"caption {i}".encode() for i in order.places(1, 30).tolist()
     ]

@@ -1,4 +1,4 @@
-"""The order as pure functions: hashes, epochs of one or several sources, the shuffle inside a stream."""
+"""The order as pure functions: hashes, epochs of one or several sources, the shuffle within a stream."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_stream_emits_every_place_once_and_moves_it_by_less_than_its_buffer(
     assert sorted(whole.tolist()) == list(range(length))
     assert np.abs(whole - np.arange(length)).max() < max(1, min(buffer, length))
     small = StreamOrder(state=state, length=length, buffer=buffer)
-    small._block = max(block, small.buffer)  # more blocks than one, and turns asked for out of order
+    small._block = max(block, small.buffer)  # several blocks, and turns that are not requested in order
     for first in (length // 2, 0, length // 3, length - 1):
         last = min(length, first + 37)
         assert small.places(first, last).tolist() == whole[first:last].tolist()
@@ -80,7 +80,7 @@ def test_layout_counts() -> None:
     assert (layout.rows, layout.stream_length, layout.steps, layout.dropped) == (3, 25, 8, 7)
     with pytest.raises(UserError, match="An epoch has 11 samples, fewer than the global batch of 12"):
         make_layout(samples=11, global_batch=12, streams=4)
-    with pytest.raises(UserError, match="more than 2\\^31 in each"):
+    with pytest.raises(UserError, match="more than 2\\^31 per stream"):
         make_layout(samples=1 << 33, global_batch=12, streams=2)
 
 
@@ -93,7 +93,7 @@ def test_an_epoch_of_one_source_is_a_permutation_of_its_shards() -> None:
 
 
 def test_this_order_never_changes() -> None:
-    """Recorded values: a run that began with an earlier version must be continued in the same order."""
+    """Recorded values: a run that an earlier version started must continue in the same order."""
     mixture = make_mixture([manifest([5, 9, 4, 6])])
     layout = make_layout(samples=24, global_batch=8, streams=2)
     order = Order(mixture=mixture, layout=layout, seed=7, shuffle_buffer=4)

@@ -1,4 +1,4 @@
-"""Estimates against what can be counted by hand or measured."""
+"""Estimates compared with figures that were counted by hand or measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_published_figures_of_vit_b_32() -> None:
 
 
 def test_saved_bytes_are_what_autograd_saves(arch: str) -> None:
-    """Against real tensors on the CPU."""
+    """Compared with real tensors on the CPU."""
     meta, architecture = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
     estimated = measure_towers(meta, image_size=architecture.image_size, context_length=8).saved_bytes
     real, _ = build_towers(ModelConfig(arch=arch), seed=0)
@@ -102,7 +102,7 @@ def test_the_command_prints_both_parts(arch: str, tmp_path: Path) -> None:
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
     result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
     assert result.exit_code == 0, result.output
-    for part in ("2 x 20 pairs", "1 (recipe)", "GPU hours", "120 samples in 2 shards", "different shards in a batch"):
+    for part in ("2 x 20 pairs", "1 (recipe)", "GPU hours", "120 samples in 2 shards", "distinct shards in a batch"):
         assert part in result.output
     absent = CliRunner().invoke(command, [*settings(arch, "plan.dataset_size=400"), "--ranks", "1"])
     assert "400 samples of about 30 kB expected" in absent.output

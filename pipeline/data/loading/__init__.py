@@ -1,1 +1,1 @@
-"""From shards to batches: reading, decoding, loading processes, resuming."""
+"""From shards to batches: reading, decoding, worker processes, resuming."""

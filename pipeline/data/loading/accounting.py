@@ -1,4 +1,4 @@
-"""Where a run stands in its data, what it has used and what it had to leave out: counted per rank, merged on demand."""
+"""Position in the data and counts of corrupt samples: kept per rank, merged over ranks on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ LEAST_JUDGED = 10_000
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of which every state stays valid while they grow: a batch copies few of them, not all.
-
-    chunks: addends, each more than twice as large as the next.
-    """
+    """An immutable sum of counters. Adding a batch's counts copies few of the earlier ones, not all."""
 
     chunks: tuple[Counts, ...] = ()
+    """The summands, each more than twice as large as the next."""
     total: int = 0
 
     def plus(self, fresh: Counts) -> Tally:
+        """This tally and `fresh`; this one stays valid."""
         if not fresh:
             return self
         chunks = [*self.chunks, fresh]
@@ -35,51 +34,54 @@ class Tally:
         return Tally(tuple(chunks), self.total + fresh.total())
 
     def counts(self) -> Counts:
+        """All counts as one counter."""
         return sum(self.chunks, Counts())
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands after a batch: the next batch is number `batch` of epoch `epoch`, or the first of the next
-    one.
-
-    order_hash: of all batches of this epoch so far; this rank's addend. corrupt: (reason, shard) -> corrupt samples of
-    this epoch so far, seen by this rank; each was replaced by another sample.
-    """
+    """The position after a batch: the next one is number `batch` of `epoch`, or the first of the next epoch."""
 
     epoch: int = 0
     batch: int = 0
     order_hash: int = 0
+    """This rank's summand of the hash of all batches of this epoch so far."""
     corrupt: Tally = field(default_factory=Tally)
+    """Corrupt samples that this rank replaced in this epoch so far, by (reason, shard)."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """The accounts of an epoch up to a position, over all ranks; every value is plain.
-
-    samples: rows handed out so far. planned_samples: rows of the whole epoch. dropped: samples of the epoch that fill
-      no batch. replaced: rows whose own sample was corrupt and that show another one again; also the number of corrupt
-      samples. order_hash: which samples were in which rows. corrupt_by_shard: the worst shards.
-    """
+    """Counts of an epoch up to a position, over all ranks, as plain values."""
 
     epoch: int
     batch: int
     samples: int
+    """Rows returned so far."""
     planned_samples: int
+    """Rows of the whole epoch."""
     dropped: int
+    """Samples of the epoch that are in no batch."""
     replaced: int
+    """Corrupt samples; the row of each showed another sample."""
     corrupt_by_reason: dict[str, int]
     corrupt_by_shard: dict[str, int]
+    """The shards with the most corrupt samples."""
     order_hash: str
+    """Hash of which samples were in which rows."""
 
     def check(self, limit: float) -> DataReport:
-        """This report. Raises: UserError when more than `limit` of the samples so far are corrupt, naming shards."""
+        """Return this report if at most `limit` of the samples so far are corrupt.
+
+        Raises:
+            UserError: more are; the message names the reasons and the worst shards.
+        """
         if too_many(self.replaced, samples=self.samples, planned=self.planned_samples, limit=limit):
             raise UserError(
                 f"{self.replaced} of the first {self.samples} samples of epoch {self.epoch} are corrupt, more than "
-                f"data.corrupt_limit = {limit:g} allows: "
-                f"{_named(self.corrupt_by_reason)}. Worst shards: {_named(self.corrupt_by_shard)}. "
-                "Check them with `neuclip verify`, fetch them again, or raise the limit."
+                f"data.corrupt_limit = {limit:g} allows: {_named(self.corrupt_by_reason)}. Worst shards: "
+                f"{_named(self.corrupt_by_shard)}. Check them with `neuclip verify`, download them again, or raise the "
+                "limit."
             )
         return self
 
@@ -87,15 +89,17 @@ class DataReport:
 def too_many(corrupt: int, *, samples: int, planned: int, limit: float) -> bool:
     """Whether more than `limit` of an epoch's samples so far are corrupt.
 
-    Early in an epoch one lost shard weighs much: a share is of its first tenth at least, or of 10,000 samples.
+    Early in an epoch a single lost shard would be a large share, so the share is taken of at least a tenth of the epoch
+    or 10,000 samples.
     """
     return corrupt > limit * max(samples, min(planned, max(planned // 10, LEAST_JUDGED)))
 
 
 def replaced(position: Position, layout: Layout, world: World, *, limit: float) -> int:
-    """Corrupt samples of the epoch so far: a collective of one number, and a whole report when they are too many.
+    """Corrupt samples of the epoch so far: a collective of one number, plus a full report if there are too many.
 
-    Raises: UserError on every rank, as `DataReport.check`.
+    Raises:
+        UserError: too many samples are corrupt; raised on every rank.
     """
     total = sum(world.gather_objects(position.corrupt.total))
     samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch
@@ -105,14 +109,14 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
 
 
 def merge(position: Position, world: World) -> tuple[int, Counter[tuple[str, str]]]:
-    """Order hash and corrupt samples of all ranks: a collective, the same result on every rank."""
+    """Order hash and corrupt samples of all ranks: a collective with the same result on every rank."""
     everyone = world.gather_objects((position.order_hash, position.corrupt.counts()))
     corrupt = sum((counts for _, counts in everyone), Counts())
     return sum(hashed for hashed, _ in everyone) & MASK, corrupt
 
 
 def report(position: Position, layout: Layout, world: World) -> DataReport:
-    """The accounts of all ranks at a position: a collective."""
+    """The counts of all ranks at a position: a collective."""
     hashed, corrupt = merge(position, world)
     reasons: Counter[str] = Counter()
     shards: Counter[str] = Counter()

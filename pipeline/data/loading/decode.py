@@ -1,7 +1,8 @@
-"""From encoded bytes to pixels and text: deterministic crops, two decoders with one verdict on what is corrupt.
+"""From encoded bytes to pixels: deterministic crops, and two decoders that accept exactly the same images.
 
-Crops are open_clip's RandomResizedCrop driven by hashes. Note that with its defaults (scale 0.9 to 1) an image longer
-than 1.5 times its shorter side never fits a random crop and always gets one fixed central crop; reproduced on purpose.
+Crops are open_clip's RandomResizedCrop with hashes in place of random numbers. With its defaults (scale 0.9 to 1), no
+random crop fits an image whose longer side is more than 1.5 times the shorter one, so such an image always gets the
+same central crop; this is reproduced on purpose.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
-    """`(top, left, height, width)` of a random resized crop: torchvision's rule with hashed draws.
+    """`(top, left, height, width)` of a random resized crop by torchvision's rule.
 
-    Args: state: a hash key; the same key and size always give the same box.
+    Args:
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        crop: limits of area and aspect ratio.
+        state: hash key; the same key and size always give the same box.
     """
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
     for attempt in range(CROP_ATTEMPTS):
@@ -63,9 +68,9 @@ def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
 class ImageDecoder:
     """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
 
-    mode "exact" gives the pixels of open_clip's training transform for the same box. "fast" decodes JPEG by
-    libjpeg-turbo and resizes by torch, at most 2 of 255 away (9 where Pillow 13 rounds between passes in another
-    order). Whatever the fast decoder refuses is decided by the exact one, so both accept the same images.
+    Mode "exact" gives the pixels of open_clip's training transform for the same box. "fast" decodes JPEG with
+    libjpeg-turbo and resizes with torch; its pixels differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically
+    first). An image that the fast decoder refuses is passed to the exact one, so both modes accept the same images.
     """
 
     size: int
@@ -74,7 +79,15 @@ class ImageDecoder:
     max_pixels: int
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
-        """Raises: CorruptSample when PIL cannot decode it or it has more than `max_pixels`."""
+        """Decode, crop and resize.
+
+        Args:
+            data: the encoded image.
+            state: hash key of the crop.
+
+        Raises:
+            CorruptSample: PIL cannot decode the image, or it has more than `max_pixels`.
+        """
         if self.mode == "fast" and data[:2] == b"\xff\xd8":
             try:
                 return self._fast(data, state)
@@ -91,17 +104,19 @@ class ImageDecoder:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         self._check(height, width)
         if colorspace not in RGB_JPEG:
-            raise ValueError(f"{colorspace} is left to PIL")
+            raise ValueError(f"PIL decodes {colorspace}")
         pixels = torch.from_numpy(simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True))
         top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
-        # The batch's axis goes first: torch knows "channels last", which is its fastest path for uint8, by the strides.
+        # With a batch axis, torch recognizes these strides as channels-last, its fastest path for uint8.
         window = pixels[None, top : top + h, left : left + w].permute(0, 3, 1, 2)
         return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def _exact(self, data: bytes, state: int) -> Tensor:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PIL warns of sizes that `max_pixels` judges, and of odd metadata
+                warnings.simplefilter(
+                    "ignore"
+                )  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
                 self._check(image.height, image.width)
                 top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
@@ -111,7 +126,7 @@ class ImageDecoder:
             raise
         except Image.DecompressionBombError as error:
             raise CorruptSample("image is larger than data.max_pixels") from error
-        except Exception as error:  # PIL's plugins raise whatever they like on broken files
+        except Exception as error:  # PIL's plugins raise exceptions of many types on broken files
             raise CorruptSample("image cannot be decoded") from error
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
@@ -120,13 +135,12 @@ class ImageDecoder:
 def normalize(
     image: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """uint8 [b, 3, H, W] in 0..255 -> float on the same device: the arithmetic of torchvision's ToTensor and
-    Normalize."""
+    """uint8 [b, 3, H, W] in 0..255 -> float on the same device, with the arithmetic of torchvision's Normalize."""
     scaled = image.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return scaled.sub_(_per_channel(mean, image.device)).div_(_per_channel(std, image.device)).to(dtype)
 
 
 @functools.cache
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """[1, C, 1, 1], made once: a copy to the device would wait for it in every step."""
+    """[1, C, 1, 1], cached because copying it to the device in every step would wait for the device."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)

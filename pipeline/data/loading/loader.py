@@ -1,9 +1,9 @@
-"""The loader a trainer iterates: this rank's rows of global batch after global batch, and where the run stands.
+"""The loader that a trainer iterates: this rank's rows of each global batch, and the position in the data.
 
-Workers start by `forkserver`: a clean process, started before CUDA or any thread exists in it, imports this package
-once and forks every worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may
-hold at that moment; `spawn` would import torch once per worker. The clean process starts in `build_loader`, so that its
-imports overlap with building the model.
+Workers are started by `forkserver`: a clean process without CUDA or threads imports this package once and forks every
+worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may hold at that moment,
+and `spawn` would import torch in every worker. The fork server starts in `build_loader`, so that its imports overlap
+with building the model.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of one global batch.
-
-    image: uint8 [b, 3, H, W], channels last in memory. text: int64 [b, L]. sample_id: int64 [b].
-    position: where the run stands after this batch. replaced: rows whose own sample was corrupt.
-    """
+    """This rank's rows of one global batch."""
 
     image: Tensor
+    """uint8 [b, 3, H, W], channels last in memory."""
     text: Tensor
+    """Token ids, int64 [b, L]."""
     sample_id: Tensor
+    """int64 [b]."""
     position: Position
+    """Position of the run after this batch."""
     replaced: int
+    """Rows whose own sample was corrupt."""
 
 
 def build_loader(
@@ -60,9 +61,17 @@ def build_loader(
 ) -> Loader:
     """The loader of this rank, at the start of epoch 0.
 
-    Args: tokenize: captions -> int64 [b, L]; runs in the workers, so it must be picklable when there are any.
-    Raises: UserError with the numbers when data, batch, streams, ranks and workers do not fit together, or when shards
-      do not match their manifest.
+    Args:
+        config: the `data` section.
+        world: this rank.
+        global_batch: samples of a batch over all ranks.
+        seed: of the order, crops and choices of captions.
+        image_size: side of the decoded images, in pixels.
+        tokenize: captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
+
+    Raises:
+        UserError: data, batch size, streams, ranks and workers do not fit together, or shards do not match their
+            manifest.
     """
     mixture = load_mixture(config)
     layout = make_layout(
@@ -91,7 +100,7 @@ def build_loader(
 
 
 class Loader:
-    """Batches for ever, across epochs. Close it, or use it as a context manager, to end its workers."""
+    """An endless iterator of batches, across epochs. Close it, or use it as a context manager, to end its workers."""
 
     def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset) -> None:
         self._config, self._world, self._dataset = config, world, dataset
@@ -117,7 +126,7 @@ class Loader:
 
     @property
     def position(self) -> Position:
-        """Where the run stands after the last batch given out."""
+        """Position after the last batch that was returned."""
         return self._position
 
     def __enter__(self) -> Loader:
@@ -130,7 +139,11 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. Raises: UserError when the data can no longer be read."""
+        """The next batch.
+
+        Raises:
+            UserError: the data cannot be read any more.
+        """
         if self._parts is None:
             self._parts = self._start()
         parts = [self._next_part(self._parts) for _ in range(max(1, self._config.workers))]
@@ -144,38 +157,43 @@ class Loader:
         )
 
     def close(self) -> None:
-        """End the workers; iterating again starts new ones where the last batch ended."""
+        """End the workers. Iterating again starts new ones after the last batch."""
         parts, self._parts = self._parts, None
         if parts is not None and self._config.workers:
             parts._shutdown_workers()  # type: ignore[attr-defined]
 
     def report(self, position: Position | None = None) -> DataReport:
-        """The accounts of the epoch up to a batch's `position` (default: the last batch given out).
+        """The counts of the epoch up to a batch's `position` (default: the last batch that was returned).
 
-        A collective: every rank calls it, at the end of an epoch.
-        Raises: UserError on every rank when more of the epoch's samples are corrupt than `corrupt_limit` allows.
+        A collective: every rank calls it at the end of an epoch.
+
+        Raises:
+            UserError: more of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
         """
         return report(position or self._position, self.layout, self._world).check(self._config.corrupt_limit)
 
     def replaced(self, position: Position | None = None) -> int:
-        """How many samples of the epoch were corrupt so far, at little cost: a collective, for every logging step.
+        """Corrupt samples of the epoch so far: a cheap collective for every logging step.
 
-        Raises: UserError as `report`.
+        Raises:
+            UserError: as `report`.
         """
         limit = self._config.corrupt_limit
         return replaced(position or self._position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Where the run stands after the batch that carried `position` (default: the last one given out).
+        """The state after the batch with this `position` (default: the last batch that was returned).
 
-        A collective: every rank calls it. Plain values, the same on every rank and for any number of ranks and workers.
+        A collective: every rank calls it. The state holds plain values and is the same on every rank and for any number
+        of ranks and workers.
         """
         return save_position(position or self._position, self._dataset, world=self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch that `state_dict` was taken at; nothing that came before is decoded again.
+        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
 
-        Raises: UserError when this run's order is not the one that the state belongs to.
+        Raises:
+            UserError: this run's order differs from that of the state.
         """
         self.close()
         self._position = restore_position(state, self._dataset, world=self._world)
@@ -198,12 +216,13 @@ class Loader:
         try:
             part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
-            if not (self._config.workers and _tells_of_a_death(error)):
+            if not (self._config.workers and _means_worker_died(error)):
                 raise
             raise UserError(
-                f"A loading process was killed ({type(error).__name__}: {error}), as a machine does that runs out of "
-                "memory. Each keeps about half of data.shuffle_buffer encoded samples for every stream of its own, and "
-                "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates them."
+                f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the "
+                "machine ran out of memory. Each worker keeps about half of data.shuffle_buffer encoded samples for "
+                "each of its streams, and data.prefetch batches: lower one of them, or data.workers. `neuclip plan` "
+                "estimates the memory."
             ) from error
         if isinstance(part, Failure):
             self.close()
@@ -211,12 +230,12 @@ class Loader:
         return part
 
     def _pinned(self, values: np.ndarray) -> Tensor:
-        """In page-locked memory when it goes to a GPU: only from there does a copy not wait."""
+        """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self._world.device.type == "cuda" else tensor
 
     def _join(self, parts: list[Part]) -> Tensor:
-        """The parts' images as one tensor, in page-locked memory when they go to a GPU."""
+        """The parts' images as one tensor, in page-locked memory if they go to a GPU."""
         pin = self._world.device.type == "cuda"
         if len(parts) == 1 and not pin:
             return parts[0].image_bHWC.permute(0, 3, 1, 2)
@@ -239,13 +258,13 @@ def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
     )
 
 
-def _tells_of_a_death(error: Exception) -> bool:
-    """Whether torch noticed that a worker is gone, or what it had announced can no longer be fetched from it.
+def _means_worker_died(error: Exception) -> bool:
+    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
 
-    Errors that a worker raised itself come as "Caught ... in DataLoader worker process ...".
+    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
     """
-    said = str(error)
-    return "DataLoader worker (pid" in said or (isinstance(error, (OSError, EOFError)) and "Caught" not in said)
+    message = str(error)
+    return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
 
 
 def _as_is(part: Any) -> Any:
@@ -263,7 +282,7 @@ def _check_picklable(tokenize: Tokenize) -> None:
 
 
 def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:
-    """Workers hand images over in shared memory, and a full one kills them without a word: ask before."""
+    """Refuse too little shared memory: workers pass images through it, and die without a message when it is full."""
     if not SHARED_MEMORY.is_dir():
         return
     ranks = ranks_here(world.size)
@@ -272,14 +291,14 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
     free = stat.f_bavail * stat.f_frsize
     if needed > free:
         raise UserError(
-            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to hand over "
+            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
             f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
             "container more (docker run --shm-size, or --ipc=host)."
         )
 
 
 def _start_forkserver() -> Any:
-    """Start the clean process that forks the workers, if there is none; returns while it still imports."""
+    """Start the fork server of the workers if it is not running; returns while it is still importing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.data.loading.preload"])
     forkserver.ensure_running()

@@ -1,13 +1,13 @@
-"""What the fork server of the loading processes imports, and nobody else: the workers' modules, and calm signals.
+"""Imported by the fork server of the loader's workers only: loads the workers' modules and ignores signals.
 
-A launcher or a terminal that asks a run to stop signals its whole process group, while the trainer still wants batches
-up to its last checkpoint. The server ends when the trainer and its workers have.
+To stop a run, a launcher or a terminal signals the whole process group, but the trainer needs batches until it has
+written its last checkpoint. The fork server ends when the trainer and its workers have ended.
 """
 
 import signal
 
 import pipeline.data.loading.tokenize
-import pipeline.data.loading.worker  # noqa: F401 (imported once here, inherited by every worker)
+import pipeline.data.loading.worker  # noqa: F401 (imported here once, inherited by every worker)
 
 for _number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(_number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The data's part of a checkpoint: plain values for any number of ranks and workers, and the proof of what follows."""
+"""The data's part of a checkpoint: valid for any number of ranks and workers, with a check of the order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
 DECODERS = ("simplejpeg", "pillow", "torch")
-# What checkpoints that do not name it were made with.
-_BEFORE = {"data.caption": "txt", "crops are drawn by": "sample"}
+# Settings of checkpoints that were written before these were recorded.
+_UNRECORDED = {"data.caption": "txt", "crops are drawn by": "sample"}
 log = logging.getLogger(__name__)
 
 
 def save_position(position: Position, dataset: StreamDataset, *, world: World) -> dict[str, Any]:
-    """A position as plain values: a collective, the same on every rank and for any number of ranks and workers."""
+    """A position as plain values: a collective whose result is the same on every rank and for any number of ranks."""
     hashed, corrupt = merge(position, world)
     return {
         "epoch": position.epoch,
@@ -35,16 +35,18 @@ def save_position(position: Position, dataset: StreamDataset, *, world: World) -
 
 
 def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world: World) -> Position:
-    """The position that `save_position` wrote; the counts so far go to the first rank.
+    """The position that `save_position` stored; rank 0 takes over the counts so far.
 
-    Another way of decoding is allowed, with a warning: it changes pixels, not the order.
-    Raises: UserError when this run's order is not the one that the state belongs to.
+    A different decoding is allowed with a warning: it changes pixels, not the order.
+
+    Raises:
+        UserError: this run's order differs from that of the state.
     """
     changed = _differences(state["order"], _order_identity(dataset.order))
     if changed:
         raise UserError(
-            f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. "
-            "Restore these settings, or start a new run."
+            f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
+            "a new run."
         )
     corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
     position = Position(
@@ -56,17 +58,17 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     if _proof(dataset.order, position) != state["proof"]:
         raise UserError(
             f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
-            "all "
-            "settings agree: this program orders them in another way. Resume with the version that wrote it."
+            "all settings are equal: this program computes another order. Resume with the version that wrote the "
+            "checkpoint."
         )
-    before = {**_BEFORE, **state["pixels"]}
+    before = {**_UNRECORDED, **state["pixels"]}
     if world.is_main and (changed := _differences(before, _pixel_identity(dataset))):
-        log.warning("Samples are decoded in another way than before the checkpoint: %s.", "; ".join(changed))
+        log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
     return position
 
 
 def _proof(order: Order, position: Position) -> str:
-    """The order hash of the last batch before a position, computed from the plan alone."""
+    """The order hash of the last batch before a position, computed without reading data."""
     if not position.batch:
         return ""
     epoch, batch = position.epoch, position.batch - 1
@@ -75,7 +77,7 @@ def _proof(order: Order, position: Position) -> str:
 
 
 def _order_identity(order: Order) -> dict[str, Any]:
-    """Everything that the order of samples is a function of."""
+    """Everything that determines the order of samples."""
     return {
         "seed": order.seed,
         "global batch": order.layout.global_batch,
@@ -88,7 +90,7 @@ def _order_identity(order: Order) -> dict[str, Any]:
 
 
 def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
-    """Everything else that pixels are a function of."""
+    """Everything else that determines pixels and captions."""
     decoder = dataset.decoder
     return {
         "image size": decoder.size,

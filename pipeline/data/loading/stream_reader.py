@@ -1,4 +1,4 @@
-"""One stream's records: sequential reading with retries, and the bounded buffer that its shuffle needs."""
+"""Read the records of one stream: sequentially, with retries, into the bounded buffer that its shuffle needs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from pipeline.data.shards.tar_reader import DamagedTar, TarRecord
 from pipeline.errors import UserError
 
 TRUNCATED = "shard is damaged or shorter than its manifest says"
-READ_AHEAD = 2  # buffers that looking for a substitute may fill
+READ_AHEAD = 2  # shuffle buffers that a search for a substitute may read ahead
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class SequentialReader:
-    """Samples at consecutive positions of an epoch, across shards; bad data never raises, its record tells.
+    """Samples at consecutive positions of an epoch, across shards. Bad data does not raise: the record says why.
 
-    A shard that fails is tried again from the sample where it failed, `retries` times with growing pauses unless more
-    samples come; then its remaining samples count as lost for the rest of the epoch. `passed` counts samples read over
-    to reach a place, `lost` maps a shard number to the first lost sample and the reason.
+    A shard that fails is opened again at the sample where it failed. After `retries` further failures without a new
+    sample, with growing pauses, its remaining samples count as lost for the rest of the epoch.
     """
 
     manifest: Manifest
@@ -35,7 +34,9 @@ class SequentialReader:
     caption_suffix: str = "txt"
     pause: Callable[[float], None] = time.sleep
     passed: int = 0
+    """Samples skipped to reach the first sample of a segment."""
     lost: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Shard number -> first lost sample, and the reason."""
 
     def read(self, position: int) -> Iterator[TarRecord]:
         """Records from `position` to the end of the epoch, read as they are taken."""
@@ -64,7 +65,7 @@ class SequentialReader:
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
-            except Exception as error:  # every remote file system has its own exceptions
+            except Exception as error:  # every remote file system has exceptions of its own
                 if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
                     raise
                 _refuse_exhaustion(error)
@@ -83,19 +84,22 @@ class SequentialReader:
 
 
 def _refuse_exhaustion(error: Exception) -> None:
-    """Raises: UserError for an error that tells of this machine, which has run out of something, not of the shard."""
+    """Raise a UserError if the cause is a limit of this machine rather than the shard."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         raise UserError(
             f"This process cannot open more shards ({error.strerror}). Every stream keeps one open: raise `ulimit -n`, "
-            "lower data.streams, or give more data.workers a share of them each."
+            "lower data.streams, or raise data.workers, which share the streams."
         ) from error
 
 
 class StreamReader:
-    """The records of one stream in any order of nearby places, each read once as long as places only move by the
-    buffer.
+    """The records of one stream in its shuffled order; each is read once.
 
-    Args: first: the epoch's position of place 0. turn: the turn at which reading starts; what came before is not kept.
+    Args:
+        source: reads the epoch's samples.
+        order: the stream's shuffle.
+        first: position in the epoch of the stream's place 0.
+        turn: the turn at which reading starts; earlier samples are skipped.
     """
 
     def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
@@ -108,7 +112,7 @@ class StreamReader:
         self.kept_bytes = self.peak_bytes = 0
 
     def take(self, place: int) -> TarRecord:
-        """The record at its own turn: it leaves the buffer."""
+        """The record at its own turn, removed from the buffer."""
         while self._next <= place:
             self._read_one()
         record = self._kept.pop(place)
@@ -117,10 +121,10 @@ class StreamReader:
         return record
 
     def peek(self, place: int) -> TarRecord:
-        """The record of a place, which stays for its own turn.
+        """The record of a place, kept for its own turn.
 
-        Read from its shard alone when that turn has passed, or when it lies so far ahead that the buffer would
-        overflow.
+        It is read separately from its shard if its turn has passed, or if it is so far ahead that the buffer would grow
+        beyond its limit.
         """
         while self._next <= place and self._whole < READ_AHEAD * self.order.buffer:
             self._read_one()
@@ -138,6 +142,6 @@ class StreamReader:
         self._next += 1
 
     def close(self) -> None:
-        """Let go of the open shard and the buffer."""
+        """Close the open shard and drop the buffer."""
         self._records.close()  # type: ignore[attr-defined]
         self._kept.clear()

@@ -1,6 +1,6 @@
 """CLIP's byte-pair tokenizer with a cache per word: the same ids as open_clip's, several times as fast.
 
-Holds plain tables only, so that loading processes need not import open_clip.
+It consists of plain tables, so that the loader's workers need not import open_clip.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from torch import Tensor
 
 CACHED_WORDS = 200_000
 CACHED_LENGTH = 32
-# ftfy changes ASCII only where there are control characters or HTML entities; without them it is not needed.
+# ftfy changes ASCII text only if it contains control characters or HTML entities; any other ASCII text skips it.
 NEEDS_CLEANING = re.compile(r"[^\t\n\r\x20-\x25\x27-\x7e]")
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:
-    """The cached equivalent of an open_clip tokenizer, or `tokenizer` itself where there is none (Hugging Face's).
+    """The cached equivalent of an open_clip tokenizer, or `tokenizer` itself if there is none (Hugging Face's).
 
-    Args: tokenizer: what `open_clip.get_tokenizer` returns. The result maps a list of captions to int64 [b, L].
+    Args:
+        tokenizer: what `open_clip.get_tokenizer` returns.
+
+    Returns:
+        A function from a list of captions to int64 [b, L].
     """
     from open_clip import tokenizer as reference
 
@@ -53,19 +57,22 @@ def _specials(tokenizer: Any) -> frozenset[str]:
 
 @dataclass
 class CachedTokenizer:
-    """Captions -> int64 [b, context_length]: start, lower-cased byte pairs, end, zeros; long captions are cut before
-    the end.
+    """Captions -> int64 [b, context_length]: start token, lower-cased byte pairs, end token, zeros.
 
-    pattern: how text splits into words. ids: byte-pair -> id. ranks: pair -> rank of its merge. letters: byte -> its
-    printable stand-in. special: tokens that are never split, and their ids.
+    Captions that are too long are truncated and still end with the end token.
     """
 
     context_length: int
     pattern: str
+    """Regular expression that splits text into words."""
     ids: Mapping[str, int]
+    """Byte-pair symbol -> id."""
     ranks: Mapping[tuple[str, str], int]
+    """Pair of symbols -> rank of its merge."""
     letters: Mapping[int, str]
+    """Byte -> printable character that represents it."""
     special: Mapping[str, int]
+    """Tokens that are never split -> id."""
     start: int
     end: int
     _cache: dict[str, list[int]] = field(default_factory=dict, repr=False)
@@ -87,7 +94,7 @@ class CachedTokenizer:
         if NEEDS_CLEANING.search(text):
             text = _clean(text)
         found: list[int] = []
-        for word in " ".join(text.split()).lower().split(" "):  # no token spans a blank
+        for word in " ".join(text.split()).lower().split(" "):  # no token contains a space
             found += self._cache.get(word) or self._encode_word(word)
             if len(found) >= limit:
                 return found[:limit]
@@ -111,7 +118,7 @@ class CachedTokenizer:
         return found
 
     def _merge(self, token: str) -> list[int]:
-        """Byte-pair encoding: merge the pair of lowest rank, everywhere, until no pair has one."""
+        """Byte-pair encoding: merge all pairs of the lowest rank, until no pair has a rank."""
         parts = [*token[:-1], token[-1] + "</w>"]
         never = len(self.ranks)
         while len(parts) > 1:

@@ -1,4 +1,4 @@
-"""What one loading process does: fills its streams' rows of one global batch after another, for ever."""
+"""One worker of the loader: an endless sequence of its streams' rows of global batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPEN_FILES = 65_536
 
 @dataclass(frozen=True)
 class Part:
-    """Some streams' rows of one global batch. corrupt: (reason, shard) -> bad samples whose turn it was."""
+    """The rows of some streams in one global batch."""
 
     epoch: int
     batch: int
@@ -43,11 +43,12 @@ class Part:
     sample_id: NDArray[np.int64]
     order_hash: int
     corrupt: Counter[tuple[str, str]]
+    """Corrupt samples that were replaced, by (reason, shard)."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A message for the user that ends the run; sent as a value because exceptions cross processes as tracebacks."""
+    """The message of an error that ends the run. A value, because exceptions cross processes as tracebacks."""
 
     message: str
 
@@ -86,7 +87,7 @@ class StreamFiller:
             return self._refill(turn, decode=decode, first=error)
 
     def _refill(self, turn: int, *, decode: Callable[[TarRecord, int], None], first: CorruptSample) -> int:
-        """Fill the row of a corrupt sample with the first good one of a fixed sequence of other samples."""
+        """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
         for stream, other in self._substitutes(turn):
             own = stream == self.stream
@@ -100,25 +101,25 @@ class StreamFiller:
                 reasons[str(error)] += 1
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
-            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} tries "
-            f"to stand in for a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
-            f"{self._lost_shards() or 'none'}. `neuclip verify` checks shards; what samples lack, `neuclip manifest` "
-            "counts."
+            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} "
+            f"attempts to replace a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
+            f"{self._lost_shards() or 'none'}. `neuclip verify` finds damaged shards, `neuclip manifest` counts "
+            "samples without an image or a caption."
         )
 
     def _showing(self, turn: int) -> int:
-        """The row's number in the epoch: what its crop is drawn by, since a sample may come again within the epoch."""
+        """The row's number in the epoch, which keys its crop: a sample may occur more than once in an epoch."""
         return self.stream * self._order.layout.stream_length + turn
 
     def _lost_shards(self) -> str:
         return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
 
     def _substitutes(self, turn: int) -> Iterator[tuple[int, int]]:
-        """`(stream, turn)` of the samples that may stand in for a corrupt one: never one of the same global batch.
+        """`(stream, turn)` of samples that may replace a corrupt one; never one of the same global batch.
 
-        First the same row of another batch of this stream, so that two corrupt rows of a batch never get the same
-        sample: of a later batch, soon enough to be in the buffer or near it; at the end of an epoch of any batch. When
-        so much of the stream is lost that none of these can be read, any turn of any stream.
+        The first candidates are the same row of other batches of this stream, so that two corrupt rows of a batch never
+        get the same sample: a later batch that is in the buffer or near it or, at the end of an epoch, any batch. If
+        none of these can be read, any turn of any stream is tried.
         """
         layout, b = self._order.layout, self._rows
         batch, row = divmod(turn, b)
@@ -141,7 +142,7 @@ class StreamFiller:
 
 @dataclass(frozen=True)
 class StreamDataset(IterableDataset[Part | Failure]):
-    """The parts of this rank's streams, from (epoch, batch) on; each worker takes a contiguous share of the streams."""
+    """Parts of this rank's batches, starting at (epoch, batch); each worker takes a contiguous share of the streams."""
 
     order: Order
     streams: range
@@ -154,7 +155,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
     def __iter__(self) -> Iterator[Part | Failure]:
         _allow_open_files()
-        info = get_worker_info()  # torch has set one thread there
+        info = get_worker_info()  # torch has set the number of threads to one in workers
         if info is not None:
             _live_with_parent()
         index, count = (info.id, info.num_workers) if info else (0, 1)
@@ -208,7 +209,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
 
 def _allow_open_files() -> None:
-    """Every stream keeps a shard open, and the usual soft limit of 1,024 is the shell's choice, not the machine's."""
+    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -216,10 +217,10 @@ def _allow_open_files() -> None:
 
 
 def _live_with_parent() -> None:
-    """End this worker when the training process is gone or says so, and at no other signal.
+    """End this worker when the training process has ended or terminates it, and at no other signal.
 
-    A signal to the whole process group (Ctrl-C, a launcher's request to stop) must leave the workers alive until the
-    trainer has written its last checkpoint. torch's own watchdog looks at the parent's id, which is the fork server's.
+    A signal to the whole process group (Ctrl-C, a launcher that stops the run) must leave the workers alive until the
+    trainer has written its last checkpoint. torch's own watchdog checks the parent's id, which is the fork server's.
     """
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for this thread and those it will start

@@ -1,1 +1,1 @@
-"""Which sample fills which row of which batch, as a pure function."""
+"""The order of samples: which sample is in which row of which batch, as a pure function."""

@@ -1,4 +1,4 @@
-"""The order of a run as a whole: what it is a function of, which samples it puts where, and its hash."""
+"""The order of a whole run: its inputs, the sample ids of any batch, and a hash to compare orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Order:
-    """What the order of samples is a function of, besides the epoch."""
+    """Everything that determines the order of samples, apart from the epoch."""
 
     mixture: Mixture
     layout: Layout
@@ -35,7 +35,11 @@ class Order:
 
 
 def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
-    """Sample ids of batches [first, last) in row order, [last - first, B], when no sample is corrupt; reads no data."""
+    """Sample ids of the batches [first, last) if no sample is corrupt; reads no data.
+
+    Returns:
+        Ids in row order, [last - first, B].
+    """
     layout = order.layout
     segments = plan_epoch(order.mixture, seed=order.seed, epoch=epoch)
     offsets = np.array(order.mixture.manifest.offsets)
@@ -49,7 +53,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int) -> Int64:
 
 
 def order_hash(sample_id: Int64, *, epoch: int, batch: int, first_row: int) -> int:
-    """A 64-bit hash of which samples are in which rows; those of disjoint rows add up to that of the whole batch."""
+    """A 64-bit hash of which samples are in which rows; hashes of disjoint rows add up to that of the batch."""
     rows = np.arange(first_row, first_row + len(sample_id), dtype=np.uint64) << np.uint64(40)
     hashes = draws(key(Purpose.ORDER, epoch, batch), rows + sample_id.astype(np.uint64))
     return int(hashes.sum(dtype=np.uint64))

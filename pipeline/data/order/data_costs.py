@@ -1,4 +1,4 @@
-"""What a data configuration will cost and how well it shuffles, told from the manifest alone, before it runs."""
+"""Estimate reading, memory and shuffle quality of a data configuration from its manifest alone."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ SAMPLED_BATCHES = 8
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Figures of a run's data; bytes are of the shards as stored.
-
-    samples: distinct samples. epoch_bytes: read by all ranks in an epoch. passed_samples, passed_bytes: of these, what
-      lies in a shard before the place where a stream begins; local shards skip it by its headers. resume_bytes: read
-      again by all ranks at a resume, on average. buffer_bytes: of encoded samples in one rank's shuffle buffers, on
-      average. batch_bytes: of decoded images that one rank's workers keep ready, in shared memory.
-    """
+    """Estimates of a run's data; bytes are of the shards as stored."""
 
     samples: int
+    """Distinct samples."""
     shards: int
     bytes: int
     layout: Layout
     ranks: int
     workers: int
     local: bool
+    """Whether all shards are local files, in which skipped samples cost no reading of their payload."""
     epoch_bytes: int
+    """Read by all ranks in an epoch."""
     passed_samples: int
+    """Samples that streams skip because they start in the middle of a shard."""
     passed_bytes: int
+    """Bytes of these samples; local shards skip them, other storage reads them."""
     resume_bytes: int
+    """Read again by all ranks at a resume, on average."""
     buffer_bytes: int
+    """Encoded samples in one rank's shuffle buffers, on average."""
     batch_bytes: int
+    """Decoded images that one rank's workers keep ready in shared memory."""
     quality: ShuffleQuality
 
 
 def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int, seed: int = 0) -> DataPlan:
     """Plan the first epoch of a run.
 
-    Raises: UserError when data, batch, streams, ranks and workers do not fit together.
+    Raises:
+        UserError: data, batch size, streams, ranks and workers do not fit together.
     """
     mixture = load_mixture(config)
     layout = make_layout(
@@ -81,7 +84,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
 
 
 def _passed(mixture: Mixture, layout: Layout, *, seed: int) -> tuple[int, int]:
-    """Samples and bytes in front of the streams' first samples, within their shards."""
+    """Samples and bytes before the streams' first samples, within the same shards."""
     segments = plan_epoch(mixture, seed=seed, epoch=0)
     samples = total = 0
     for c in range(layout.streams):
@@ -93,7 +96,7 @@ def _passed(mixture: Mixture, layout: Layout, *, seed: int) -> tuple[int, int]:
 
 
 def _quality(order: Order) -> ShuffleQuality:
-    """Batch diversity of some consecutive batches in the middle of the epoch."""
+    """Shuffle quality of a few consecutive batches in the middle of the epoch."""
     steps, manifest = order.layout.steps, order.mixture.manifest
     first = max(0, steps // 2 - SAMPLED_BATCHES // 2)
     ids = planned_ids(order, epoch=0, first=first, last=min(steps, first + SAMPLED_BATCHES))

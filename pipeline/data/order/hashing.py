@@ -1,7 +1,6 @@
-"""Counter-based random numbers: everything random about the data is a hash of named integers, never a generator's
-state.
+"""Counter-based random numbers: every random choice about data is a hash of named integers, not a generator's state.
 
-The mixer is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). It
+The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). It
 is defined by integer arithmetic alone, so the order of a run survives new versions of every library.
 """
 
@@ -19,7 +18,7 @@ U64 = NDArray[np.uint64]
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for: streams of different purposes never share a draw."""
+    """What a number is drawn for; different purposes never share a draw."""
 
     PERMUTE = 1
     REPLACE = 2
@@ -41,7 +40,7 @@ def mix(x: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """One 64-bit key from any number of integers; their order matters."""
+    """A 64-bit key from any number of integers; their order matters."""
     state = 0
     for part in parts:
         state = mix((state ^ (part & MASK)) + GAMMA)
@@ -49,7 +48,7 @@ def key(*parts: int) -> int:
 
 
 def draws(state: int, counters: NDArray[np.integer]) -> U64:
-    """The 64-bit draws of `key` number `state` at `counters`, [n] -> [n]; one counter always gives the same draw."""
+    """The 64-bit draws of key `state` at `counters`, [n] -> [n]; the same counter always gives the same draw."""
     x = counters.astype(np.uint64)
     x = (x + np.uint64(1)) * np.uint64(GAMMA) + np.uint64(state)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,5 +67,5 @@ def uniform(state: int, counter: int) -> float:
 
 
 def permutation(state: int, n: int) -> NDArray[np.int64]:
-    """A permutation of range(n): the stable sort of n draws."""
+    """A permutation of range(n): the stable argsort of n draws, int64 [n]."""
     return np.argsort(draws(state, np.arange(n)), kind="stable")

@@ -1,4 +1,4 @@
-"""The shards of one or several sources under one numbering of samples, and how much of each an epoch shows."""
+"""One or several sources under one numbering of samples, and which samples of them an epoch shows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources as ranges of shards of one manifest.
-
-    bounds: [sources + 1] shard numbers. weights: passes per epoch. digests: of the sources' contents, wherever they
-      lie.
-    """
+    """Sources as ranges of shards of one manifest."""
 
     manifest: Manifest
     bounds: tuple[int, ...]
+    """Shard numbers at which sources start, and the number of all shards; [sources + 1]."""
     weights: tuple[float, ...]
+    """Passes over each source per epoch."""
     digests: tuple[str, ...]
+    """Hash of each source's contents, independent of where the shards are stored."""
     replacement: bool = False
 
     @functools.cached_property
@@ -40,28 +39,35 @@ class Mixture:
 
     @functools.cached_property
     def quotas(self) -> tuple[int, ...]:
-        """Samples that an epoch takes from each source, the same in every epoch."""
+        """Samples that every epoch takes from each source."""
         ranges = zip(self.bounds[:-1], self.bounds[1:], self.weights, strict=True)
         return tuple(max(1, int(int(self.sizes[a:b].sum()) * weight)) for a, b, weight in ranges)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch, before the remainder is dropped; `manifest.n` for one source of weight 1."""
+        """Samples in an epoch before the remainder is dropped; `manifest.n` for one source of weight 1."""
         return sum(self.quotas)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """An epoch's samples as stretches of shards, in reading order: shard number, first sample, first position, all
-    [m]."""
+    """The samples of an epoch as m segments of shards, in reading order."""
 
     shard: Int64
+    """Shard number, [m]."""
     start: Int64
+    """The segment's first sample within its shard, [m]."""
     position: Int64
+    """The segment's first position within the epoch, [m]."""
     length: int
+    """Samples of the epoch."""
 
     def locate(self, position: int) -> tuple[int, int, int]:
-        """The shard number, the sample's place in it, and how many positions the stretch still has from here on."""
+        """Where the sample at a position of the epoch is stored.
+
+        Returns:
+            The shard's number, the sample's number in it, and how many positions are left in this segment.
+        """
         m = int(np.searchsorted(self.position, position, side="right")) - 1
         stop = int(self.position[m + 1]) if m + 1 < len(self.position) else self.length
         return int(self.shard[m]), int(self.start[m]) + position - int(self.position[m]), stop - position
@@ -70,7 +76,8 @@ class Segments:
 def load_mixture(config: DataConfig) -> Mixture:
     """Read the manifests of a config. Sample ids of later sources follow those of earlier ones.
 
-    Raises: UserError when a manifest is missing, damaged or of another format.
+    Raises:
+        UserError: a manifest is missing, damaged or of another format.
     """
     manifests = [load_manifest(source.manifest) for source in config.sources]
     weights = [source.weight for source in config.sources]
@@ -83,7 +90,9 @@ def make_mixture(
     """Join manifests into one numbering of shards and samples."""
     weights = tuple(weights or [1.0] * len(manifests))
     if len(weights) != len(manifests):
-        raise UserError(f"{len(manifests)} manifests were given with {len(weights)} weights: give one for each.")
+        raise UserError(
+            f"{len(manifests)} manifests were given with {len(weights)} weights: give one weight per manifest."
+        )
     whole = manifests[0] if len(manifests) == 1 else _join(manifests)
     return Mixture(
         manifest=whole,
@@ -95,7 +104,7 @@ def make_mixture(
 
 
 def _content_digest(manifest: Manifest) -> str:
-    """The same for the same samples under the same ids, so that shards may move to a bucket in the middle of a run."""
+    """Equal for the same samples under the same ids, so that shards may be moved during a run."""
     lines = "\n".join(f"{shard.samples} {shard.sha256 or shard.name}" for shard in manifest.shards)
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -110,11 +119,11 @@ def _join(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def plan_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
-    """The samples of an epoch in reading order: every source's quota, in stretches permuted by hash.
+    """The samples of an epoch in reading order: every source's quota, in segments that are permuted by hash.
 
-    A source is an endless sequence of passes, each a fresh permutation of its shards; epoch e takes its samples
-    `[e q, (e + 1) q)`, so that a weight of 0.5 shows the two halves of a pass in two epochs. With replacement the
-    sequence is one of independent uniform draws of shards instead.
+    A source is an endless sequence of passes, each a new permutation of its shards. Epoch e takes samples
+    `[e q, (e + 1) q)` of that sequence, where q is the quota, so a weight of 0.5 shows the two halves of a pass in two
+    epochs. With replacement, the sequence consists of independent uniform draws of shards instead.
     """
     parts = [_source_segments(mixture, source=s, seed=seed, epoch=epoch) for s in range(len(mixture.quotas))]
     shard, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""How well an order is shuffled, next to a shuffle of everything with everything."""
+"""How well an order is shuffled, compared with a global shuffle."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShuffleQuality:
-    """Figures of an order and, as `ideal_`, what a global shuffle of the same data gives.
-
-    shards_per_batch: mean number of different shards in a batch. same_shard_pairs: share of the pairs in a batch whose
-    samples come from one shard.
-    """
+    """Figures of an order; `ideal_` figures are those of a global shuffle of the same data."""
 
     shards_per_batch: float
+    """Mean number of distinct shards in a batch."""
     ideal_shards_per_batch: float
     same_shard_pairs: float
+    """Share of the pairs of samples in a batch that come from the same shard."""
     ideal_same_shard_pairs: float
 
 
 def shuffle_quality(ids: Int64, *, offsets: Sequence[int], samples: int) -> ShuffleQuality:
-    """Batch diversity of global batches, [batches, B] sample ids. offsets: first id of each shard; samples: n."""
+    """How diverse batches are.
+
+    Args:
+        ids: sample ids of global batches, [batches, B].
+        offsets: first id of each shard.
+        samples: n, the number of all samples.
+    """
     shard = np.searchsorted(np.asarray(offsets), ids, side="right") - 1
     batch = ids.shape[1]
     counts = [np.unique(row, return_counts=True)[1] for row in shard]
@@ -41,10 +45,12 @@ def shuffle_quality(ids: Int64, *, offsets: Sequence[int], samples: int) -> Shuf
 
 
 def neighbour_distance(ids: Int64) -> float:
-    """Mean distance in steps of samples stored next to each other, over that of a global shuffle (a third of all
-    steps).
+    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
 
-    ids: [steps, B], a whole epoch. 1 is a global shuffle, 0 is the order of storage.
+    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
+
+    Args:
+        ids: sample ids of a whole epoch, [steps, B].
     """
     steps, batch = ids.shape
     order = np.argsort(ids, axis=None, kind="stable")
@@ -54,7 +60,7 @@ def neighbour_distance(ids: Int64) -> float:
 
 
 def repeats_in_window(ids: Int64, *, window: int) -> float:
-    """Share of the samples of a sequence, [n] ids, that were already among the `window` samples before them."""
+    """Share of the samples in a sequence of ids, [n], that also occur among the `window` samples before them."""
     order = np.argsort(ids, kind="stable")
     again = (np.diff(ids[order]) == 0) & (np.diff(order) <= window)
     return float(again.sum() / len(ids))

@@ -1,9 +1,9 @@
-"""Canonical streams: which sample fills which row of which global batch, as a pure function of the run's identity.
+"""Canonical streams: which sample is in which row of which global batch, as a pure function.
 
 Shape legend: n samples in an epoch, B global batch, C streams, b = B / C rows per stream and batch, L = n // C samples
 per stream, T = L // b steps per epoch, S shuffle buffer. A *place* is an index into a stream before its shuffle, a
-*turn* an index after it: batch t of a stream is its turns [t b, (t + 1) b). Stream c reads the epoch's samples [c L,
-(c + 1) L), cutting through shards, and fills rows [c b, (c + 1) b) of every global batch.
+*turn* an index after it: batch t consists of turns [t b, (t + 1) b) of every stream. Stream c reads samples
+[c L, (c + 1) L) of the epoch, which may begin and end inside a shard, and fills rows [c b, (c + 1) b) of every batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 1 << 14
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of an epoch; fewer than B samples are dropped from it."""
+    """The sizes of an epoch, of which fewer than B samples are dropped."""
 
     samples: int
     global_batch: int
@@ -45,39 +45,40 @@ class Layout:
 
     @property
     def dropped(self) -> int:
-        """Samples of an epoch that fill no batch."""
+        """Samples of an epoch that are in no batch."""
         return self.samples - self.steps * self.global_batch
 
 
 def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1, workers: int = 0) -> Layout:
     """The sizes of an epoch.
 
-    Raises: UserError with the numbers when they do not fit together.
+    Raises:
+        UserError: the numbers do not fit together.
     """
     if global_batch % streams:
         raise UserError(
-            f"The global batch of {global_batch} cannot be shared among data.streams = {streams}: every stream fills "
-            f"the same number of rows. {_divisors(global_batch, near=streams)}"
+            f"The global batch of {global_batch} is not divisible by data.streams = {streams}: every stream fills the "
+            f"same number of rows. {_divisors(global_batch, near=streams)}"
         )
     if streams % ranks:
         raise UserError(
-            f"data.streams = {streams} cannot be shared among {ranks} ranks: every rank owns the same number of "
-            f"streams. Use a number of ranks that divides {streams}; in a new run, a number of streams that {ranks} "
-            "divides."
+            f"data.streams = {streams} is not divisible by {ranks} ranks: every rank owns the same number of streams. "
+            f"Use a number of ranks that divides {streams}, or, in a new run, a multiple of {ranks} as data.streams."
         )
     if workers > streams // ranks:
         raise UserError(
-            f"data.workers = {workers}, but each of {ranks} ranks owns {streams // ranks} of the {streams} streams and "
-            f"a worker needs at least one: use at most {streams // ranks} workers."
+            f"data.workers = {workers}, but each of {ranks} ranks owns only {streams // ranks} of the {streams} "
+            f"streams, and every worker needs at least one: use at most {streams // ranks} workers."
         )
     if samples < global_batch:
         raise UserError(
-            f"An epoch has {samples} samples, fewer than the global batch of {global_batch}: it would hold no step. "
-            "Use a smaller batch or more data."
+            f"An epoch has {samples} samples, fewer than the global batch of {global_batch}: not even one step. Use a "
+            "smaller batch or more data."
         )
     if samples // streams + 1 >= 1 << 31:
         raise UserError(
-            f"{samples} samples in {streams} streams are more than 2^31 in each: use {(samples >> 30) + 1} or more."
+            f"{samples} samples in {streams} streams are more than 2^31 per stream: use {(samples >> 30) + 1} or more "
+            "streams."
         )
     return Layout(samples=samples, global_batch=global_batch, streams=streams)
 
@@ -86,14 +87,14 @@ def _divisors(n: int, *, near: int) -> str:
     below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
     above = next((d for d in range(near, n + 1) if n % d == 0), below)
     nearest = f"{below}" if below == above else f"{below} or {above}"
-    return f"The nearest numbers of streams that divide {n}: {nearest}."
+    return f"The nearest numbers of streams that divide {n} are {nearest}."
 
 
 class StreamOrder:
-    """The shuffle of one stream in one epoch: place i is emitted in the order of `i + S u_i`, u_i a hash in [0, 1).
+    """The shuffle of one stream in one epoch: places are sorted by `i + S u_i`, where u_i is a hash in [0, 1).
 
-    A place moves by less than S in either direction, so any range of turns is found from about 2 S + range places, and
-    a reader that goes through the places in order keeps about S / 2 of them.
+    A place moves by less than S in either direction. So any range of turns can be computed from about 2 S + range
+    places, and a reader that goes through the places in order keeps about S / 2 of them in memory.
     """
 
     def __init__(self, *, state: int, length: int, buffer: int) -> None:
@@ -103,7 +104,7 @@ class StreamOrder:
         self._cached: tuple[int, int, Int64] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def places(self, first: int, last: int) -> Int64:
-        """The places at turns [first, last), in order of turns."""
+        """The places at turns [first, last), in the order of turns."""
         first, last = max(first, 0), min(last, self.length)
         pieces = [np.empty(0, dtype=np.int64)]
         block = first // self._block  # at most x places have a key below x: the first turn is in this block or later
@@ -120,7 +121,11 @@ class StreamOrder:
         return np.concatenate(pieces)
 
     def resume(self, turn: int) -> tuple[int, set[int]]:
-        """The first place not yet emitted before `turn`, and the later ones that are: what a resumed reader skips."""
+        """What a reader that resumes at `turn` has to skip.
+
+        Returns:
+            The first place whose turn has not come, and the later places whose turn has.
+        """
         if turn >= self.length:
             return self.length, set()
         first = int(self.places(turn, turn + 2 * self.buffer + 1).min())
@@ -128,13 +133,13 @@ class StreamOrder:
         return first, set(recent[recent > first].tolist())
 
     def _keys(self, first: int, last: int) -> NDArray[np.uint64]:
-        """Keys of places [first, last) in units of 2^-32 places: exact integers, the same on every machine."""
+        """Sort keys of places [first, last) in units of 2^-32 places: exact integers, equal on every machine."""
         places = np.arange(first, last)
         shift = (draws(self._state, places) >> np.uint64(32)) * np.uint64(self.buffer)
         return (places.astype(np.uint64) << np.uint64(32)) + shift
 
     def _sorted_block(self, block: int) -> tuple[int, Int64]:
-        """The turn at which the keys of `[block, block + 1)` blocks begin, and their places in order of key."""
+        """The first turn whose key is in block number `block`, and the places of the block, sorted by key."""
         if self._cached[0] != block:
             low, high = block * self._block, (block + 1) * self._block
             first, last = max(0, low - self.buffer), min(self.length, high)

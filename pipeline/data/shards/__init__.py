@@ -1,1 +1,1 @@
-"""Webdataset shards: their manifest, reading their tars, checking them."""
+"""Webdataset shards: the manifest, reading tar files from disk and from object stores, checks before a run."""

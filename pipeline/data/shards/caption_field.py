@@ -1,4 +1,4 @@
-"""Which text of a sample is its caption: a member of its own, or a field of the sample's JSON."""
+"""Where a sample's caption is: in a member of the tar, or in a field of its JSON member."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, CorruptSample, TarRe
 
 @dataclass(frozen=True)
 class CaptionField:
-    """`data.caption`: suffix of the member, and the field when that is JSON."""
+    """The setting `data.caption`: suffix of the member and, if that is JSON, the name of the field."""
 
     suffix: str = "txt"
     field: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> CaptionField:
-        """`txt`, another suffix, or `json:FIELD`. Raises: ValueError for anything else."""
+        """Parse `txt`, another suffix, or `json:FIELD`.
+
+        Raises:
+            ValueError: `text` is none of these.
+        """
         suffix, colon, field = text.partition(":")
-        well = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
-        if not well or suffix.lower() in IMAGE_SUFFIXES:
-            raise ValueError(f"{text!r} is neither a suffix of captions, such as txt, nor json:FIELD")
+        valid = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
+        if not valid or suffix.lower() in IMAGE_SUFFIXES:
+            raise ValueError(f"{text!r} is neither the suffix of a caption, such as txt, nor json:FIELD")
         return cls(suffix.lower(), field if colon else None)
 
     def __str__(self) -> str:
         return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
 
     def read(self, record: TarRecord, *, state: int = 0) -> str:
-        """The caption; of a field that holds several texts, the one that the hash key `state` draws.
+        """The caption of a sample.
 
-        Raises: CorruptSample when it is missing, empty or not UTF-8.
+        Args:
+            record: the stored sample.
+            state: hash key that draws one text where a JSON field holds several.
+
+        Raises:
+            CorruptSample: the caption is missing, empty or not UTF-8.
         """
         if record.caption is None:
             raise CorruptSample("caption is missing")

@@ -1,4 +1,7 @@
-"""Do the shards match their manifest? Asked before step 0, of sizes and counts; `neuclip verify` compares contents."""
+"""Whether shards match their manifest, checked before step 0: sizes of shards and the number of samples in one.
+
+`neuclip verify` compares the contents as well.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,16 @@ SHOWN = 5
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
-    """Compare sizes with the manifest, and count the samples of one local shard; the ranks share the work.
+    """Compare sizes with the manifest and count the samples of one local shard; the ranks share the work.
 
-    Local shards are all looked at; of remote ones this rank asks for 32 and begins to read one, and `pipe:` commands
-    are not run.
-    Returns: how many shards this rank looked at.
-    Raises: UserError that names shards and numbers.
+    The sizes of all local shards are compared. Of its remote shards each rank checks 32 and starts to read one; `pipe:`
+    commands are not run.
+
+    Returns:
+        The number of shards that this rank checked.
+
+    Raises:
+        UserError: shards are missing, differ from the manifest or cannot be read; the message names them.
     """
     local, remote = _own_share(manifest, world)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -33,9 +40,9 @@ def check_shards(manifest: Manifest, world: World) -> int:
     other = [f"{s.name} has {size} bytes, not {s.bytes}" for s, size in found if size not in (None, s.bytes)]
     if missing or other:
         raise UserError(
-            f"The shards in {manifest.root} do not match their manifest: of {len(found)} looked at, {len(missing)} are "
+            f"The shards in {manifest.root} do not match their manifest: of {len(found)} checked, {len(missing)} are "
             f"missing ({', '.join(missing[:SHOWN]) or 'none'}) and {len(other)} differ "
-            f"({'; '.join(other[:SHOWN]) or 'none'}). Fetch them again (`neuclip verify --rebuild`), or write another "
+            f"({'; '.join(other[:SHOWN]) or 'none'}). Download them again (`neuclip verify --rebuild`), or write a new "
             "manifest (`neuclip manifest --replace`)."
         )
     for shard in remote[:1]:
@@ -46,7 +53,7 @@ def check_shards(manifest: Manifest, world: World) -> int:
 
 
 def _own_share(manifest: Manifest, world: World) -> tuple[list[Shard], list[Shard]]:
-    """This rank's local shards, and some of its remote ones chosen by hash."""
+    """This rank's local shards, and a sample of its remote ones, chosen by hash."""
     own = manifest.shards[world.rank :: world.size]
     local = [shard for shard in own if is_local(manifest.url(shard))]
     remote = [shard for shard in own if not is_local(shard.name) and not shard.name.startswith("pipe:")]
@@ -55,9 +62,11 @@ def _own_share(manifest: Manifest, world: World) -> tuple[list[Shard], list[Shar
 
 
 def _size(url: str) -> int | None:
-    """Bytes of a shard, or None when it is not there.
+    """Bytes of a shard, or None if it does not exist.
 
-    Raises: UserError when that cannot be found out: object stores' clients raise many kinds, and say little in some.
+    Raises:
+        UserError: the storage does not answer that. Clients of object stores raise exceptions of many types, some of
+            them without a message.
     """
     try:
         if is_local(url):
@@ -69,24 +78,24 @@ def _size(url: str) -> int | None:
     except FileNotFoundError:
         return None
     except ImportError as error:
-        raise UserError(f"The shard {url} needs a package that is not installed here: {error}") from error
+        raise UserError(f"The shard {url} needs a package that is not installed: {error}") from error
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise UserError(f"The shard {url} cannot be looked at ({said}): check path and access rights.") from error
+        reason = str(error) or type(error).__name__
+        raise UserError(f"The shard {url} cannot be accessed ({reason}): check its path and access rights.") from error
     if size is None:
-        raise UserError(f"The server of {url} does not tell its size: use another kind of URL, or a local copy.")
+        raise UserError(f"The server of {url} does not report its size: use another kind of URL, or a local copy.")
     return int(size)
 
 
 def _read(url: str) -> None:
-    """Read the second sample of a remote shard, which takes all that reading needs: access, seeking, the tar itself."""
+    """Read the second sample of a remote shard, which tests access, seeking and the tar format."""
     try:
         with open_records(url, skip=1) as records:
             next(records, None)
     except Exception as error:
         raise UserError(
-            f"The shard {url} is there, but cannot be read ({type(error).__name__}: {error}). A web server must serve "
-            "byte ranges; of an object store, check the client's version. `pipe:curl ...` reads without either."
+            f"The shard {url} exists, but cannot be read ({type(error).__name__}: {error}). A web server must support "
+            "range requests; for an object store, check the version of its client. `pipe:curl ...` needs neither."
         ) from error
 
 
@@ -95,9 +104,9 @@ def _count(manifest: Manifest, shard: Shard) -> None:
         with open_shard(manifest.url(shard)) as file:
             counted = count_records(file)
     except DamagedTar:
-        return  # of the right size: its readable samples are used, the others counted as corrupt
+        return  # its size is right: the readable samples are used, the others count as corrupt
     if counted != shard.samples:
         raise UserError(
-            f"{manifest.url(shard)} holds {counted} samples, but its manifest says {shard.samples}: "
-            "sample ids would be wrong. Write another with `neuclip manifest --replace`, or fetch the shard again."
+            f"{manifest.url(shard)} holds {counted} samples, but its manifest lists {shard.samples}: sample ids would "
+            "be wrong. Write a new manifest with `neuclip manifest --replace`, or download the shard again."
         )

@@ -1,7 +1,7 @@
-"""The manifest: what is in a folder of webdataset shards, and which integer id every sample has.
+"""The manifest of a folder of webdataset shards, which also gives every sample its integer id.
 
-Written by ingestion, read by training; the one format that `data_prep` and `pipeline` share. Sample ids are positions:
-the k-th sample of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards.
+Ingestion writes it and training reads it; it is the one format that `data_prep` and `pipeline` share. Ids are
+positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pipeline.files import write_json
 MANIFEST_NAME = "manifest.json"
 FORMAT = "neuclip-manifest"
 VERSION = 1
-# What PIL may open of a shard's bytes, which come from strangers: it knows more, and runs Ghostscript for one of them.
+# The image formats that PIL may open. Shards hold untrusted bytes, and PIL supports more formats, one of which (EPS)
+# would run Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar. `name` is relative to the manifest's folder, or a URL / `pipe:` that stands for itself."""
+    """One tar file. `name` is a path relative to the manifest's folder, a URL, or a `pipe:` command."""
 
     name: str
     samples: int
@@ -39,16 +40,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Shards in id order, and what ingestion knows about how they came to be.
-
-    `failures` counts URLs that gave no sample, by reason; `attempted = n + sum(failures)`; `facts` is free-form
-    provenance (source, revision, seed, tool versions) that no code depends on.
-    """
+    """Shards in id order, and their provenance."""
 
     shards: tuple[Shard, ...]
     root: str = "."
+    """The folder that relative names refer to."""
     failures: Mapping[str, int] = field(default_factory=dict)
+    """URLs that gave no sample, by reason."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Free-form provenance (source, revision, seed, tool versions) that no code depends on."""
 
     @functools.cached_property
     def n(self) -> int:
@@ -61,27 +61,32 @@ class Manifest:
 
     @property
     def attempted(self) -> int:
+        """Number of URLs that ingestion tried: samples and failures."""
         return self.n + sum(self.failures.values())
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the shard list: two manifests with the same digest hold the same samples under the same ids."""
+        """SHA-256 of the shard list: manifests with equal digests give the same ids to the same samples."""
         lines = "\n".join(f"{s.name} {s.samples} {s.sha256}" for s in self.shards)
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def locate(self, sample_id: int) -> tuple[Shard, int]:
-        """The shard of a sample and its position there. Raises: IndexError outside [0, n)."""
+        """The shard of a sample and the sample's position in it.
+
+        Raises:
+            IndexError: `sample_id` is outside [0, n).
+        """
         if not 0 <= sample_id < self.n:
             raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
         shard = self.shards[bisect.bisect_right(self.offsets, sample_id) - 1]
         return shard, sample_id - shard.offset
 
     def url(self, shard: Shard) -> str:
-        """Where to read a shard: a path below `root`, or its name when that is a URL or pipe."""
+        """Where to read a shard: a path below `root`, or the name itself if that is a URL or `pipe:` command."""
         return shard_url(self.root, shard.name)
 
     def save(self, folder: str | Path) -> Path:
-        """Write `manifest.json` atomically; `root` is not stored, so that the folder can move."""
+        """Write `manifest.json` atomically; `root` is not stored, so that the folder can be moved."""
         tree = {
             "format": FORMAT,
             "version": VERSION,
@@ -96,7 +101,7 @@ class Manifest:
 
 
 def shard_url(root: str | Path, name: str) -> str:
-    """Where to read the shard of a manifest in `root` that goes by this name."""
+    """Where to read the shard with this name in a manifest whose folder is `root`."""
     return name if ":" in name else os.path.join(root, name)
 
 
@@ -107,7 +112,7 @@ def make_manifest(
     failures: Mapping[str, int] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """A manifest from `(name, samples, bytes, sha256)` rows in order; empty shards are refused by `load_manifest`."""
+    """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
     shards, offset = [], 0
     for name, samples, size, sha256 in entries:
         shards.append(Shard(name=name, samples=samples, bytes=size, sha256=sha256, offset=offset))
@@ -118,12 +123,13 @@ def make_manifest(
 def load_manifest(path: str | Path) -> Manifest:
     """Read and check a manifest, given its path or its folder.
 
-    Raises: UserError when it is missing, of another format or version, or inconsistent with itself.
+    Raises:
+        UserError: it is missing, of another format or version, or contradicts itself.
     """
     if "://" in str(path):
         raise UserError(
-            f"{path} is no path on this machine, where a manifest must be; its shards may lie anywhere: "
-            "`neuclip manifest FOLDER --shards 's3://bucket/{00000..00099}.tar'`."
+            f"{path} is a URL, but a manifest must be a local file. Its shards may be anywhere: `neuclip manifest "
+            "FOLDER --shards 's3://bucket/{00000..00099}.tar'`."
         )
     path = Path(path)
     if path.is_dir():
@@ -133,17 +139,17 @@ def load_manifest(path: str | Path) -> Manifest:
     except OSError as error:
         folder = path.parent if path.name == MANIFEST_NAME else path
         raise UserError(
-            f"There is no manifest at {path}. `neuclip download` writes one with the shards it makes; for webdataset "
-            f"shards that you have already, run `neuclip manifest {folder}`."
+            f"There is no manifest at {path}. `neuclip download` writes one with the shards that it makes; for "
+            f"webdataset shards that you have already, run `neuclip manifest {folder}`."
         ) from error
     except ValueError as error:
-        what = "is a shard, not a manifest: give its folder" if path.suffix == ".tar" else f"is damaged ({error})"
+        what = "is a shard, not a manifest: name its folder" if path.suffix == ".tar" else f"is damaged ({error})"
         raise UserError(f"The manifest {path} {what}.") from error
     if not isinstance(tree, dict):
         raise UserError(f"The manifest {path} is damaged: it holds a {type(tree).__name__}, not a mapping.")
     if tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise UserError(
-            f"{path} says format {tree.get('format')!r}, version {tree.get('version')!r}; "
+            f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
             f"this program reads {FORMAT!r}, version {VERSION}."
         )
     try:
@@ -152,7 +158,7 @@ def load_manifest(path: str | Path) -> Manifest:
         _check(manifest, tree, path)
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"The manifest {path} is damaged: it lacks {error}. `neuclip manifest` writes one anew."
+            f"The manifest {path} is damaged: it lacks {error}. `neuclip manifest` writes a new one."
         ) from error
     return manifest
 
@@ -164,5 +170,5 @@ def _check(manifest: Manifest, tree: Mapping[str, Any], path: Path) -> None:
     stored = [s["offset"] for s in tree["shards"]]
     if stored != manifest.offsets or tree["samples"] != manifest.n or tree["digest"] != manifest.digest:
         raise UserError(
-            f"{path} contradicts itself (counts, offsets or digest): it was edited or cut short. Rebuild it."
+            f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
         )

@@ -1,7 +1,7 @@
-"""Reading shards once, whole: how many samples they hold, which of them training cannot use, and their hash.
+"""Scan shards in one pass: number of samples, samples that training cannot use, and SHA-256.
 
-What is known of finished shards is kept in a journal, so that an interrupted pass over many terabytes goes on where it
-was.
+The results of finished shards are saved in a journal, so that an interrupted scan of many terabytes continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -27,65 +27,78 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class ShardFinding:
-    """What one shard holds. unusable: its samples that training cannot use, by reason.
-
-    damage: why no sample of it should be used. unread: why it could not be read at all, which may pass. caption: where
-    captions were looked for.
-    """
+class ShardScan:
+    """What the scan of one shard found."""
 
     name: str
     samples: int = 0
     bytes: int = 0
     sha256: str = ""
     unusable: Mapping[str, int] = field(default_factory=dict)
+    """Samples that training cannot use, by reason."""
     damage: str = ""
+    """Why no sample of the shard should be used."""
     unread: str = ""
+    """Why the shard could not be read at all; the cause may be temporary."""
     caption: str = "txt"
+    """Where captions were expected."""
 
 
-class Stopped(Exception):
-    """The pass was interrupted; what this shard gave is thrown away."""
+class ScanStopped(Exception):
+    """The scan was interrupted; what this shard gave so far is discarded."""
 
 
-def survey(
+def scan_shards(
     root: Path,
     names: Sequence[str],
     *,
     caption: CaptionField,
     threads: int,
-    on_finding: Callable[[ShardFinding, int], None],
-) -> dict[str, ShardFinding]:
-    """Findings by name: those of the journal, if their files have not changed size, and new ones.
+    on_scan: Callable[[ShardScan, int], None],
+) -> dict[str, ShardScan]:
+    """Scan shards, except those in the journal whose files still have the same size.
 
-    Args: on_finding: called with every new finding and the number of all so far; what it raises ends the pass at once.
+    Args:
+        root: folder of the journal and of relative names.
+        names: the shards.
+        caption: where captions are.
+        threads: shards that are read at a time.
+        on_scan: called after each newly scanned shard, with its result and the number of shards that are done. If it
+            raises, the scan ends at once.
+
+    Returns:
+        Results by name.
     """
     wanted, stop = set(names), threading.Event()
     known = {name: found for name, found in _read_journal(root).items() if name in wanted}
-    findings = {name: found for name, found in known.items() if found.caption == str(caption)}
+    scans = {name: found for name, found in known.items() if found.caption == str(caption)}
     with _open_journal(root) as journal, ThreadPoolExecutor(threads) as pool:
         jobs = [
             pool.submit(read_shard, name, shard_url(root, name), caption, stop=stop)
             for name in names
-            if name not in findings
+            if name not in scans
         ]
         try:
             for job in as_completed(jobs):
                 found = job.result()
-                findings[found.name] = found
+                scans[found.name] = found
                 if not (found.damage or found.unread):
                     journal.write(json.dumps(asdict(found)) + "\n")
                     journal.flush()
-                on_finding(found, len(findings))
+                on_scan(found, len(scans))
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return findings
+    return scans
 
 
-def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Event) -> ShardFinding:
-    """Count and hash one shard, in one pass over its bytes. Raises: Stopped soon after `stop` is set."""
+def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Event) -> ShardScan:
+    """Count and hash one shard in one pass over its bytes.
+
+    Raises:
+        ScanStopped: soon after `stop` is set.
+    """
     unusable: Counter[str] = Counter()
     samples = 0
     try:
@@ -96,18 +109,18 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
                 unusable.update(_reasons(record, caption))
             file.drain()
     except DamagedTar as error:
-        return ShardFinding(name, damage=f"{error} (after {samples:,} samples)")
-    except Stopped:
+        return ShardScan(name, damage=f"{error} (after {samples:,} samples)")
+    except ScanStopped:
         raise
-    except Exception as error:  # object stores' clients raise many kinds
-        return ShardFinding(name, unread=f"{type(error).__name__}: {error}")
+    except Exception as error:  # clients of object stores raise exceptions of many types
+        return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
-        return ShardFinding(name, damage="is empty")
-    return ShardFinding(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))
+        return ShardScan(name, damage="is empty")
+    return ShardScan(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))
 
 
 class _Hashed:
-    """A stream that is hashed as it is read, until somebody says stop."""
+    """A stream that is hashed as it is read; reading raises `ScanStopped` once `stop` is set."""
 
     def __init__(self, file: BinaryIO, stop: threading.Event) -> None:
         self._file, self._stop, self.sha256, self.bytes = file, stop, hashlib.sha256(), 0
@@ -117,7 +130,7 @@ class _Hashed:
 
     def read(self, size: int) -> bytes:
         if self._stop.is_set():
-            raise Stopped
+            raise ScanStopped
         data = self._file.read(size)
         self.sha256.update(data)
         self.bytes += len(data)
@@ -143,22 +156,22 @@ def _open_journal(root: Path) -> TextIO:
         return (root / JOURNAL).open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"Cannot write in {root} ({error.strerror}). Make a folder of your own for the manifest, and name the "
+            f"Cannot write to {root} ({error.strerror}). Create a folder of your own for the manifest and name the "
             f"shards: `neuclip manifest OWN_FOLDER --shards '{root.absolute()}/{{00000..00099}}.tar'`."
         ) from error
 
 
-def _read_journal(root: Path) -> dict[str, ShardFinding]:
+def _read_journal(root: Path) -> dict[str, ShardScan]:
     try:
         lines = (root / JOURNAL).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    found: dict[str, ShardFinding] = {}
+    found: dict[str, ShardScan] = {}
     for line in lines:
         try:
-            entry = ShardFinding(**json.loads(line))
+            entry = ShardScan(**json.loads(line))
         except (ValueError, TypeError):
-            continue  # the line that an interruption cut short
+            continue  # an interruption truncated this line
         path = root / entry.name
         if not is_local(entry.name) or (path.exists() and path.stat().st_size == entry.bytes):
             found[entry.name] = entry

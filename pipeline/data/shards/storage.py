@@ -1,4 +1,4 @@
-"""Opening a shard where it lies: a local path, a `pipe:` command, or any URL that fsspec knows (s3, gs, https, ...)."""
+"""Open shards in any storage: a local path, a `pipe:` command, or a URL that fsspec supports (s3, gs, https, ...)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
 
 @contextmanager
 def open_records(url: str, *, skip: int, caption_suffix: str = "txt") -> Iterator[Iterator[TarRecord]]:
-    """The samples of a shard from number `skip` on.
+    """The samples of a shard, starting at number `skip`.
 
-    In a local file the way there costs one header for each member passed; elsewhere all bytes before it are read, once
-    and in order, which object stores and pipes do best.
-    Raises: OSError when it cannot be read, DamagedTar when it is not whole.
+    In a local file only the headers of the skipped members are read. From any other storage all bytes before the sample
+    are read once, in order, which is what object stores and pipes do best.
+
+    Raises:
+        OSError: the shard cannot be read.
+        DamagedTar: the tar is truncated or damaged.
     """
     if skip and is_local(url):
         with open(url, "rb", buffering=HEADER_BUFFER) as headers:
@@ -33,15 +36,16 @@ def open_records(url: str, *, skip: int, caption_suffix: str = "txt") -> Iterato
 
 
 def is_local(url: str) -> bool:
-    """Whether this is a path on this machine, not a URL or a `pipe:` command."""
+    """Whether `url` is a path on this machine rather than a URL or a `pipe:` command."""
     return "://" not in url and not url.startswith("pipe:")
 
 
 @contextmanager
 def open_shard(url: str) -> Iterator[BinaryIO]:
-    """The shard as a binary stream, closed on leaving; a `pipe:` command's failure counts as a failure to read.
+    """The shard as a binary stream that is closed at the end.
 
-    Raises: OSError when it cannot be opened or its command fails.
+    Raises:
+        OSError: the shard cannot be opened, or its `pipe:` command fails.
     """
     if url.startswith("pipe:"):
         with _pipe(url.removeprefix("pipe:")) as stream:
@@ -49,7 +53,7 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
     elif "://" in url:
         import fsspec
 
-        # Given to `fsspec.open`, the block size would go to the file system's constructor, where S3's refuses it.
+        # `fsspec.open` would pass the block size to the file system's constructor, which S3's refuses.
         filesystem, path = fsspec.core.url_to_fs(url)
         with filesystem.open(path, "rb", block_size=4 * BUFFER) as file:
             yield cast(BinaryIO, file)
@@ -58,8 +62,8 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
             yield file
 
 
-class _Checked:
-    """A command's output; raises at its end when the command failed, so that this never looks like a short tar."""
+class _CommandOutput:
+    """Output of a command. A failed command raises at the end, so that it is not mistaken for a short tar."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
         self._process, self._errors, self._command = process, errors, command
@@ -72,8 +76,8 @@ class _Checked:
         data = self._process.stdout.read(size)
         if len(data) < size and (status := self._process.wait()):
             self._errors.seek(0)
-            said = self._errors.read()[-500:].decode("utf-8", "replace").strip()
-            raise OSError(f"the command {self._command!r} ended with status {status}: {said}")
+            message = self._errors.read()[-500:].decode("utf-8", "replace").strip()
+            raise OSError(f"the command {self._command!r} ended with status {status}: {message}")
         return data
 
 
@@ -82,7 +86,7 @@ def _pipe(command: str) -> Iterator[BinaryIO]:
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=errors, bufsize=BUFFER)
         try:
-            yield cast(BinaryIO, _Checked(process, errors, command))
+            yield cast(BinaryIO, _CommandOutput(process, errors, command))
         finally:
             if process.stdout is not None:
                 process.stdout.close()

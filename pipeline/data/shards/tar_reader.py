@@ -1,6 +1,6 @@
-"""Reading webdataset tars sequentially: one pass over the headers, payloads only where they are wanted.
+"""Read webdataset tars sequentially: one pass over the headers; payloads are read only if they are needed.
 
-Reads USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
+Supports USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
 times as fast per sample as Python's tarfile, which builds an object for each member.
 """
 
@@ -16,16 +16,16 @@ REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
 
 
 class DamagedTar(ValueError):
-    """The tar ends too early or a header is not one; samples from here on cannot be read."""
+    """The tar is truncated or a header is invalid; the samples after that point cannot be read."""
 
 
 class CorruptSample(ValueError):
-    """The sample cannot be used; the message is the reason it is counted under."""
+    """The sample cannot be used; it is counted under the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class TarRecord:
-    """One sample as stored: encoded image and caption, None where the shard has none; `problem` if unreadable."""
+    """One sample as stored: encoded image and caption, None if absent. `problem` says why it could not be read."""
 
     image: bytes | None = None
     caption: bytes | None = None
@@ -37,9 +37,12 @@ class TarRecord:
 
 
 def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") -> Iterator[TarRecord]:
-    """The samples of a tar from number `skip` on; members of one sample are neighbours with the same name up to a dot.
+    """The samples of a tar, starting at number `skip`.
 
-    Raises: DamagedTar in the middle of a broken tar, after what is whole before the break.
+    Consecutive members whose names are equal up to the first dot form one sample.
+
+    Raises:
+        DamagedTar: the tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
     current, number = "", -1
     image: bytes | None = None
@@ -66,7 +69,11 @@ def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") 
 
 
 def count_records(file: BinaryIO) -> int:
-    """Number of samples in a tar. Raises: DamagedTar."""
+    """Number of samples in a tar.
+
+    Raises:
+        DamagedTar: the tar is truncated or damaged.
+    """
     count, current = 0, ""
     for name, size, _ in _members(file):
         sample, _ = split_name(name)
@@ -76,7 +83,11 @@ def count_records(file: BinaryIO) -> int:
 
 
 def record_offset(file: BinaryIO, number: int) -> int:
-    """The byte at which sample `number` begins; reads headers only. Raises: DamagedTar when there is no such sample."""
+    """The byte at which sample `number` starts; reads headers only.
+
+    Raises:
+        DamagedTar: the tar holds fewer samples, or is damaged before this one.
+    """
     count, current = -1, ""
     for name, size, start in _members(file):
         sample, _ = split_name(name)
@@ -84,7 +95,7 @@ def record_offset(file: BinaryIO, number: int) -> int:
         if count == number:
             return start
         _skip(file, size)
-    raise DamagedTar(f"has {count + 1} samples, so none of number {number}")
+    raise DamagedTar(f"has {count + 1} samples, so there is no sample {number}")
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -95,7 +106,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
-    """`(name, size, first byte)` of each regular member; the consumer reads or skips exactly its padded payload."""
+    """`(name, size, first byte)` of each regular member; the caller must read or skip its padded payload."""
     override: dict[str, str] = {}
     start = position = 0
     while True:
@@ -124,16 +135,16 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
 
 
 def _is_member(name: str) -> bool:
-    """Whether a file belongs to a sample, as webdataset sees it: not one without suffix, nor macOS's `._0.jpg`."""
+    """Whether a file belongs to a sample by webdataset's rule, which ignores `README` and macOS's `._0.jpg`."""
     return name.rpartition("/")[2].find(".") > 0
 
 
 def _parse(header: bytes) -> tuple[str, int, bytes]:
-    """Name, payload size and type of a header. Raises: DamagedTar when it is short or its checksum is wrong."""
+    """Name, payload size and type of a header."""
     if len(header) < BLOCK:
         raise DamagedTar("ends inside a header")
     if header[:2] == b"\x1f\x8b":
-        raise DamagedTar("is compressed, which costs seeking: store it as plain tar")
+        raise DamagedTar("is compressed, so readers cannot seek in it: store it as a plain tar")
     try:
         stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
         size = _number(header[124:136])
@@ -148,7 +159,7 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
 
 
 def _number(field: bytes) -> int:
-    """An octal field, or GNU's base 256 for sizes from 8 GiB on."""
+    """An octal field, or GNU's base-256 encoding for 8 GiB and more."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     return int(field.strip(b"\0 ") or b"0", 8)

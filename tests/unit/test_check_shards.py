@@ -1,4 +1,4 @@
-"""What an object store's client says when it cannot look at a shard reaches the person in plain words."""
+"""Every answer of an object store about a shard becomes a clear message."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ REMOTE = make_manifest([("s3://bucket/00000.tar", 5, 100, "")])
 
 
 class ClientError(Exception):
-    """Of no kind that Python knows, as botocore's are."""
+    """Like botocore's exceptions, not an OSError."""
 
 
 class Store:
-    """A file system that gives an answer, or raises it."""
+    """A file system that returns a fixed size, or raises an exception instead."""
 
     def __init__(self, answer: object, content: bytes = b"") -> None:
         self.answer, self.content = answer, content
@@ -39,15 +39,15 @@ class Store:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (ClientError("An error occurred (403): Forbidden"), r"cannot be looked at \(An error occurred \(403\)"),
-        (ClientError(), r"cannot be looked at \(ClientError\)"),
-        (PermissionError("denied"), r"cannot be looked at \(denied\)"),
+        (ClientError("An error occurred (403): Forbidden"), r"cannot be accessed \(An error occurred \(403\)"),
+        (ClientError(), r"cannot be accessed \(ClientError\)"),
+        (PermissionError("denied"), r"cannot be accessed \(denied\)"),
         (FileNotFoundError("no such key"), r"1 are missing \(s3://bucket/00000.tar\)"),
-        (None, "does not tell its size"),
+        (None, "does not report its size"),
         (99, "has 99 bytes, not 100"),
     ],
 )
-def test_every_answer_of_a_store_is_told(monkeypatch: pytest.MonkeyPatch, answer: object, words: str) -> None:
+def test_every_answer_of_a_store_is_reported(monkeypatch: pytest.MonkeyPatch, answer: object, words: str) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Store(answer), url))
     with pytest.raises(UserError, match=words):
         check_shards(REMOTE, World())
@@ -58,23 +58,23 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(UserError, match="a package that is not installed here: Install s3fs"):
+    with pytest.raises(UserError, match="a package that is not installed: Install s3fs"):
         check_shards(REMOTE, World())
 
 
-def test_a_store_that_answers_well_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matching_shard_in_a_store_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, [5])
     store = Store(100, (tmp_path / "00000.tar").read_bytes())
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
     assert check_shards(REMOTE, World()) == 1
 
 
-def test_a_store_that_answers_but_cannot_be_read_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_in_a_store_that_cannot_be_read_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
         raise TypeError("unexpected keyword argument 'block_size'")
 
     store = Store(100)
     monkeypatch.setattr(store, "open", refuse)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
-    with pytest.raises(UserError, match=r"is there, but cannot be read \(TypeError: unexpected keyword"):
+    with pytest.raises(UserError, match=r"exists, but cannot be read \(TypeError: unexpected keyword"):
         check_shards(REMOTE, World())

@@ -1,4 +1,4 @@
-"""The doctor sees what is broken, and only that."""
+"""The checks of `neuclip doctor` report what is broken, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def of(findings: list[node_checks.NodeFinding], subject: str) -> node_checks.Nod
     return next(finding for finding in findings if finding.subject == subject)
 
 
-def test_versions_beside_the_tested_ones(tmp_path: Path) -> None:
+def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text(f"torch=={metadata.version('torch')}\nnot-installed-here==1.0\n")
     findings = node_checks.check_packages(constraints)
@@ -41,13 +41,13 @@ def test_a_requirement_that_is_absent_or_too_old_is_broken(monkeypatch: pytest.M
     assert "x absent" not in finding.found
 
 
-def test_two_processes_meet() -> None:
+def test_two_processes_exchange_numbers() -> None:
     finding = node_checks.check_collectives("cpu", ranks=2)
     assert finding.status == "good", finding
     assert "2 processes agree" in finding.found
 
 
-def test_processes_that_cannot_meet_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_connect_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     finding = node_checks.check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
@@ -84,7 +84,7 @@ def test_data_is_opened_and_read(tmp_path: Path) -> None:
     assert finding.status == "broken"
 
 
-def test_a_small_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     finding = of(node_checks.check_memory(tmp_path), "shared memory")

@@ -1,4 +1,4 @@
-"""Shards that somebody else made (here: webdataset's own writer) become a training set by `neuclip manifest`."""
+"""`neuclip manifest` indexes shards that other tools wrote (here: webdataset's own writer) for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jobs.manifest import command
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.shards import scan
-from pipeline.data.shards.make_manifest import adopt
+from pipeline.data.shards.make_manifest import index_shards
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.scan import JOURNAL
 from pipeline.data.shards.storage import open_records
@@ -45,7 +45,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_adopted_is_what_training_reads(shards: Path) -> None:
+def test_training_reads_exactly_the_indexed_samples(shards: Path) -> None:
     result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
     assert "2 shards, 7 samples" in result.output
     assert "1 samples (14.3%): image is missing" in result.output
@@ -65,87 +65,87 @@ def test_what_was_adopted_is_what_training_reads(shards: Path) -> None:
     assert not (shards / JOURNAL).exists()
 
 
-def test_an_interrupted_pass_goes_on_where_it_was(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_scan_continues_where_it_stopped(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        adopt(shards, on_shard=interrupt, threads=1)
+        index_shards(shards, on_shard=interrupt, threads=1)
     journal = (shards / JOURNAL).read_text().splitlines()
     assert len(journal) == 1
     (shards / JOURNAL).write_text(journal[0] + "\n" + journal[0][:20])  # killed inside a line
     seen: list[int] = []
-    adopt(shards, on_shard=lambda done, total: seen.append(done), threads=1)
-    assert seen == [2], "one shard was known already"
+    index_shards(shards, on_shard=lambda done, total: seen.append(done), threads=1)
+    assert seen == [2], "the result of one shard was in the journal"
     assert load_manifest(shards).n == 7
 
 
-def test_a_shard_that_changed_meanwhile_is_read_again(shards: Path) -> None:
+def test_a_shard_that_changed_since_is_read_again(shards: Path) -> None:
     entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
     (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
-    assert adopt(shards).manifest.n == 7
+    assert index_shards(shards).manifest.n == 7
 
 
-def test_damaged_and_empty_shards_stop_it_or_are_left_out_and_named(shards: Path) -> None:
+def test_damaged_and_empty_shards_are_refused_or_left_out(shards: Path) -> None:
     whole = write(shards / "c.tar", [good(7), good(8)]).read_bytes()
     (shards / "c.tar").write_bytes(whole[:3000])
     write(shards / "d.tar", [])
     with pytest.raises(UserError, match=r"2 of 4 shards cannot be used: c.tar ends inside a \w+ .*; d.tar is empty"):
-        adopt(shards)
+        index_shards(shards)
     result = CliRunner().invoke(command, [str(shards), "--leave-out"], catch_exceptions=False)
     assert "left out: d.tar is empty" in result.output
     assert set(load_manifest(shards).facts["left out"]) == {"c.tar", "d.tar"}
 
 
-def test_shards_elsewhere_are_named_by_patterns(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_patterns_name_shards_in_other_places(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     home = tmp_path_factory.mktemp("home")
-    adoption = adopt(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
-    assert [s.name for s in adoption.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
+    indexed = index_shards(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
+    assert [s.name for s in indexed.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
     assert load_manifest(home).n == 7
     missing = [f"file://{shards}/a/0000{{0..1}}.tar"]
     with pytest.raises(UserError, match=r"1 of 2 shards cannot be read: file://.*/00001.tar \(.*No such"):
-        adopt(home, missing, replace=True, leave_out=True)
+        index_shards(home, missing, replace=True, leave_out=True)
 
 
-def test_what_would_go_wrong_is_said_before(shards: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_any_work(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no folder"):
-        adopt(tmp_path / "nowhere")
+        index_shards(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"There is no .tar below"):
-        adopt(tmp_path / "empty")
+        index_shards(tmp_path / "empty")
     with pytest.raises(UserError, match="1 shards are named twice"):
-        adopt(shards, ["a/00000.tar", "{a,b}/00000.tar"])
-    adopt(shards)
+        index_shards(shards, ["a/00000.tar", "{a,b}/00000.tar"])
+    index_shards(shards)
     with pytest.raises(UserError, match="has a manifest already"):
-        adopt(shards)
+        index_shards(shards)
     (tmp_path / "download.yaml").write_text("")
     with pytest.raises(UserError, match="made by `neuclip download`"):
-        adopt(shards, replace=True)
+        index_shards(shards, replace=True)
 
 
-def test_captions_that_training_does_not_read_are_not_taken_for_damage(tmp_path: Path) -> None:
+def test_captions_in_json_are_not_reported_as_damage(tmp_path: Path) -> None:
     write(tmp_path / "00000.tar", [{"jpg": jpeg(side=20), "json": {"caption": "a"}}])
     with pytest.raises(
-        UserError, match=r"None of the first 1 samples .*'caption is missing': 1.* begins with 00000/000.jpg"
+        UserError, match=r"None of the first 1 samples .*'caption is missing': 1.* starts with 00000/000.jpg"
     ):
-        adopt(tmp_path)
+        index_shards(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     result = CliRunner().invoke(command, [str(tmp_path), "--caption", "json:caption"], catch_exceptions=False)
     assert "data.caption=json:caption" in result.output
     assert load_manifest(tmp_path).facts["unusable"] == {}
 
 
-def test_a_folder_without_a_manifest_tells_what_to_run(shards: Path) -> None:
+def test_the_error_for_a_missing_manifest_names_the_command(shards: Path) -> None:
     with pytest.raises(UserError, match=rf"run `neuclip manifest {shards}`"):
         load_manifest(shards)
     (shards / "manifest.json").write_text("[]")
     with pytest.raises(UserError, match="is damaged: it holds a list"):
         load_manifest(shards)
-    with pytest.raises(UserError, match="is a shard, not a manifest: give its folder"):
+    with pytest.raises(UserError, match="is a shard, not a manifest: name its folder"):
         load_manifest(shards / "a" / "00000.tar")
 
 
-def test_what_cannot_be_read_today_is_never_left_out(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_cannot_be_read_are_never_left_out(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan.open_shard
 
     def reset(url: str) -> Any:
@@ -157,21 +157,23 @@ def test_what_cannot_be_read_today_is_never_left_out(shards: Path, monkeypatch: 
     with pytest.raises(
         UserError, match=r"1 of 2 shards cannot be read: b/00000.tar \(ConnectionError: reset by peer\).*same command"
     ):
-        adopt(shards, leave_out=True)
+        index_shards(shards, leave_out=True)
     assert not (shards / "manifest.json").exists()
     monkeypatch.setattr(scan, "open_shard", whole)
-    assert adopt(shards).manifest.n == 7
+    assert index_shards(shards).manifest.n == 7
 
 
-def test_linked_folders_are_followed_and_loops_end(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_links_to_folders_are_followed_without_endless_loops(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     home = tmp_path_factory.mktemp("home")
     (home / "disk").symlink_to(shards)
     (shards / "back").symlink_to(home)
-    assert [s.name for s in adopt(home).manifest.shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
+    assert [s.name for s in index_shards(home).manifest.shards] == ["disk/a/00000.tar", "disk/b/00000.tar"]
 
 
 def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) -> None:
-    """Two shards of which one comes drop by drop: the pass ends when the other one is done and told."""
+    """One of two shards arrives very slowly: the scan ends as soon as the other one is done."""
     quick = f"pipe:sleep 1; cat {shards}/b/00000.tar"
     slow = f"pipe:cat {shards}/a/00000.tar; for i in $(seq 600); do head -c 1100000 /dev/zero; sleep 0.1; done"
 
@@ -180,43 +182,43 @@ def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) ->
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        adopt(shards, [quick, slow], on_shard=interrupt)
+        index_shards(shards, [quick, slow], on_shard=interrupt)
     assert time.monotonic() - began < 30
 
 
-def test_a_mistaken_caption_is_told_after_the_first_shards(tmp_path: Path) -> None:
+def test_a_wrong_caption_setting_is_reported_after_the_first_shards(tmp_path: Path) -> None:
     for number in range(6):
         write(tmp_path / f"{number}.tar", [{"jpg": jpeg(side=20), "json": {"text": "a"}}])
     seen: list[int] = []
     with pytest.raises(UserError, match="None of the first 3 samples"):
-        adopt(tmp_path, threads=1, on_shard=lambda done, total: seen.append(done))
+        index_shards(tmp_path, threads=1, on_shard=lambda done, total: seen.append(done))
     assert seen == [1, 2, 3]
 
 
 @pytest.mark.parametrize("text", ["", "json:", "txt:foo", "caption.json:x", ".txt", "jpg", "a/b"])
-def test_captions_that_cannot_be_are_refused_here_and_in_training(shards: Path, text: str) -> None:
+def test_invalid_caption_settings_are_refused_here_and_in_training(shards: Path, text: str) -> None:
     result = CliRunner().invoke(command, [str(shards), "--caption", text])
     assert isinstance(result.exception, UserError)
-    assert "is neither a suffix of captions" in str(result.exception)
-    with pytest.raises(UserError, match="is neither a suffix of captions"):
+    assert "is neither the suffix of a caption" in str(result.exception)
+    with pytest.raises(UserError, match="is neither the suffix of a caption"):
         parse(DataConfig, {"sources": "x", "caption": text})
 
 
-def test_a_share_that_would_end_a_run_is_told(shards: Path) -> None:
+def test_a_share_of_unusable_samples_that_would_stop_a_run_is_reported(shards: Path) -> None:
     result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
     assert (
-        "Training ends at such a share: fix the shards, or set data.corrupt_limit (now 0.01) above 0.29."
+        "Training stops at such a share: fix the shards, or set data.corrupt_limit (now 0.01) above 0.29."
         in result.output
     )
 
 
-def test_unbalanced_braces_and_a_folder_without_access_are_told(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--shards: .*Braces come in pairs"):
-        adopt(shards, ["s3://bucket/{0..3.tar"])
+def test_unbalanced_braces_and_a_read_only_folder_are_reported(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--shards: .*Braces must be balanced"):
+        index_shards(shards, ["s3://bucket/{0..3.tar"])
 
     def denied(self: Path, *arguments: Any, **options: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(UserError, match=r"Cannot write in .*Permission denied.*OWN_FOLDER --shards"):
-        adopt(shards)
+    with pytest.raises(UserError, match=r"Cannot write to .*Permission denied.*OWN_FOLDER --shards"):
+        index_shards(shards)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
 echo "$*" >> {calls}
 test $(wc -l < {calls}) -gt {failures}
 """
+
+
+def test_pre_commit_runs_the_ruff_of_the_tests() -> None:
+    pinned = re.findall(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert len(pinned) == 1
+    assert hooks == pinned * 2
+
+
+def test_the_changelog_opens_with_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    headings = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == version
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
 
 
 @pytest.mark.parametrize("failures", [0, 2, 3])

@@ -1,4 +1,4 @@
-"""Towers small enough that a test of the engine costs its start-up and little more."""
+"""An architecture so small that a test of the engine takes little more than the engine's start-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = {
 
 
 def write_tiny(folder: Path) -> str:
-    """A JSON file for `model.arch`."""
+    """Write the architecture to `folder`; returns the JSON file's path for `model.arch`."""
     path = folder / "tiny-towers.json"
     path.write_text(json.dumps(TINY))
     return str(path)

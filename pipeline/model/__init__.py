@@ -1,1 +1,1 @@
-"""open_clip's towers, their architectures, and batch norm in fp32."""
+"""open_clip's image and text towers: building, saving, loading, and what they cost."""

@@ -1,4 +1,4 @@
-"""open_clip's architectures by name, and which weights go with which: what can be refused before anything is loaded."""
+"""open_clip's architectures by name, and checks that need no weights: is the name known, do the weights fit it?"""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything about a model that is known without its weights."""
+    """A model's description: everything but its weights."""
 
     name: str
     model_cfg: Mapping[str, Any]
+    """As in open_clip's model configs, with the image size of this model."""
     preprocess_cfg: Mapping[str, Any]
+    """open_clip's `PreprocessCfg` as a mapping: size, mean, std, interpolation, resize mode."""
     tokenize: Callable[[list[str]], Tensor]
 
     @property
     def dim(self) -> int:
+        """Dimension of the features."""
         return int(self.model_cfg["embed_dim"])
 
     @property
     def image_size(self) -> int:
+        """Side of the square input image in pixels."""
         size = self.preprocess_cfg["size"]
         return int(size if isinstance(size, int) else size[0])
 
@@ -46,21 +50,28 @@ class Architecture:
 
 
 def architecture_names() -> tuple[str, ...]:
-    """Every name that `ModelConfig.arch` takes beside a JSON file."""
+    """Every name that `model.arch` accepts; it also accepts the path of a JSON file."""
     open_clip = load_open_clip()
     ours = sorted(path.stem for path in OUR_CONFIGS.glob("*.json"))
     return (*ours, *(name for name in open_clip.list_models() if name not in ours))
 
 
 def load_open_clip() -> Any:
-    """The module."""
-    import open_clip  # takes seconds, so only when a model is needed
+    """The module `open_clip`, imported on first use because the import takes seconds."""
+    import open_clip
 
     return open_clip
 
 
 def register(arch: str) -> str:
-    """Make open_clip know `arch`, and return the name under which it does."""
+    """Register `arch` with open_clip if it is one of our configs or a JSON file.
+
+    Returns:
+        The name by which open_clip knows the architecture.
+
+    Raises:
+        UserError: there is no such architecture.
+    """
     open_clip = load_open_clip()
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
@@ -72,7 +83,11 @@ def register(arch: str) -> str:
 
 
 def check_tag(name: str, pretrained: str) -> None:
-    """Raises: UserError for a tag that `name` has not, or whose weights were trained with another activation."""
+    """Check that architecture `name` has published weights `pretrained`, trained with the activation it computes.
+
+    Raises:
+        UserError: the tag does not exist, or its weights need the other kind of GELU.
+    """
     open_clip = load_open_clip()
     tags = tuple(open_clip.list_pretrained_tags_by_model(name))
     if pretrained not in tags:
@@ -86,12 +101,16 @@ def check_tag(name: str, pretrained: str) -> None:
         take = f"take {other}:{pretrained}" if other in open_clip.list_models() else "take a file with its own config"
         raise UserError(
             f"{name}:{pretrained}: these weights were trained with {'QuickGELU' if trained else 'the exact GELU'}, and "
-            f"{name} computes the other one. Every feature would be slightly wrong: {take}."
+            f"{name} computes the other one, which would make every feature slightly wrong: {take}."
         )
 
 
 def check_same_towers(folder: Path, name: str) -> None:
-    """Raises: UserError when a folder's towers are not those of `name`, which its weights would be saved as."""
+    """Check that the model in `folder` has the architecture `name`, under which its weights will be saved.
+
+    Raises:
+        UserError: they differ, with the settings in which they do.
+    """
     stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     theirs, ours = _shape_of(stored["model_cfg"]), _shape_of(load_open_clip().get_model_config(name))
     differ = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
@@ -105,13 +124,17 @@ def check_same_towers(folder: Path, name: str) -> None:
 
 
 def _shape_of(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about the towers, by dotted key: not the image size, which `model.image_size` may change."""
+    """The settings that define the towers, by dotted key; `model.image_size` may change the image size."""
     free = ("vision_cfg.image_size", "vision_cfg.patch_dropout", "init_logit_bias", "init_logit_scale")
     return {key: value for key, value in flatten(model_cfg).items() if key not in free}
 
 
 def check_tokenizer(name: str) -> None:
-    """Raises: UserError for towers whose tokenizer would have to lie in every checkpoint."""
+    """Check that architecture `name` uses open_clip's own tokenizer, which needs no files in a checkpoint.
+
+    Raises:
+        UserError: it uses a tokenizer from Hugging Face.
+    """
     tokenizer = (load_open_clip().get_model_config(name) or {}).get("text_cfg", {}).get("hf_tokenizer_name")
     if tokenizer:
         raise UserError(
@@ -122,6 +145,17 @@ def check_tokenizer(name: str) -> None:
 
 
 def describe(name: str, clip: nn.Module, model_cfg: Mapping[str, Any], *, source: str) -> Architecture:
+    """Describe a model that open_clip built.
+
+    Args:
+        name: the architecture's name.
+        clip: open_clip's model, for its preprocessing and image size.
+        model_cfg: the architecture's config.
+        source: from which open_clip takes the tokenizer: an architecture's name or `local-dir:FOLDER`.
+
+    Raises:
+        UserError: the tokenizer needs a package that is not installed.
+    """
     preprocess = dict(clip.visual.preprocess_cfg)  # type: ignore[union-attr, arg-type]
     size = preprocess["size"]
     described: dict[str, Any] = copy.deepcopy(dict(model_cfg))

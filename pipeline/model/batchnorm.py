@@ -1,4 +1,4 @@
-"""Batch norm in fp32, whatever the dtype of the activations and of the engine's working weights; also over ranks."""
+"""Batch norm computed in fp32 under bf16 training, optionally synchronised over ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROWS = (0, 2, 3)  # all but the channels
 
 
 class Fp32BatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` for bf16 training: statistics, gain and bias enter in fp32, the output has the input's dtype.
+    """`nn.BatchNorm2d` for bf16 training: statistics, gain and bias are used in fp32; the output has the input's dtype.
 
-    torch's own refuses bf16 gains beside fp32 running statistics, and bf16 statistics would stop moving: at momentum
-    0.1 they round away every change below one per cent. Names in the state dict are unchanged.
+    torch's own module refuses bf16 gains together with fp32 running statistics, and bf16 running statistics would
+    stop moving: at momentum 0.1, every change below one per cent is rounded away. The state dict keeps its names.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ class Fp32BatchNorm2d(nn.BatchNorm2d):
 
 
 class SyncFp32BatchNorm2d(Fp32BatchNorm2d):
-    """`Fp32BatchNorm2d` that normalises by the statistics of all ranks' rows, on any device (torch's needs CUDA).
+    """`Fp32BatchNorm2d` with statistics over all ranks' rows, on any device (torch's `SyncBatchNorm` needs CUDA).
 
-    K ranks of b rows each do what one rank does with all K b rows: outputs, gradients and running statistics. One
-    all-gather of 2 C numbers forward, one all-reduce of 2 C backward.
+    Outputs, gradients and running statistics of K ranks with b rows each are those of one rank with all K b rows.
+    Costs one all-gather of 2 C numbers in forward and one all-reduce of 2 C numbers in backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, C, H, W] -> [b, C, H, W]; collective in training. Every rank brings as many rows."""
+        """[b, C, H, W] -> [b, C, H, W]; collective in training, where every rank must have the same b."""
         world = joined_world()
         if world.size == 1 or not (self.training or self.running_mean is None):
             return super().forward(x)
@@ -95,9 +95,14 @@ class _Synchronised(torch.autograd.Function):
 
 
 def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> None:
-    """Turn every plain `nn.BatchNorm2d` of a model into one of the above, in place.
+    """Turn every plain `nn.BatchNorm2d` of a model into an `Fp32BatchNorm2d`, in place.
 
-    Raises: UserError when `synchronised` is asked for and the model has batch norms of another kind.
+    Args:
+        model: the model to change.
+        synchronised: use statistics over all ranks (`SyncFp32BatchNorm2d`).
+
+    Raises:
+        UserError: `synchronised`, and the model has batch norms of another class.
     """
     for name, module in model.named_modules():
         if type(module) is nn.BatchNorm2d:

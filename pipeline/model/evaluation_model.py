@@ -1,4 +1,4 @@
-"""A model to be evaluated: any checkpoint or published weights with their preprocessing and tokenizer."""
+"""Load a model for evaluation: weights, preprocessing and tokenizer of a checkpoint or of published weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from pipeline.model.towers import Towers
 
 @dataclass(frozen=True)
 class EvaluationModel:
-    """A model to be evaluated: fp32, in eval mode, with its own preprocessing and tokenizer."""
+    """A model for evaluation: fp32, in eval mode, with its own preprocessing and tokenizer."""
 
     towers: Towers
     architecture: Architecture
     preprocess: Callable[[Any], Tensor]
     digest: str
+    """`weights_digest` of the model."""
     source: str
+    """Where the weights are from, for messages and results."""
 
     @property
     def tokenize(self) -> Callable[[list[str]], Tensor]:
@@ -51,11 +53,16 @@ class EvaluationModel:
 
 
 def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> EvaluationModel:
-    """Load any checkpoint for evaluation.
+    """Load a checkpoint or published weights for evaluation.
 
-    Args: spec: a checkpoint folder of ours or any folder with `open_clip_config.json` (a hub download); a run's
-      folder (its latest checkpoint is taken); or `ARCH:PRETRAINED`, where PRETRAINED is an open_clip tag or a file.
-    Raises: UserError when nothing can be loaded from it, or the weights do not fit the architecture.
+    Args:
+        spec: one of our checkpoint folders or any folder with `open_clip_config.json` (a hub download); a run's
+            folder, of which the latest checkpoint is loaded; or `ARCH:PRETRAINED`, where PRETRAINED is an open_clip
+            tag or a weights file.
+        device: where to put the model.
+
+    Raises:
+        UserError: there is no model at `spec`, or the weights do not fit the architecture.
     """
     open_clip = load_open_clip()
     folder = _find_folder(Path(spec))
@@ -80,7 +87,7 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
 
 
 def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -> EvaluationModel:
-    """Towers in memory as an `EvaluationModel`; the same weights give the same digest as their checkpoint."""
+    """Turn towers in memory into an `EvaluationModel`. Its digest equals that of a checkpoint with the same weights."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     transform = image_transform_v2(PreprocessCfg(**architecture.preprocess_cfg), is_train=False)
@@ -88,6 +95,7 @@ def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -
 
 
 def _find_folder(path: Path) -> Path | None:
+    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
     if (path / CONFIG_NAME).is_file():
         return path
     checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []

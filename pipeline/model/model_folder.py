@@ -25,7 +25,7 @@ LOGIT_KEYS = ("logit_scale", "logit_bias")
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes and fp32 values of all weights that features depend on (not the logit scale)."""
+    """SHA-256 of names, shapes and fp32 values of all weights but logit scale and bias: no feature depends on these."""
     digest = hashlib.sha256()
     for name in sorted(set(state) - set(LOGIT_KEYS)):
         value = state[name].detach().cpu()
@@ -43,9 +43,17 @@ def save_open_clip(
     logit_scale: float,
     logit_bias: float | None,
 ) -> list[Path]:
-    """Write a folder that `open_clip.create_model("local-dir:FOLDER")` loads; returns the files written.
+    """Write a folder that `open_clip.create_model("local-dir:FOLDER")` loads.
 
-    Args: state: fp32 weights by open_clip's names. logit_scale: log(1/tau). logit_bias: SigLIP's, else None.
+    Args:
+        folder: an existing folder.
+        state: fp32 weights by open_clip's names.
+        architecture: the model's description.
+        logit_scale: log(1/tau).
+        logit_bias: the bias of a sigmoid loss; None without one.
+
+    Returns:
+        The files written.
     """
     from safetensors.torch import save_file
 
@@ -66,13 +74,22 @@ def save_open_clip(
 
 
 def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
+    """open_clip's model from a folder; `kwargs` are `create_clip`'s.
+
+    Raises:
+        UserError: the folder holds no model, or open_clip cannot load it.
+    """
     if not (folder / CONFIG_NAME).is_file():
         raise UserError(f"{folder} has no {CONFIG_NAME}: it is not a model folder.")
     return create_clip(f"local-dir:{folder}", **kwargs)
 
 
 def create_clip(name: str, **kwargs: Any) -> nn.Module:
-    """open_clip's `create_model`, its failures told as the user's, its remarks to the root logger silenced."""
+    """Call `open_clip.create_model` without its messages to the root logger.
+
+    Raises:
+        UserError: open_clip failed, with the first lines of its message.
+    """
     required = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Arithmetic and activation memory of the towers, counted on the meta device, where nothing is computed."""
+"""FLOPs and activation memory of the towers, counted on the meta device, where nothing is computed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """Of one pair: forward_flops (a multiply-add is 2), saved_bytes (for backward, in fp32); and all parameters."""
+    """What both towers cost per image-text pair."""
 
     parameters: int
+    """Of both towers."""
     forward_flops: float
+    """Of one pair; a multiply-add counts as 2."""
     saved_bytes: float
+    """What autograd saves for the backward pass of one pair, in fp32."""
     context_length: int
+    """Tokens of one text."""
 
 
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
-    """Count parameters, arithmetic and saved tensors of towers on the meta device, where nothing is computed."""
+    """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
 
     def forward(batch: int) -> Any:
         image = torch.zeros(batch, 3, image_size, image_size, device="meta")
@@ -43,15 +47,16 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
 
 
 def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool) -> int:
-    """What autograd saves for one micro-batch; half of fp32 under bf16, fused attention assumed."""
+    """Bytes that autograd saves for one micro-batch, with fused attention; under bf16 half of what fp32 needs."""
     return round(costs.saved_bytes * micro_batch * (0.5 if bf16 else 1.0))
 
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Attention that saves what fused kernels save; on "meta" torch takes the plain one, which saves L x L weights.
+    """Replace `scaled_dot_product_attention` by one that saves what fused kernels save.
 
-    The function is replaced by name: torch's own multi-head attention is out of a TorchFunctionMode's reach.
+    On the meta device torch uses the unfused kernel, which saves the L x L attention weights. The function is
+    replaced by name because a TorchFunctionMode does not reach the calls of `nn.MultiheadAttention`.
     """
     functional: Any = nn.functional
     plain = functional.scaled_dot_product_attention
@@ -63,7 +68,7 @@ def _fused_attention() -> Iterator[None]:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes only: inputs, output and one log-sum per query are saved."""
+    """Attention on shapes only. Saves inputs, output and one log-sum-exp per query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,9 +82,9 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _saved_bytes(forward: Callable[[], Any], towers: nn.Module) -> int:
-    """Bytes of distinct storages that autograd keeps for backward, parameters not counted.
+    """Bytes of the distinct storages that autograd keeps for backward, without parameters.
 
-    Under activation checkpointing, whose saved tensors are hidden, the inputs of the transformer's blocks count.
+    Activation checkpointing hides what it saves, so the inputs of the transformers' blocks are counted in any case.
     """
     own = {p.untyped_storage()._cdata for p in towers.parameters()}
     kept: dict[int, Tensor] = {}

@@ -1,4 +1,6 @@
-"""open_clip's two towers, as features only: temperature and bias belong to the objective, outside the engine.
+"""open_clip's image and text tower as one module that returns features.
+
+Temperature and bias belong to the objective, outside the engine.
 
 Shape legend: B images or texts, L tokens, d feature dimension.
 """
@@ -29,25 +31,31 @@ from pipeline.model.model_folder import LOGIT_KEYS, create_clip, load_folder
 
 @section
 class ModelConfig:
-    """Which towers to train. `arch` is an open_clip name, one of pipeline/model/model_configs/, or a JSON file."""
+    """Which towers to train."""
 
     arch: str = "ViT-B-32"
+    """An architecture of open_clip, one of `pipeline/model/model_configs/`, or a JSON file in open_clip's format."""
     pretrained: str | None = None
-    """Start from these weights: an open_clip tag, a weights file or a folder such as a checkpoint of ours."""
+    """Start from these weights: an open_clip tag, a weights file, or a model folder such as one of our checkpoints."""
     image_size: int | None = Field(default=None, ge=8)
+    """Side of the input images in pixels; None: the architecture's. Pretrained position embeddings are interpolated."""
     patch_dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Share of the image patches that each training step leaves out (FLIP); None: the architecture's own value."""
     grad_checkpointing: bool = False
+    """Activation checkpointing: keep only the inputs of each transformer block and compute the rest again in the
+    backward pass. Less memory for about a third more compute."""
     sync_batchnorm: bool = False
-    """Batch norms use the statistics of all ranks' rows (with engine.micro_batch: of all ranks' micro-batches)."""
+    """Batch norms use the statistics of all ranks' rows (with `engine.micro_batch`: of all ranks' micro-batches)."""
     compile: bool = False
+    """Compile the towers with `torch.compile`. The first steps take minutes."""
 
 
 class Towers(nn.Module):
-    """Both encoders behind one forward; features are unit-norm fp32."""
+    """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
 
     def __init__(self, clip: nn.Module) -> None:
         super().__init__()
-        for name in LOGIT_KEYS:  # a 0-dim parameter would crash the engine, and bf16 would round it
+        for name in LOGIT_KEYS:  # a 0-dim parameter crashes DeepSpeed, and bf16 would round it
             if getattr(clip, name, None) is not None:
                 delattr(clip, name)
                 setattr(clip, name, None)
@@ -58,16 +66,27 @@ class Towers(nn.Module):
         return self.encode_image(image), self.encode_text(text)
 
     def encode_image(self, image: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, d]."""
         return F.normalize(self.clip.encode_image(image).float(), dim=-1)  # type: ignore[operator]
 
     def encode_text(self, text: Tensor) -> Tensor:
+        """[B, L] -> [B, d]."""
         return F.normalize(self.clip.encode_text(text).float(), dim=-1)  # type: ignore[operator]
 
 
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:
-    """The fp32 towers of a recipe with weights drawn from `seed` (or `config.pretrained`), and their description.
+    """Build a recipe's towers in fp32.
 
-    `device="meta"` builds shapes only. Raises: UserError for an unknown architecture or pretrained weights.
+    Args:
+        config: the recipe's `model` section.
+        seed: of the initial weights, where `config.pretrained` gives none.
+        device: "meta" builds shapes without values.
+
+    Returns:
+        The towers and their description.
+
+    Raises:
+        UserError: unknown architecture, or pretrained weights that do not exist or do not fit.
     """
     open_clip = load_open_clip()
     name = register(config.arch)
@@ -83,7 +102,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         else:
             if pretrained and not folder.is_file():  # type: ignore[union-attr]
                 check_tag(name, pretrained)
-            # Towers start from `pretrained` or from scratch, never from a half: no base text weights.
+            # Without `pretrained`, both towers start from scratch: no weights of the text tower's base model.
             clip = create_clip(name, pretrained=pretrained, pretrained_text=False, device=device, **kwargs)
     model_cfg = open_clip.get_model_config(name)
     architecture = describe(name, clip, model_cfg, source=name)

@@ -1,4 +1,4 @@
-"""What the batch-norm test runs on every rank: some steps of a small net on this rank's rows, with gradients summed."""
+"""Run by the batch-norm test on every rank: a few steps of a small net on this rank's rows, gradients summed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs whose mean and spread differ from row to row, and what their outputs are weighed with."""
+    """Inputs whose mean and spread differ from row to row, and weights for the outputs."""
     generator = torch.Generator().manual_seed(step)
     scale = torch.rand(ROWS, 1, 1, 1, generator=generator) * 3
     x = torch.randn(ROWS, 3, 8, 8, generator=generator) * scale + torch.arange(ROWS)[:, None, None, None] / 2
@@ -35,7 +35,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 def results(model: nn.Sequential, world: World) -> dict[str, Tensor]:
-    """Outputs, gradients of inputs and weights, and running statistics, as of one rank with all rows."""
+    """Outputs, gradients and running statistics over all ranks, in the layout of one rank with all rows."""
     rows, found = world.rows(ROWS // world.size), {}
     model.train()
     for step in range(STEPS):
@@ -43,7 +43,7 @@ def results(model: nn.Sequential, world: World) -> dict[str, Tensor]:
         x = x.clone().requires_grad_()
         model.zero_grad()
         norms = [module for module in model if isinstance(module, nn.BatchNorm2d)]
-        if step == 1:  # as in a re-forward of cached accumulation
+        if step == 1:  # as in the second forward pass of feature-cached accumulation
             with frozen_statistics(norms):
                 y = model(x)
         else:

@@ -1,4 +1,4 @@
-"""Synchronised batch norm on real ranks against torch's batch norm on the whole batch in one process."""
+"""Synchronised batch norm over several processes against torch's batch norm on the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.shards import write_shards
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_together_do_what_one_does(ranks: int, tmp_path: Path) -> None:
+def test_several_ranks_equal_one_rank_with_all_rows(ranks: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     expected = results(net(), World())
     run("tests.dist.batchnorm_ranks", str(tmp_path / "found"), ranks=ranks)
     found = load_file(tmp_path / "found")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        # Gradients are sums in which much cancels: rounding is measured by the largest of a tensor.
+        # Terms of a gradient cancel, so the tolerance is relative to the largest entry of the tensor.
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_other_norms_are_refused_by_name() -> None:
+def test_other_classes_of_batch_norm_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     use_fp32_batch_norms(model)
     with pytest.raises(UserError, match="1 is a BatchNorm1d"):
@@ -39,7 +39,7 @@ def test_other_norms_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_a_resnet_trains_alike_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_a_resnet_trains_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [20, 30, 15])
     vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}
     text = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}

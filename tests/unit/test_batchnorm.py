@@ -1,4 +1,4 @@
-"""Batch norm under bf16 and under cached accumulation."""
+"""Batch norm under bf16 and under feature-cached accumulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.training.step import frozen_statistics
 
 
 def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
-    """torch's norm and ours, with the same state."""
+    """torch's batch norm and ours with the same state."""
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(5)
     nn.init.normal_(plain.weight)
@@ -51,7 +51,7 @@ def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
     assert ours.weight.grad.abs().sum() > 0
 
 
-def test_frozen_statistics_normalise_by_the_batch_and_move_nothing() -> None:
+def test_frozen_statistics_normalise_by_the_batch_and_do_not_change_the_state() -> None:
     _, ours = pair()
     x = torch.randn(6, 5, 3, 3)
     before = {name: value.clone() for name, value in ours.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Which towers are built from what, and which are refused before any work."""
+"""Building and loading towers, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def test_published_weights_need_their_own_activation(arch: str, tag: str) -> Non
         build_towers(ModelConfig(arch=arch, pretrained=tag), seed=0)
 
 
-def test_a_start_folder_must_hold_the_architecture_that_will_be_saved(tmp_path: Path) -> None:
+def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "start", seed=1)
     towers, _ = build_towers(ModelConfig(arch="scenes-vit-tiny", pretrained=str(folder)), seed=2)
     assert torch.equal(towers.clip.visual.proj, load_for_evaluation(str(folder)).towers.clip.visual.proj)
     with pytest.raises(UserError, match=r"vision_cfg\.width.*Set model\.arch=scenes-vit-tiny"):
         build_towers(ModelConfig(arch="scenes-vit-micro", pretrained=str(folder)), seed=2)
-    other = tmp_path / "other.json"  # weights of the same shapes, another function
+    other = tmp_path / "other.json"  # same shapes, but another activation
     config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
     other.write_text(json.dumps({**config, "quick_gelu": True}))
     with pytest.raises(UserError, match="they differ in quick_gelu"):
         build_towers(ModelConfig(arch=str(other), pretrained=str(folder)), seed=2)
 
 
-def test_a_tokenizer_that_no_checkpoint_would_hold_is_refused() -> None:
+def test_hugging_face_tokenizers_are_refused() -> None:
     with pytest.raises(UserError, match="tokenizer timm/ViT-B-16-SigLIP from Hugging Face"):
         build_towers(ModelConfig(arch="ViT-B-16-SigLIP"), seed=0, device="meta")
 
 
-def test_a_logit_bias_is_no_part_of_what_is_evaluated(tmp_path: Path) -> None:
+def test_the_logit_bias_does_not_change_the_digests_of_an_evaluated_model(tmp_path: Path) -> None:
     arch = tmp_path / "tiny.json"
     arch.write_text(json.dumps(TINY))
     towers, architecture = build_towers(ModelConfig(arch=str(arch)), seed=0)

@@ -33,6 +33,9 @@ DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
 FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
+COMPILE_OPTIONS = {"fallback_random": True}
+"""Compiled towers draw (dropout, patch dropout) what eager ones draw from the same seed, in forward passes with and
+without graph; Inductor's own generator draws differently in each."""
 BUCKET = 500_000_000
 """DeepSpeed's default `reduce_bucket_size`: the number of elements reduced at once, and the size of their buffer.
 The engine never takes more than the model has."""
@@ -135,7 +138,7 @@ class DeepSpeedEngine:
                 model=towers, optimizer=self._inner, config=settings, dist_init_required=False
             )
         if compile_towers:
-            self._engine.compile()
+            self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
         self.state = EngineState(self._engine, stage=self.stage, world=world)
 
     @property

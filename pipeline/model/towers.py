@@ -25,8 +25,10 @@ from pipeline.model.architectures import (
     load_open_clip,
     register,
 )
+from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
 from pipeline.model.model_folder import LOGIT_KEYS, create_clip, load_folder
+from pipeline.model.patch_dropout import use_patch_dropout_on_device
 
 
 @section
@@ -46,6 +48,9 @@ class ModelConfig:
     backward pass. Less memory for about a third more compute."""
     sync_batchnorm: bool = False
     """Batch norms use the statistics of all ranks' rows (with `engine.micro_batch`: of all ranks' micro-batches)."""
+    packed_attention: bool = True
+    """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
+    know. The same function as open_clip's `nn.MultiheadAttention` up to rounding, and the same weights."""
     compile: bool = False
     """Compile the towers with `torch.compile`. The first steps take minutes."""
 
@@ -107,6 +112,9 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     model_cfg = open_clip.get_model_config(name)
     architecture = describe(name, clip, model_cfg, source=name)
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
+    use_patch_dropout_on_device(clip)
+    if config.packed_attention:
+        use_packed_attention(clip)
     towers = Towers(clip)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]

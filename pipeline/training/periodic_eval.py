@@ -39,7 +39,8 @@ class InTraining:
         """Raises: UserError when the suite is not there or incomplete, before any training."""
         self._suite = open_suite(config.suite or "")
         self._run, self._world, self._settings = run, world, EvaluationConfig(workers=config.workers)
-        self._model = replace(model, pretrained=None)
+        # Attention as `neuclip evaluate` computes it: a score must not depend on who computed it.
+        self._model = replace(model, pretrained=None, packed_attention=False)
 
     def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
         """Scores by task, and by aggregate where it is complete. Collective.

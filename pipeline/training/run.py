@@ -94,8 +94,11 @@ def train(run: RunConfig, *, resume: str | None = None) -> int:
 
 
 def _arm_probe(trainer: Trainer) -> GradientProbe:
-    """A probe that listens to the next step. It computes activations again in backward: an fp32 copy has no room."""
-    model = replace(trainer.run.model, pretrained=None, grad_checkpointing=True)
+    """A probe that listens to the next step: an fp32 copy of the towers with open_clip's own attention.
+
+    It uses activation checkpointing, because there is no memory for the activations of a second model.
+    """
+    model = replace(trainer.run.model, pretrained=None, grad_checkpointing=True, packed_attention=False)
     plain, _ = build_towers(model, seed=trainer.run.seed)
     return GradientProbe(plain, trainer.take_step, world=trainer.world)
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from pipeline.engine.optim import build_optimizer, parameter_groups
+from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import objective_names
-from tests.dist.engine_ranks import BATCH, OPTIMIZER, STEPS, data, towers
+from tests.dist.engine_ranks import BATCH, OPTIMIZER, STEPS, data
 from tests.launch import run
 from tests.towers import write_tiny
 
@@ -29,9 +30,9 @@ def arch(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(arch: str) -> list[float]:
-    """Losses of plain PyTorch: both cross-entropies at tau = 0.07, autograd, AdamW."""
+    """Losses of plain PyTorch and open_clip: both cross-entropies at tau = 0.07, autograd, AdamW."""
     torch.set_num_threads(1)
-    model = towers(arch)
+    model, _ = build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)
     optimizer = build_optimizer(OPTIMIZER, parameter_groups(model, weight_decay=OPTIMIZER.weight_decay))
     found = []
     for t in range(STEPS):

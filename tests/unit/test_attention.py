@@ -1,0 +1,193 @@
+"""Packed attention and patch dropout against open_clip's own modules: values, gradients, state dicts."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from open_clip.transformer import PatchDropout as OpenClipPatchDropout
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeline.model.attention import (
+    CausalPackedAttention,
+    PackedAttention,
+    causal_text_transformer,
+    use_packed_attention,
+)
+from pipeline.model.patch_dropout import PatchDropout
+from pipeline.model.towers import ModelConfig, Towers, build_towers
+
+# One architecture per kind of tower that open_clip 3.3 builds from its own transformers.
+KINDS: dict[str, dict[str, Any]] = {
+    "CLIP": {},
+    "quick_gelu": {"quick_gelu": True},
+    "custom_text": {"custom_text": True},
+    "bidirectional": {"custom_text": True, "text_cfg": {"no_causal_mask": True}},
+    "eos": {"custom_text": True, "text_cfg": {"pool_type": "eos", "eos_id": 49407}},
+    "class_token": {"custom_text": True, "text_cfg": {"embed_cls": True, "output_tokens": False}},
+    "layer_scale": {"vision_cfg": {"ls_init_value": 0.1}, "text_cfg": {"ls_init_value": 0.1}},
+    "attentional_pool": {"vision_cfg": {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 3}},
+}
+BASE: dict[str, Any] = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "patch_size": 8, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 2.0},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_kind(folder: Path, kind: str) -> str:
+    changes = KINDS[kind]
+    config = {**BASE, **{key: value for key, value in changes.items() if not isinstance(value, dict)}}
+    for side in ("vision_cfg", "text_cfg"):
+        config[side] = {**BASE[side], **changes.get(side, {})}
+    path = folder / f"kind-{kind}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def both(arch: str, **settings: Any) -> tuple[Towers, Towers]:
+    """The towers as open_clip computes them, and packed."""
+    plain, _ = build_towers(ModelConfig(arch=arch, packed_attention=False, **settings), seed=0)
+    packed, _ = build_towers(ModelConfig(arch=arch, **settings), seed=0)
+    return plain.train(), packed.train()
+
+
+def batch(length: int = 12, size: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(1, 49000, (5, length), generator=generator)
+    for row, end in enumerate((3, 5, length - 1, 7, 4)):
+        text[row, end], text[row, end + 1 :] = 49407, 0
+    return torch.randn(5, 3, size, size, generator=generator), text
+
+
+def gradients(towers: Towers, inputs: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    features = towers(*inputs)
+    weights = [torch.randn(f.shape, generator=torch.Generator().manual_seed(4)) for f in features]
+    torch.autograd.backward(features, weights)
+    return features, {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
+
+
+def assert_same(plain: Towers, packed: Towers, inputs: tuple[Tensor, Tensor]) -> None:
+    (features, expected), (packed_features, found) = gradients(plain, inputs), gradients(packed, inputs)
+    for a, b in zip(features, packed_features, strict=True):
+        assert (a - b).abs().max() < 1e-5
+    assert found.keys() == expected.keys()
+    size = max(float(g.abs().max()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < 1e-5 * max(1.0, size), name
+
+
+def packed_in(module: nn.Module) -> int:
+    return sum(isinstance(m, PackedAttention) for m in module.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_and_gradients_equal_open_clips(kind: str, tmp_path: Path) -> None:
+    plain, packed = both(write_kind(tmp_path, kind))
+    assert packed_in(packed) == 4
+    assert packed_in(plain) == 0
+    assert_same(plain, packed, batch())
+
+
+@pytest.mark.parametrize("settings", [{"patch_dropout": 0.5}, {"grad_checkpointing": True}], ids=str)
+def test_with_patch_dropout_and_checkpointing(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_same(*both(write_kind(tmp_path, "CLIP"), **settings), batch())
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda b: b.name)
+def test_every_kernel_gives_the_same(backend: SDPBackend, tmp_path: Path) -> None:
+    plain, packed = both(write_kind(tmp_path, "CLIP"))
+    with sdpa_kernel(backend):
+        assert_same(plain, packed, batch())
+
+
+def test_names_and_shapes_of_the_state_dict_stay(tmp_path: Path) -> None:
+    plain, packed = both(write_kind(tmp_path, "custom_text"))
+    before, after = plain.state_dict(), packed.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in packed.named_modules()]
+
+
+def test_every_architecture_of_open_clip_with_its_own_transformers_is_packed() -> None:
+    """All attention of a vision transformer and a text transformer of open_clip's own, for every architecture."""
+    left, packed = {}, 0
+    for name in open_clip.list_models():
+        config = open_clip.get_model_config(name)
+        if (
+            "hf_model_name" in config["text_cfg"]
+            or config.get("multimodal_cfg")
+            or "timm_model_name" in config["vision_cfg"]
+        ):
+            continue
+        shallow = {**config, "text_cfg": {**config["text_cfg"], "layers": 1}}
+        if isinstance(config["vision_cfg"]["layers"], int):
+            shallow["vision_cfg"] = {**config["vision_cfg"], "layers": 1}
+        with torch.device("meta"):
+            kind = open_clip.model.CustomTextCLIP if shallow.pop("custom_text", False) else open_clip.model.CLIP
+            clip = kind(**shallow)
+        packed += use_packed_attention(clip)
+        rest = [n for n, m in clip.named_modules() if type(m) is nn.MultiheadAttention and "resblocks" in n]
+        if rest:
+            left[name] = rest
+    assert packed > 100
+    assert not left
+
+
+def test_only_a_text_tower_masked_by_order_alone_is_causal(tmp_path: Path) -> None:
+    causal = {}
+    for kind in KINDS:
+        packed = both(write_kind(tmp_path, kind))[1]
+        causal[kind] = causal_text_transformer(packed.clip) is not None
+        marked = [m for m in packed.modules() if isinstance(m, CausalPackedAttention)]
+        assert len(marked) == (2 if causal[kind] else 0)
+    assert {kind for kind, yes in causal.items() if not yes} == {"bidirectional", "class_token"}
+
+
+def test_compiled_towers_draw_the_patches_that_eager_ones_draw(tmp_path: Path) -> None:
+    from pipeline.engine.deepspeed_engine import COMPILE_OPTIONS
+
+    eager = both(write_kind(tmp_path, "CLIP"), patch_dropout=0.5)[1]
+    compiled = copy.deepcopy(eager)
+    compiled.compile(options=COMPILE_OPTIONS)
+    assert_same(eager, compiled, batch())
+
+
+def test_patch_dropout_equals_open_clips_on_a_cpu() -> None:
+    x = torch.randn(4, 17, 8)
+    found = []
+    for module in (OpenClipPatchDropout(0.4), PatchDropout(0.4)):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        out = module(inputs)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        assert torch.equal(module.eval()(x), x)
+        found.append((out, inputs.grad))
+    assert found[0][0].shape == (4, 10, 8)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_packed_model_exports(tmp_path: Path) -> None:
+    _, packed = both(write_kind(tmp_path, "CLIP"))
+    image, text = batch()
+    packed.eval()
+    program = torch.export.export(packed, (image, text), strict=False)
+    for a, b in zip(program.module()(image, text), packed(image, text), strict=True):
+        assert (a - b).abs().max() < 1e-6

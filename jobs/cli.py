@@ -18,6 +18,7 @@ from pipeline.errors import UserError, is_out_of_memory
 COMMANDS = {
     "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
     "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
+    "pairs": ("jobs.pairs", "Turn your own image-text pairs, in whatever form, into shards with a manifest."),
     "manifest": ("jobs.manifest", "Take webdataset shards that you have already into training."),
     "plan": ("jobs.plan", "Tell what a recipe will cost in memory, time and reading, before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),

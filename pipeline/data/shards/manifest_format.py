@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.shards.other_forms import advice
 from pipeline.errors import UserError
 from pipeline.files import write_json
 
@@ -137,14 +138,11 @@ def load_manifest(path: str | Path) -> Manifest:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        folder = path.parent if path.name == MANIFEST_NAME else path
-        raise UserError(
-            f"There is no manifest at {path}. `neuclip download` writes one with the shards that it makes; for "
-            f"webdataset shards that you have already, run `neuclip manifest {folder}`."
-        ) from error
+        raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
     except ValueError as error:
-        what = "is a shard, not a manifest: name its folder" if path.suffix == ".tar" else f"is damaged ({error})"
-        raise UserError(f"The manifest {path} {what}.") from error
+        raise UserError(f"{path} is not a manifest. {advice(path)}") from error
+    if path.name != MANIFEST_NAME and (not isinstance(tree, dict) or "format" not in tree):
+        raise UserError(f"{path} is not a manifest. {advice(path)}")
     if not isinstance(tree, dict):
         raise UserError(f"The manifest {path} is damaged: it holds a {type(tree).__name__}, not a mapping.")
     if tree.get("format") != FORMAT or tree.get("version") != VERSION:

@@ -1,0 +1,1 @@
+"""Image-text pairs that are here already, in whatever form, as webdataset shards with a manifest."""

@@ -1,0 +1,61 @@
+"""Which column holds the image and which the caption: named by the user, or found by the names people use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pipeline.config import suggest
+from pipeline.errors import UserError
+
+IMAGE_NAMES = (
+    "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",
+    "img", "img_path", "jpg", "jpeg", "png", "webp",
+)  # fmt: skip
+CAPTION_NAMES = (
+    "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
+    "raw", "comment", "prompt", "label_text",
+)  # fmt: skip
+URL_NAMES = ("url", "image_url", "img_url", "urls", "link")
+
+
+def choose_columns(
+    present: Iterable[str], *, image: str | None, caption: str | None, where: str, texts: Iterable[str] | None = None
+) -> tuple[str, str]:
+    """The columns of image and caption.
+
+    Args:
+        present: the columns that there are.
+        image: the user's choice, or None to find it.
+        caption: the user's choice, or None to find it.
+        where: what the columns are in, for messages.
+        texts: the columns that can hold a caption, where the source knows their types.
+
+    Raises:
+        UserError: when a named column is not there, none is found, or several could be meant.
+    """
+    names = list(present)
+    found_image = image if image is not None else _find(names, IMAGE_NAMES)
+    if found_image is None and (url := _find(names, URL_NAMES)):
+        raise UserError(
+            f"{where} has URLs (column {url!r}) and no images: `neuclip download output=FOLDER source.table=FILE "
+            f"source.url={url}` fetches them and makes the shards."
+        )
+    allowed = [name for name in (names if texts is None else texts) if name != found_image]
+    found_caption = caption if caption is not None else _find(allowed, CAPTION_NAMES)
+    for kind, option, name in (("image", "--image", found_image), ("caption", "--caption", found_caption)):
+        if name is None:
+            raise UserError(
+                f"{where} has no column with a usual name for the {kind}: name it with {option}. "
+                f"Columns: {', '.join(names)}."
+            )
+        if name not in names:
+            raise UserError(f"{where} has no column {name!r} ({option}). {suggest(name, tuple(names))}")
+    assert found_image is not None
+    assert found_caption is not None
+    return found_image, found_caption
+
+
+def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
+    """The column whose name comes first among the usual ones; case and surrounding blanks do not matter."""
+    folded = {name.strip().lower(): name for name in reversed(names)}
+    return next((folded[name] for name in usual if name in folded), None)

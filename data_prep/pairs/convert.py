@@ -1,0 +1,92 @@
+"""One image on its way into a shard: checked by decoding it, turned upright, resized where that is wanted."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep import reasons
+from data_prep.fetching.content import check_image, extension
+from data_prep.pairs.pair import MISSING_FILE
+from data_prep.reasons import FetchError
+
+_STORED = ("JPEG", "PNG", "WEBP")  # what training reads; anything else is encoded anew
+_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images are stored."""
+
+    size: int | None = None
+    """Shorter side in pixels that larger images are reduced to; None keeps them."""
+    quality: int = 95
+    """Of JPEGs that are encoded anew."""
+    max_pixels: int = 178_956_970
+    """Larger images are dropped (decompression bombs)."""
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """What goes into the shard."""
+
+    suffix: str
+    body: bytes
+    width: int
+    height: int
+
+
+def read_image(image: bytes | str) -> bytes:
+    """The encoded image. Raises: FetchError when its file is missing or unreadable."""
+    if isinstance(image, bytes):
+        return image
+    try:
+        return Path(image).read_bytes()
+    except FileNotFoundError as error:
+        raise FetchError(MISSING_FILE, image) from error
+    except OSError as error:
+        raise FetchError(MISSING_FILE, f"{image}: {error.strerror}") from error
+
+
+def convert(body: bytes, options: ImageOptions) -> StoredImage:
+    """The image as it is stored: its own bytes where training reads them as they are, a JPEG otherwise.
+
+    Encoded anew are images that are larger than `options.size`, that EXIF says to turn (training ignores EXIF), and
+    formats other than JPEG, PNG and WebP.
+
+    Raises:
+        FetchError: when it is empty, no image, truncated, too large, or does not decode.
+    """
+    from PIL import Image
+
+    check_image(body, content_type="", max_pixels=options.max_pixels)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(body)) as image:
+                return _store(image, body, options)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise FetchError(reasons.UNDECODABLE, str(error)) from error
+
+
+def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
+    from PIL import Image, ImageOps
+
+    assert isinstance(image, Image.Image)
+    kind, (width, height) = image.format, image.size
+    turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    shrinks = options.size is not None and min(width, height) > options.size
+    if not shrinks and not turned and kind in _STORED:
+        image.load()
+        return StoredImage(extension(body, str(kind).lower()), body, width, height)
+    picture = ImageOps.exif_transpose(image).convert("RGB")
+    if shrinks:
+        assert options.size is not None
+        scale = options.size / min(picture.size)
+        target = tuple(max(options.size, round(side * scale)) for side in picture.size)
+        picture = picture.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)  # type: ignore[arg-type]
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=options.quality)
+    return StoredImage("jpg", buffer.getvalue(), *picture.size)

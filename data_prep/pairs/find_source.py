@@ -1,0 +1,153 @@
+"""What a SOURCE is: looked at, named, and opened as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.pairs import hub_dataset, image_files, parquet_source, table_rows, tar_rows
+from data_prep.pairs.listed_source import FileSource, TarSource
+from data_prep.pairs.listing import Listed, Listing, write_listing
+from data_prep.pairs.pair import PairSource
+from pipeline.errors import UserError
+
+_KNOWN = (
+    "a CSV, TSV or JSONL table of image files, a folder with such a table, a folder of images with .txt files beside "
+    "them, COCO's captions_*.json, parquet files, a folder of datasets.save_to_disk, webdataset tars, or the name of a "
+    "data set on the Hugging Face hub (owner/name)"
+)
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How to read a source; what does not apply to its kind is refused."""
+
+    image: str | None = None
+    """Column of the image; None finds it."""
+    caption: str | None = None
+    """Column, suffix or JSON field of the caption; None finds it."""
+    images: Path | None = None
+    """Folder that image paths start from."""
+    header: tuple[str, ...] = ()
+    """Column names of a table without a line of names."""
+    split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+
+
+def kind_of(source: str) -> str:
+    """One of table, coco, parquet, datasets, tars, images, hub. Raises: UserError when it is none of them."""
+    path = Path(source)
+    if path.is_file():
+        suffix = path.suffix.lower()
+        known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **dict.fromkeys(table_rows.SUFFIXES, "table")}
+        if suffix in known:
+            return known[suffix]
+        raise UserError(f"{source} is a file of no known kind. A source is {_KNOWN}.")
+    if path.is_dir():
+        return _kind_of_folder(path)
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return "hub"
+    raise UserError(f"There is no file or folder {source}. A source is {_KNOWN}.")
+
+
+def _kind_of_folder(path: Path) -> str:
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return "datasets"
+    if _tables(path):
+        return "table"
+    if next(path.rglob("*.parquet"), None):
+        return "parquet"
+    if next(path.rglob("*.tar"), None):
+        return "tars"
+    if any(next(path.rglob(f"*{suffix}"), None) for suffix in image_files.CAPTION_SUFFIXES) and next(
+        image_files.image_names(path), None
+    ):
+        return "images"
+    if annotations := sorted(path.glob("captions*.json")) + sorted(path.glob("annotations/captions*.json")):
+        raise UserError(f"{path} looks like COCO: name the annotations, such as {annotations[0]}.")
+    if next(image_files.image_names(path), None):
+        raise UserError(
+            f"{path} has images, but no captions: neither a CSV, TSV or JSONL table in it, nor .txt files beside them."
+        )
+    raise UserError(f"{path} holds nothing of a known kind. A source is {_KNOWN}.")
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in table_rows.SUFFIXES and path.is_file())
+
+
+def open_source(source: str, options: SourceOptions, *, listing: Path, stored: Listing | None = None) -> PairSource:
+    """Open a source.
+
+    Args:
+        source: file, folder or name on the hub.
+        options: how to read it.
+        listing: where the list of a source without random access is stored.
+        stored: the list, where an interrupted run has made it already.
+
+    Raises:
+        UserError: when it cannot be read, or an option does not apply to its kind.
+    """
+    kind, path = kind_of(source), Path(source)
+    _refuse_options(kind, options)
+
+    def listed(rows: Callable[[], Iterable[Listed]], *, group: bool = True) -> Listing:
+        return stored if stored is not None else write_listing(listing, rows(), group_images=group)
+
+    if kind == "table":
+        table = table_rows.open_table(
+            _only_table(path),
+            images=options.images,
+            image=options.image,
+            caption=options.caption,
+            header=options.header,
+        )
+        return FileSource(listed(table.rows), table.facts)
+    if kind == "coco":
+        coco = image_files.open_coco(path, images=options.images)
+        return FileSource(listed(coco.rows), coco.facts)
+    if kind == "images":
+        folder = image_files.ImageFolder(path)
+        return FileSource(listed(folder.rows), folder.facts)
+    if kind == "tars":
+        tars = tar_rows.tars_below(path)
+        caption = tar_rows.find_caption(tars, wanted=options.caption)
+        return TarSource(listed(lambda: tar_rows.tar_rows(path, tars), group=False), caption)
+    if kind == "parquet":
+        return parquet_source.open_parquet(path, image=options.image, caption=options.caption)
+    return hub_dataset.open_dataset(
+        source, split=options.split, subset=options.subset, revision=options.revision, image=options.image,
+        caption=options.caption,
+    )  # fmt: skip
+
+
+def _only_table(path: Path) -> Path:
+    if path.is_file():
+        return path
+    tables = _tables(path)
+    if len(tables) > 1:
+        raise UserError(
+            f"{path} has several tables ({', '.join(table.name for table in tables[:5])}): name one of them."
+        )
+    return tables[0]
+
+
+_APPLIES = {
+    "image": ("table", "parquet", "datasets", "hub"),
+    "caption": ("table", "tars", "parquet", "datasets", "hub"),
+    "images": ("table", "coco"),
+    "header": ("table",),
+    "split": ("datasets", "hub"),
+    "subset": ("hub",),
+    "revision": ("hub",),
+}
+
+
+def _refuse_options(kind: str, options: SourceOptions) -> None:
+    for name, kinds in _APPLIES.items():
+        if getattr(options, name) and kind not in kinds:
+            raise UserError(
+                f"--{name} does not apply here: this source was taken as {kind}, it is for {', '.join(kinds)}."
+            )

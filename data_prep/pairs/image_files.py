@@ -1,0 +1,128 @@
+"""Pairs of image files: a folder with a text file beside each image, and COCO's caption annotations."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep import reasons
+from data_prep.pairs.listing import Listed
+from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in
+from pipeline.errors import UserError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+CAPTION_SUFFIXES = (".txt", ".caption")
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Images below a folder, each with its caption in a `.txt` (or `.caption`) file of the same name."""
+
+    path: Path
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "folder with text files"}
+
+    def rows(self) -> Iterator[Listed]:
+        for name in image_names(self.path):
+            path = self.path / name
+            texts = [path.with_suffix(suffix) for suffix in CAPTION_SUFFIXES]
+            text = next((one for one in texts if one.is_file()), None)
+            if text is None:
+                yield Listed(name, problem=reasons.NO_CAPTION, detail=f"no {texts[0].name} beside it")
+            else:
+                caption = text.read_text(encoding="utf-8-sig", errors="surrogateescape")
+                yield Listed(name, str(path), captions_in(caption))
+
+
+def image_names(folder: Path) -> Iterator[str]:
+    """Relative names of all image files below a folder, sorted folder by folder."""
+    for root, below, files in os.walk(folder, followlinks=True):
+        below.sort()
+        for name in sorted(files):
+            if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
+                yield Path(root, name).relative_to(folder).as_posix()
+
+
+@dataclass(frozen=True)
+class CocoCaptions:
+    """COCO's `captions_*.json`: `images` and `annotations`; an image's captions become one sample.
+
+    The file is one JSON value and is read whole: COCO's 118,000 images take about 0.5 GB while they are listed.
+    """
+
+    path: Path
+    images: Path
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "COCO captions"}
+
+    def rows(self) -> Iterator[Listed]:
+        tree = read_coco(self.path)
+        captions: dict[Any, list[Any]] = {}
+        lost = []
+        known = {image.get("id") for image in tree["images"]}
+        for number, annotation in enumerate(tree["annotations"]):
+            if annotation.get("image_id") in known:
+                captions.setdefault(annotation["image_id"], []).append(annotation.get("caption"))
+            else:
+                lost.append((number, annotation.get("image_id")))
+        for number, image in enumerate(tree["images"]):
+            place = f"{self.path.name} images[{number}]"
+            name = image.get("file_name")
+            if not isinstance(name, str):
+                yield Listed(place, problem=MALFORMED_ROW, detail="no file_name")
+            else:
+                yield Listed(place, str(self.images / name), captions_in(captions.get(image.get("id"), [])))
+        for number, image_id in lost:
+            yield Listed(
+                f"{self.path.name} annotations[{number}]",
+                problem=MISSING_FILE,
+                detail=f"no image has the id {image_id}",
+            )
+
+
+def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The annotations. Raises: UserError when the file is not of COCO's form."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); tables with one object a line end in .jsonl.") from error
+    parts = [tree.get(name) if isinstance(tree, dict) else None for name in ("images", "annotations")]
+    if not all(isinstance(part, list) and all(isinstance(item, dict) for item in part) for part in parts):
+        raise UserError(
+            f"{path} is not COCO's caption format, a mapping with the lists `images` and `annotations`. Another JSON "
+            "can be written as JSONL, one object with image path and caption a line."
+        )
+    if not any("caption" in item for item in tree["annotations"]):
+        raise UserError(f"The annotations in {path} have no captions: take captions_*.json, not instances_*.json.")
+    return {"images": tree["images"], "annotations": tree["annotations"]}
+
+
+def open_coco(path: Path, *, images: Path | None) -> CocoCaptions:
+    """COCO's annotations and the folder of their images: the one named, or the one near the file that has the first.
+
+    Raises:
+        UserError: when the file is not of COCO's form, or the images are not found.
+    """
+    names = [image.get("file_name") for image in read_coco(path)["images"][:100]]
+    first = [name for name in names if isinstance(name, str)]
+    if not first:
+        raise UserError(f"{path} names no images.")
+    near = [path.parent, path.parent.parent]
+    candidates = (
+        [images] if images is not None else near + sorted(p for one in near for p in one.iterdir() if p.is_dir())
+    )
+    for folder in candidates:
+        if any((folder / name).is_file() for name in first):
+            return CocoCaptions(path, folder)
+    raise UserError(
+        f"The images of {path}, such as {first[0]}, are not in {', '.join(str(folder) for folder in candidates[:6])}: "
+        "name their folder with --images."
+    )

@@ -1,0 +1,126 @@
+"""The list of pairs behind sources whose rows have no natural random access (tables, COCO's JSON, folders, tars).
+
+Made in one streaming pass and stored as parquet in small row groups, so that memory stays bounded and any process can
+begin at any row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.pairs.pair import NOT_UTF8
+
+GROUP = 2_000
+_NAMES = ("place", "image", "captions", "problem", "detail", "offset")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One row of the list. `image` is a path; a tar's sample has its tar there and its first byte in `offset`."""
+
+    place: str
+    image: str = ""
+    captions: tuple[str, ...] = ()
+    problem: str = ""
+    detail: str = ""
+    offset: int = -1
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A stored list: its file, its length, and a digest of its content."""
+
+    path: Path
+    rows: int
+    digest: str
+
+    def read(self, start: int, stop: int) -> Iterator[Listed]:
+        """The rows `[start, stop)`."""
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path) as file:
+            for group in range(start // GROUP, -(-stop // GROUP)):
+                first = group * GROUP
+                table = file.read_row_group(group).slice(
+                    max(0, start - first), min(stop - first, GROUP) - max(0, start - first)
+                )
+                for row in table.to_pylist():
+                    image = os.fsdecode(row["image"])
+                    yield Listed(**{**row, "image": image, "captions": tuple(row["captions"])})
+
+
+def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = True) -> Listing:
+    """Store rows as a list, published by rename when complete.
+
+    Args:
+        path: the parquet file.
+        rows: in the order of the data set.
+        group_images: neighbouring rows with the same image become one row with all their captions. Apart, each would
+            be the other's wrong negative in a batch.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [("place", pa.string()), ("image", pa.binary())]
+        + [("captions", pa.list_(pa.string()))]
+        + [(name, pa.string()) for name in _NAMES[3:5]]
+        + [("offset", pa.int64())]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    digest, count = hashlib.sha256(), 0
+    with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        for chunk in _chunks(_grouped(rows) if group_images else rows):
+            plain = [_plain(row) for row in chunk]
+            for row in plain:
+                digest.update(repr(tuple(row.values())).encode())
+            writer.write_table(pa.Table.from_pylist(plain, schema=schema), row_group_size=GROUP)
+            count += len(chunk)
+    os.replace(temporary, path)
+    return Listing(path, count, digest.hexdigest())
+
+
+def _plain(row: Listed) -> dict[str, Any]:
+    """A row as parquet holds it: file names may be any bytes, captions must be UTF-8."""
+    tree: dict[str, Any] = {name: getattr(row, name) for name in _NAMES}
+    tree["image"] = os.fsencode(row.image)
+    for name in ("place", "detail"):
+        tree[name] = tree[name].encode("utf-8", "backslashreplace").decode()
+    try:
+        "".join(row.captions).encode("utf-8")
+    except UnicodeEncodeError as error:
+        tree |= {"captions": (), "problem": NOT_UTF8, "detail": f"byte {error.object[error.start]!a}"}
+    return tree
+
+
+def _grouped(rows: Iterable[Listed]) -> Iterator[Listed]:
+    waiting: Listed | None = None
+    for row in rows:
+        same = waiting is not None and not waiting.problem and not row.problem and waiting.image == row.image
+        if same:
+            assert waiting is not None
+            captions = dict.fromkeys((*waiting.captions, *row.captions))
+            waiting = Listed(waiting.place, waiting.image, tuple(captions))
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = row
+    if waiting is not None:
+        yield waiting
+
+
+def _chunks(rows: Iterable[Listed]) -> Iterator[list[Listed]]:
+    chunk: list[Listed] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == GROUP:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,0 +1,286 @@
+"""`neuclip pairs`: any source of pairs as canonical shards with a manifest, by several processes, resumable.
+
+Shard k holds what became of rows `[k S, (k + 1) S)` of the source, whichever process writes it and whenever: an
+interrupted run continues to the bytes of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.dataset.canonical_tar import TarWriter
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, tar_name, total_failures, write_json
+from data_prep.dataset.locks import alone
+from data_prep.pairs.convert import ImageOptions, convert, read_image
+from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
+from data_prep.pairs.listing import Listing
+from data_prep.pairs.pair import Pair, PairSource, checked
+from data_prep.reasons import FetchError
+from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.errors import UserError
+
+DROPPED_NAME = "dropped.tsv"
+SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
+_TOOLS = ("pillow", "pyarrow")  # what decides over the bytes of a shard
+_META = ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256")
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """A conversion: what, how, and where to."""
+
+    source: str
+    output: Path
+    options: SourceOptions = field(default_factory=SourceOptions)
+    image: ImageOptions = field(default_factory=ImageOptions)
+    shard_size: int | None = None
+    """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion gave."""
+
+    manifest: Manifest
+    several_captions: int
+    """Samples with more than one caption."""
+    dropped: tuple[tuple[str, str, str], ...]
+    """Place, reason and detail of the first few rows of each reason that gave no sample."""
+
+
+def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = lambda done, total: None) -> Conversion:
+    """Convert what is missing and write the manifest.
+
+    Args:
+        config: what to convert.
+        on_rows: called with the rows done so far and all of them.
+
+    Raises:
+        UserError: before anything is written when the source cannot be read; when the folder belongs to another source
+            or other settings; when no row gave a sample.
+    """
+    folder = Folder(config.output)
+    _check_output(config, folder)
+    folder.make()
+    with alone(folder, "pairs"):
+        source, shard_size = _plan(config, folder)
+        plan = _digest(config, source, shard_size)
+        shards = -(-source.rows // shard_size)
+        missing = sorted(set(range(shards)) - set(folder.finished()))
+        done = source.rows - sum(min(shard_size, source.rows - shard * shard_size) for shard in missing)
+        on_rows(done, source.rows)
+        for rows in _convert_all(_Job(source, folder, plan, shard_size, config.image), missing, config.processes):
+            done += rows
+            on_rows(done, source.rows)
+        return _finish(config, folder, source, plan)
+
+
+def _check_output(config: PairsConfig, folder: Folder) -> None:
+    """Raises: UserError when the output is not a folder for this: a file, foreign content, or the source itself."""
+    root = folder.root
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root} is a file: name a folder for the shards.")
+    if root.resolve() == Path(config.source).resolve():
+        raise UserError(f"{root} is the source itself: name another folder for the shards.")
+    if root.is_dir() and any(root.iterdir()) and not (folder.plan / "pairs.json").is_file():
+        started = {path.name for path in root.iterdir()} <= {"shards", "meta", "plan", "staging"}
+        if not started or any((root / "shards").glob("*.tar")):
+            raise UserError(f"{root} is not empty and was not made by `neuclip pairs`: name another folder.")
+
+
+def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
+    """The source, and the rows of a shard, the same in every run on this folder."""
+    path, listing = folder.plan / "pairs.json", folder.plan / "pairs.parquet"
+    options = {
+        key: value if isinstance(value, str | None) else str(value) for key, value in asdict(config.options).items()
+    }
+    settings = {
+        "source": _where(config.source), **_stamp(config.source), **options, **asdict(config.image),
+        "shard_size": config.shard_size,
+    }  # fmt: skip
+    stored = None
+    if path.is_file():
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        changed = [f"{key} was {tree['settings'].get(key)!r} and is now {value!r}" for key, value in settings.items()
+                   if tree["settings"].get(key) != value]  # fmt: skip
+        if changed:
+            raise UserError(
+                f"{folder.root} holds the shards of another source or other settings ({'; '.join(changed)}): name "
+                "another output folder, or give the former settings to continue."
+            )
+        stored = Listing(listing, tree["rows"], tree["digest"]) if tree["digest"] else None
+    source = open_source(config.source, config.options, listing=listing, stored=stored)
+    if not source.rows:
+        raise UserError(f"{config.source} has no rows: there is nothing to convert.")
+    if not path.is_file():
+        digest = source.facts["digest"] if listing.is_file() else None
+        write_json(path, {"settings": settings, "rows": source.rows, "digest": digest})
+    return source, config.shard_size or min(LARGEST, max(SMALLEST, source.rows // SHARDS))
+
+
+def _where(source: str) -> str:
+    return source if kind_of(source) == "hub" else str(Path(source).resolve())
+
+
+def _stamp(source: str) -> dict[str, Any]:
+    """Size and time of a source that is one file: another file under the same name is another source."""
+    path = Path(source)
+    if not path.is_file():
+        return {}
+    stat = path.stat()
+    return {"source_bytes": stat.st_size, "source_time": stat.st_mtime_ns}
+
+
+def _digest(config: PairsConfig, source: PairSource, shard_size: int) -> str:
+    plan = (dict(source.facts), asdict(config.image), shard_size)
+    return hashlib.sha256(repr(plan).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a process needs to write any shard."""
+
+    source: PairSource
+    folder: Folder
+    plan: str
+    shard_size: int
+    image: ImageOptions
+
+
+def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
+    """Write the shards; yields each one's number of rows as it is finished."""
+    if processes == 1 or len(shards) <= 1:
+        for shard in shards:
+            yield write_shard(job, shard)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context) as pool:
+        # A few tasks more than processes: a million rows make no long queue, and an error ends the work soon.
+        waiting, queue = set(), iter(shards)
+        try:
+            for shard in queue:
+                waiting.add(pool.submit(write_shard, job, shard))
+                if len(waiting) > 2 * processes:
+                    finished = next(as_completed(waiting))
+                    waiting.discard(finished)
+                    yield finished.result()
+            for finished in as_completed(waiting):
+                yield finished.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_shard(job: _Job, shard: int) -> int:
+    """Write one shard: tar, what became of each row, and last the record that makes it count. Returns: its rows."""
+    start = shard * job.shard_size
+    stop = min(job.source.rows, start + job.shard_size)
+    path = job.folder.tar(shard)
+    temporary = path.with_name(path.name + ".tmp")
+    rows: list[dict[str, Any]] = []
+    with temporary.open("wb") as file:
+        writer = TarWriter(file)
+        for number, pair in enumerate(job.source.read(start, stop), start=start):
+            rows.append(_add(writer, number, pair, job.image))
+        digest = writer.close()
+    assert len(rows) == stop - start, f"the source gave {len(rows)} of the rows {start} to {stop}"
+    failures = Counter(row["reason"] for row in rows if row["reason"])
+    samples = len(rows) - failures.total()
+    if samples:
+        os.replace(temporary, path)
+    else:
+        temporary.unlink()
+    _write_meta(job.folder.meta(shard), rows)
+    size = path.stat().st_size if samples else 0
+    job.folder.write_record(ShardRecord(shard, job.plan, len(rows), samples, size, digest if samples else "", failures))
+    return len(rows)
+
+
+def _add(writer: TarWriter, number: int, pair: Pair, options: ImageOptions) -> dict[str, Any]:
+    """Write one row's sample, if it gives one. Returns: the row's record."""
+    key = key_of(number)
+    row: dict[str, Any] = {**dict.fromkeys(_META), "row": number, "key": key, "place": pair.place, "status": "failed"}
+    pair = checked(pair)
+    if pair.problem:
+        return {**row, "reason": pair.problem, "error": pair.detail}
+    try:
+        body = read_image(pair.image)
+        stored = convert(body, options)
+    except FetchError as error:
+        return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}
+    about = {"captions": list(pair.captions), "source": pair.place}
+    members = {
+        stored.suffix: stored.body,
+        "json": json.dumps(about, ensure_ascii=False).encode(),
+        "txt": pair.captions[0].encode(),
+    }
+    for suffix in sorted(members):
+        writer.add(f"{key}.{suffix}", members[suffix])
+    facts = {"width": stored.width, "height": stored.height, "sha256": hashlib.sha256(body).hexdigest()}
+    return {**row, "status": "success", "captions": len(pair.captions), **facts}
+
+
+def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    numbers = ("row", "captions", "width", "height")
+    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
+    temporary = path.with_name(path.name + ".tmp")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
+    os.replace(temporary, path)
+
+
+def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:
+    """The list of what was dropped and the manifest. Raises: UserError when nothing is left to train on."""
+    import pyarrow.parquet as pq
+
+    records = [folder.read_record(shard) for shard in folder.finished()]
+    if foreign := [record.shard for record in records if record.plan != plan]:
+        raise UserError(
+            f"Shards {foreign[:5]} in {folder.root} were made from other rows: the source has changed since. Name "
+            "another output folder."
+        )
+    shown: list[tuple[str, str, str]] = []
+    several = 0
+    temporary = folder.root / f"{DROPPED_NAME}.tmp"
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write("place\treason\tdetail\n")
+        for record in records:
+            columns = pq.read_table(folder.meta(record.shard), columns=["place", "reason", "error", "captions"])
+            for row in columns.to_pylist():
+                several += (row["captions"] or 0) > 1
+                if row["reason"]:
+                    line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))
+                    file.write("\t".join(line) + "\n")
+                    if sum(reason == line[1] for _, reason, _ in shown) < 3:
+                        shown.append(line)
+    os.replace(temporary, folder.root / DROPPED_NAME)
+    failures = dict(total_failures(records))
+    entries = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
+    if not entries:
+        raise UserError(f"None of the {source.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}.")
+    image = {key: value for key, value in asdict(config.image).items() if value is not None}
+    tools = {name: importlib.metadata.version(name) for name in _TOOLS}
+    facts = {"made by": "neuclip pairs", "source": dict(source.facts), "image": image, "tools": tools}
+    manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
+    manifest.save(folder.root)
+    return Conversion(manifest, several, tuple(shown))
+
+
+def _most(failures: dict[str, int], shown: list[tuple[str, str, str]]) -> str:
+    parts = []
+    for reason, count in sorted(failures.items()):
+        place, detail = next(((place, detail) for place, name, detail in shown if name == reason), ("", ""))
+        parts.append(f"{count:,} rows: {reason} (first: {' '.join(filter(None, (place, detail)))})")
+    return "; ".join(parts)

@@ -1,0 +1,119 @@
+"""Pairs listed in a CSV, TSV or JSONL table whose images are files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from data_prep.pairs.columns import choose_columns
+from data_prep.pairs.listing import Listed
+from data_prep.pairs.pair import MALFORMED_ROW, captions_in
+from pipeline.errors import UserError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_DELIMITERS = ",\t;|"
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """A table on this machine, and where its image paths start."""
+
+    path: Path
+    images: Path
+    image: str
+    caption: str
+    header: tuple[str, ...] = ()
+    """Column names of a file without a line of names."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "table", "image": self.image, "caption": self.caption}
+
+    def rows(self) -> Iterator[Listed]:
+        """Every row of the table, streaming; what cannot be read is a row with a problem."""
+        is_json = self.path.suffix in (".jsonl", ".ndjson")
+        with _open(self.path) as file:
+            for number, row in _json_rows(file) if is_json else _csv_rows(file, self.path, self.header):
+                place = f"{self.path.name}:{number}"
+                if isinstance(row, str):
+                    yield Listed(place, problem=MALFORMED_ROW, detail=row)
+                    continue
+                name = row.get(self.image)
+                if not isinstance(name, str) or not name.strip():
+                    yield Listed(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
+                    continue
+                yield Listed(place, str(self.images / name.strip()), captions_in(row.get(self.caption)))
+
+
+def open_table(
+    path: Path, *, images: Path | None, image: str | None, caption: str | None, header: Sequence[str] = ()
+) -> PairTable:
+    """Look at a table's head: its columns, and that its images can be found.
+
+    Raises:
+        UserError: when the file is empty or unreadable, columns are not found, or none of the first images is there.
+    """
+    is_json = path.suffix in (".jsonl", ".ndjson")
+    with _open(path) as file:
+        rows = _json_rows(file) if is_json else _csv_rows(file, path, header)
+        head = [row for _, (_, row) in zip(range(100), rows, strict=False) if isinstance(row, Mapping)]
+    if not head:
+        raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
+                        " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
+    names = list(dict.fromkeys(name for row in head for name in row))
+    found = choose_columns(names, image=image, caption=caption, where=str(path))
+    folder = images if images is not None else path.parent
+    table = PairTable(path, folder, *found, tuple(header))
+    tried = [folder / row[found[0]].strip() for row in head if isinstance(row.get(found[0]), str)]
+    if tried and not any(one.is_file() for one in tried):
+        raise UserError(
+            f"None of the first {len(tried)} images of {path} is there, such as {tried[0]}: paths in column "
+            f"{found[0]!r} are relative to the table's folder, or to the one that --images names."
+        )
+    return table
+
+
+def _open(path: Path) -> TextIO:
+    # A broken byte must cost one row and not the table: it becomes a surrogate, and its caption is dropped by reason.
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, f"not JSON: {error}"
+            continue
+        yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+
+
+def _csv_rows(file: TextIO, path: Path, header: Sequence[str] = ()) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Line number and row; a row with a wrong number of fields is its description."""
+    csv.field_size_limit(1 << 24)
+    first = file.readline()
+    file.seek(0)
+    delimiter = "\t" if path.suffix == ".tsv" else max(_DELIMITERS, key=first.count)
+    reader = csv.reader(file, delimiter=delimiter)
+    names = list(header) if header else [name.strip() for name in next(reader, [])]
+    while True:
+        number = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, str(error)
+            continue
+        if not fields:
+            continue
+        if len(fields) != len(names):
+            yield number, f"{len(fields)} fields instead of {len(names)}"
+        else:
+            yield number, dict(zip(names, fields, strict=True))

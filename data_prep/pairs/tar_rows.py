@@ -1,0 +1,69 @@
+"""Listing the samples of webdataset tars, headers only."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from data_prep.pairs.columns import CAPTION_NAMES
+from data_prep.pairs.listed_source import IMAGES, read_sample, split_member
+from data_prep.pairs.listing import Listed
+from pipeline.errors import UserError
+
+
+def tars_below(path: Path) -> list[Path]:
+    """The tar itself, or every .tar below a folder by name."""
+    return [path] if path.is_file() else sorted(path.rglob("*.tar"))
+
+
+def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
+    """One row for each sample. Raises: UserError that names a tar which is not whole."""
+    for tar in tars:
+        shown = tar.relative_to(root).as_posix() if tar != root else tar.name
+        count, key = 0, None
+        try:
+            with tarfile.open(tar, "r:") as archive:
+                for member in archive:
+                    stem, suffix = split_member(member.name)
+                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header that it has read: a million are a gigabyte
+                    if not member.isfile() or not suffix or not stem.rpartition("/")[2] or stem == key:
+                        continue
+                    key, count = stem, count + 1
+                    yield Listed(f"{shown}:{stem}", str(tar), offset=member.offset)
+        except (tarfile.TarError, OSError) as error:
+            compressed = tar.open("rb").read(2) == b"\x1f\x8b"
+            remedy = "it is compressed: gunzip it first" if compressed else "fetch it again, or move it away"
+            raise UserError(f"{tar} is not a whole tar, after {count:,} samples ({error}): {remedy}.") from error
+
+
+def find_caption(tars: list[Path], *, wanted: str | None) -> str:
+    """Where the captions are: a member's suffix or `json:FIELD`, as named or as found in the first sample.
+
+    Raises:
+        UserError: when no image or no caption is found there, naming what there is.
+    """
+    first = next(tar_rows(tars[0].parent, tars), None)
+    if first is None:
+        raise UserError(f"{tars[0]} holds no samples.")
+    parts = read_sample(first.image, first.offset)
+    if not any(name in IMAGES for name in parts):
+        raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
+    fields: list[str] = []
+    if "json" in parts:
+        tree = json.loads(parts["json"])
+        fields = list(tree) if isinstance(tree, Mapping) else []
+    offered = [name for name in parts if name not in IMAGES and name != "json"] + [f"json:{name}" for name in fields]
+    if wanted is not None:
+        if wanted in offered or f"json:{wanted}" in offered:
+            return wanted if wanted in offered else f"json:{wanted}"
+        raise UserError(f"--caption {wanted!r} is not in {tars[0]}. Its first sample has: {', '.join(offered)}.")
+    usual = ["txt", "caption", *(f"json:{name}" for name in CAPTION_NAMES)]
+    found = next((name for name in usual if name in offered), None)
+    if found is None:
+        raise UserError(
+            f"The first sample of {tars[0]} has no caption under a usual name: name it with --caption. It has: "
+            f"{', '.join(offered) or 'nothing but the image'}."
+        )
+    return found

@@ -1,0 +1,119 @@
+"""`neuclip pairs`: your own image-text pairs, in whatever form, as shards with a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import click
+
+
+@click.command(name="pairs")
+@click.argument("source")
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--image", metavar="COLUMN", help="Column of the image: a path, or the image's bytes [found].")
+@click.option("--caption", metavar="COLUMN", help="Column, tar suffix or JSON field of the caption [found].")
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder that image paths start from [the table's].",
+)
+@click.option("--header", metavar="A,B,...", help="Column names of a table that has no line of names.")
+@click.option("--split", help="Split of a data set [the only one, or train].")
+@click.option("--subset", help="Configuration of a data set on the hub.")
+@click.option("--revision", help="Commit or branch of a data set on the hub.")
+@click.option("--size", type=click.IntRange(min=16), help="Reduce larger images to this shorter side, in pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="Of JPEGs encoded anew.")
+@click.option("--shard-size", type=click.IntRange(min=1), help="Rows of a shard [1/32 of all, from 100 to 10,000].")
+@click.option("--processes", type=click.IntRange(min=1), help="Processes that convert [one per core].")
+def command(
+    source: str,
+    output: Path,
+    image: str | None,
+    caption: str | None,
+    images: Path | None,
+    header: str | None,
+    split: str | None,
+    subset: str | None,
+    revision: str | None,
+    size: int | None,
+    quality: int,
+    shard_size: int | None,
+    processes: int | None,
+) -> None:
+    """Turn SOURCE into shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
+
+    SOURCE is a CSV, TSV or JSONL table of image files, or a folder with one; a folder of images with .txt files beside
+    them; COCO's captions_*.json; parquet files; a folder of datasets.save_to_disk; webdataset tars; or the name of a
+    data set on the Hugging Face hub. A table of URLs is for `neuclip download`.
+
+    Interrupted, the same command goes on where it was. OUTPUT/dropped.tsv lists every row that gave no sample.
+    """
+    from data_prep.pairs.convert import ImageOptions
+    from data_prep.pairs.find_source import SourceOptions
+    from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
+
+    options = SourceOptions(
+        image=image,
+        caption=caption,
+        images=images,
+        header=tuple(name.strip() for name in header.split(",")) if header else (),
+        split=split,
+        subset=subset,
+        revision=revision,
+    )
+    config = PairsConfig(
+        source,
+        output,
+        options=options,
+        image=ImageOptions(size=size, quality=quality),
+        shard_size=shard_size,
+        processes=processes or len(os.sched_getaffinity(0)),
+    )
+    with _Progress() as show:
+        outcome = make_shards(config, on_rows=show)
+    manifest = outcome.manifest
+    megabytes = sum(shard.bytes for shard in manifest.shards) / 1e6
+    click.echo(
+        f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {len(manifest.shards):,} shards, "
+        f"{megabytes:,.1f} MB in {output}"
+    )
+    for reason, count in Counter(manifest.failures).most_common():
+        places = [place for place, name, _ in outcome.dropped if name == reason]
+        click.echo(f"  dropped {count:>8,}  {reason}: {', '.join(places)}{', ...' if count > len(places) else ''}")
+    if manifest.failures:
+        click.echo(f"  every dropped row: {output / DROPPED_NAME}")
+    field = ""
+    if outcome.several_captions:
+        field = " data.caption=json:captions"
+        click.echo(f"{outcome.several_captions:,} samples have several captions; each time one of them is shown.")
+    click.echo(f"Train with: neuclip train --recipe own data.sources={output}{field} output=runs/mine")
+
+
+class _Progress:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("converting rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+    from jobs.cli import run
+
+    run(command, prog_name="python -m jobs.pairs")

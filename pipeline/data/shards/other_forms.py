@@ -1,0 +1,49 @@
+"""What to do with data that has no manifest: which command turns what is there into shards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_LOOKED_AT = 10_000  # files: a folder of millions need not be walked to the end for a hint
+
+
+def advice(path: Path) -> str:
+    """The command for what is at `path` (a folder, a file, or the manifest that is missing in a folder)."""
+    folder = path.parent if path.name == "manifest.json" else path
+    suffixes = _suffixes(folder)
+    if path.name == "manifest.json" and path.is_file():
+        return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
+    if path.suffix == ".tar" and path.is_file():
+        return f"It is a shard: give its folder, after `neuclip manifest {path.parent}`."
+    if ".tar" in suffixes:
+        return (
+            f"`neuclip manifest {folder}` writes one for the webdataset shards there, and they stay as they are; "
+            f"`neuclip pairs {folder} OUTPUT` makes new shards of them."
+        )
+    if suffixes & {*TABLES, *IMAGES}:
+        return (
+            f"`neuclip pairs {folder} OUTPUT` turns the image-text pairs there into shards; then train with "
+            "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
+        )
+    found = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
+    return (
+        f"{found} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
+        "and `neuclip manifest FOLDER` takes webdataset shards as they are."
+    )
+
+
+def _suffixes(path: Path) -> set[str]:
+    """The suffixes of a file, or of the files below a folder."""
+    if path.is_file():
+        return {path.suffix.lower()}
+    found, count = set[str](), 0
+    for _, below, files in os.walk(path):
+        below.sort()
+        found |= {os.path.splitext(name)[1].lower() for name in files}
+        count += len(files)
+        if count > _LOOKED_AT:
+            break
+    return found

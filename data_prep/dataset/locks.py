@@ -17,5 +17,5 @@ def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[No
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
-            raise UserError(f"Another download is working in {folder.root}: wait for it, or stop it.") from error
+            raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
         yield

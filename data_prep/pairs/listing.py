@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pairs.pair import NOT_UTF8
+from pipeline.files import replacing
 
 GROUP = 2_000
 _NAMES = ("place", "image", "captions", "problem", "detail", "offset")
@@ -72,17 +73,14 @@ def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = Tr
         + [(name, pa.string()) for name in _NAMES[3:5]]
         + [("offset", pa.int64())]
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
     digest, count = hashlib.sha256(), 0
-    with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for chunk in _chunks(_grouped(rows) if group_images else rows):
             plain = [_plain(row) for row in chunk]
             for row in plain:
                 digest.update(repr(tuple(row.values())).encode())
             writer.write_table(pa.Table.from_pylist(plain, schema=schema), row_group_size=GROUP)
             count += len(chunk)
-    os.replace(temporary, path)
     return Listing(path, count, digest.hexdigest())
 
 

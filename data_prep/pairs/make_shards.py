@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.canonical_tar import TarWriter
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, tar_name, total_failures, write_json
+from data_prep.dataset import canonical_tar
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, tar_name, total_failures
 from data_prep.dataset.locks import alone
 from data_prep.pairs.convert import ImageOptions, convert, read_image
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
@@ -28,6 +27,7 @@ from data_prep.pairs.pair import Pair, PairSource, checked
 from data_prep.reasons import FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
+from pipeline.files import replacing, write_json
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
@@ -186,48 +186,46 @@ def write_shard(job: _Job, shard: int) -> int:
     start = shard * job.shard_size
     stop = min(job.source.rows, start + job.shard_size)
     path = job.folder.tar(shard)
-    temporary = path.with_name(path.name + ".tmp")
     rows: list[dict[str, Any]] = []
-    with temporary.open("wb") as file:
-        writer = TarWriter(file)
+
+    def members() -> Iterator[tuple[str, bytes]]:
         for number, pair in enumerate(job.source.read(start, stop), start=start):
-            rows.append(_add(writer, number, pair, job.image))
-        digest = writer.close()
+            row, parts = _sample(number, pair, job.image)
+            rows.append(row)
+            yield from ((f"{row['key']}.{suffix}", parts[suffix]) for suffix in sorted(parts))
+
+    size, digest = canonical_tar.write(path, members())
     assert len(rows) == stop - start, f"the source gave {len(rows)} of the rows {start} to {stop}"
     failures = Counter(row["reason"] for row in rows if row["reason"])
     samples = len(rows) - failures.total()
-    if samples:
-        os.replace(temporary, path)
-    else:
-        temporary.unlink()
+    if not samples:
+        path.unlink()
+        size, digest = 0, ""
     _write_meta(job.folder.meta(shard), rows)
-    size = path.stat().st_size if samples else 0
-    job.folder.write_record(ShardRecord(shard, job.plan, len(rows), samples, size, digest if samples else "", failures))
+    job.folder.write_record(ShardRecord(shard, job.plan, len(rows), samples, size, digest, failures))
     return len(rows)
 
 
-def _add(writer: TarWriter, number: int, pair: Pair, options: ImageOptions) -> dict[str, Any]:
-    """Write one row's sample, if it gives one. Returns: the row's record."""
+def _sample(number: int, pair: Pair, options: ImageOptions) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What became of one row: its record, and its members by suffix (none when it was dropped)."""
     key = key_of(number)
     row: dict[str, Any] = {**dict.fromkeys(_META), "row": number, "key": key, "place": pair.place, "status": "failed"}
     pair = checked(pair)
     if pair.problem:
-        return {**row, "reason": pair.problem, "error": pair.detail}
+        return {**row, "reason": pair.problem, "error": pair.detail}, {}
     try:
         body = read_image(pair.image)
         stored = convert(body, options)
     except FetchError as error:
-        return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}
+        return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
     about = {"captions": list(pair.captions), "source": pair.place}
-    members = {
+    parts = {
         stored.suffix: stored.body,
         "json": json.dumps(about, ensure_ascii=False).encode(),
         "txt": pair.captions[0].encode(),
     }
-    for suffix in sorted(members):
-        writer.add(f"{key}.{suffix}", members[suffix])
     facts = {"width": stored.width, "height": stored.height, "sha256": hashlib.sha256(body).hexdigest()}
-    return {**row, "status": "success", "captions": len(pair.captions), **facts}
+    return {**row, "status": "success", "captions": len(pair.captions), **facts}, parts
 
 
 def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -236,9 +234,8 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
 
     numbers = ("row", "captions", "width", "height")
     schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
 
 
 def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:
@@ -253,8 +250,8 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
         )
     shown: list[tuple[str, str, str]] = []
     several = 0
-    temporary = folder.root / f"{DROPPED_NAME}.tmp"
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    path = folder.root / DROPPED_NAME
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
             columns = pq.read_table(folder.meta(record.shard), columns=["place", "reason", "error", "captions"])
@@ -265,7 +262,6 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
                     file.write("\t".join(line) + "\n")
                     if sum(reason == line[1] for _, reason, _ in shown) < 3:
                         shown.append(line)
-    os.replace(temporary, folder.root / DROPPED_NAME)
     failures = dict(total_failures(records))
     entries = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
     if not entries:

@@ -203,7 +203,7 @@ def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_p
     with subprocess.Popen([sys.executable, "-c", holder, str(lock)], **pipes) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(UserError, match="Another download is working"):
+        with pytest.raises(UserError, match="Another process is working"):
             download(config)
         process.communicate(b"\n")
 

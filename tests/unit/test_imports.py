@@ -42,6 +42,7 @@ DATA_PREP = {
     "fetching": {"dataset", "settings", "sources"},
     "ingest": {"dataset", "fetching", "settings", "sources"},
     "rebuild": {"dataset", "fetching", "ingest", "settings"},
+    "pairs": {"dataset", "fetching"},
 }
 # What data_prep may share with the pipeline, beside BASE: file formats that both sides must agree on.
 SHARED = {"pipeline.data.shards.manifest_format"}

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.evaluation.datasets.tasks import TASKS, Task
+from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.task import Task
 
 SAMPLES, SHARDS = 22, 2
 MODES = ("RGB", "RGBA", "L", "P", "RGB", "CMYK")

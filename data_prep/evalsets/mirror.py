@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.canonical_tar import sha256_of
-from data_prep.evalsets.evaltable import EVALSETS, EvalSet
+from data_prep.evalsets.hub_sets import HUB_SETS, HubSet
 from data_prep.sources.hub import in_a_line
 from pipeline.config import suggest
 from pipeline.errors import UserError
@@ -94,13 +94,13 @@ def check_evalsets(root: str | Path, keys: Iterable[str] = ()) -> MirrorOutcome:
     return outcome
 
 
-def choose(keys: Iterable[str]) -> list[EvalSet]:
+def choose(keys: Iterable[str]) -> list[HubSet]:
     """The sets of these keys, or all. Raises: UserError naming the nearest key."""
-    keys = list(keys) or list(EVALSETS)
+    keys = list(keys) or list(HUB_SETS)
     for key in keys:
-        if key not in EVALSETS:
-            raise UserError(f"There is no evaluation set {key!r}. {suggest(key, tuple(EVALSETS))}")
-    return [EVALSETS[key] for key in keys]
+        if key not in HUB_SETS:
+            raise UserError(f"There is no evaluation set {key!r}. {suggest(key, tuple(HUB_SETS))}")
+    return [HUB_SETS[key] for key in keys]
 
 
 def read_lock(root: Path) -> Lock:
@@ -110,16 +110,17 @@ def read_lock(root: Path) -> Lock:
     return lock
 
 
-def count(chosen: EvalSet, folder: Path) -> int:
+def count(chosen: HubSet, folder: Path) -> int:
     """The samples that a set really holds. Raises: UserError when these or its classes are not the official number."""
-    found = {"wds": _count_tars, "parquet": _count_parquet, "csv": _count_csv}[chosen.layout](folder)
-    if found != chosen.samples:
-        raise UserError(f"{folder.name} holds {found:,} samples, but the benchmark has {chosen.samples:,}.")
-    if chosen.classes is not None:
+    counting = {"classification": _count_tars, "retrieval": _count_parquet, "association": _count_csv}
+    found = counting[chosen.task.protocol](folder)
+    if found != chosen.task.samples:
+        raise UserError(f"{folder.name} holds {found:,} samples, but the benchmark has {chosen.task.samples:,}.")
+    if chosen.task.classes is not None:
         # A blank line is a class with an empty name (CLEVR Distance has one): only the last line's end is dropped.
         names = (folder / "classnames.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        if len(names) != chosen.classes:
-            raise UserError(f"{folder.name} names {len(names)} classes, but the benchmark has {chosen.classes}.")
+        if len(names) != chosen.task.classes:
+            raise UserError(f"{folder.name} names {len(names)} classes, but the benchmark has {chosen.task.classes}.")
     return found
 
 
@@ -144,7 +145,7 @@ def _count_csv(folder: Path) -> int:
     return sum(len(pd.read_csv(path)) for path in sorted(folder.rglob("*.csv")))
 
 
-def _from_mirror(chosen: EvalSet, root: Path, mirror: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+def _from_mirror(chosen: HubSet, root: Path, mirror: Path, known: dict[str, Any] | None) -> dict[str, Any]:
     origin = mirror / chosen.folder
     if not origin.is_dir():
         raise UserError(f"The mirror has no folder {chosen.folder}.")
@@ -172,7 +173,7 @@ def _copy(origin: Path, target: Path) -> None:
         shutil.copyfile(origin, temporary)
 
 
-def _from_hub(chosen: EvalSet, root: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:
+def _from_hub(chosen: HubSet, root: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:
     from huggingface_hub import HfApi, snapshot_download
 
     api = HfApi(endpoint=endpoint)
@@ -206,7 +207,7 @@ def _from_hub(chosen: EvalSet, root: Path, endpoint: str | None, known: dict[str
     return {"repo": chosen.repo, "commit": commit, "files": files}
 
 
-def _wanted(chosen: EvalSet, names: list[str]) -> list[str]:
+def _wanted(chosen: HubSet, names: list[str]) -> list[str]:
     found = sorted(n for n in names if any(fnmatch(n, p) for p in chosen.patterns) and not n.startswith("."))
     if not found:
         raise UserError(f"{chosen.folder} has none of the files {', '.join(chosen.patterns)}.")

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.studies.declare import Unit
 from jobs.studies.schedule import folder_of
 from jobs.studies.unit import RESULT_NAME
-from pipeline.evaluation.datasets.tasks import AGGREGATES
+from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
 Result = Mapping[str, Any]
 AVERAGE_OF_BENCHMARK, RETRIEVAL_OF_BENCHMARK, IMAGENET = "DataComp Average", "Retrieval", "ImageNet & Variants"

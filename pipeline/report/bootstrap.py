@@ -97,7 +97,7 @@ def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
 
 def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     """Metrics over classes and groups, with the evaluation's own definitions."""
-    from pipeline.evaluation.datasets.tasks import TASKS
+    from pipeline.evaluation.datasets.datacomp import TASKS
     from pipeline.evaluation.protocols import groups
 
     rows = len(outcomes["target"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.datasets.tasks import AGGREGATES
+from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.report.bootstrap import Difference, difference, resample
 from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Score, StoredEvaluation

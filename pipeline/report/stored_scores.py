@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.task_score import TaskScore
 
 SUMMARY, TIMINGS = "summary.json", "timings.json"

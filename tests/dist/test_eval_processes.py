@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.runner.evaluator import EvaluationConfig
 from tests.checkpoints import contents, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each

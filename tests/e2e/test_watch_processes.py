@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.tasks import TASKS
 from pipeline.evaluation.runner.session import EvaluationConfig
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification

@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score
 
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation

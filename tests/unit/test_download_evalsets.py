@@ -14,35 +14,36 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep.evalsets import evaltable, mirror
-from data_prep.evalsets.evaltable import EVALSETS, EvalSet
+from data_prep.evalsets import mirror
+from data_prep.evalsets.hub_sets import HUB_SETS, HubSet
 from data_prep.evalsets.mirror import PublishedSet, check_evalsets, fetch_evalsets
 from jobs.evalsets import command
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.tasks import TASKS, folder_names
+from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.task import Task, folder_names
 from tests.hub import COMMIT, Hub
 from tests.web import serve
 
 TINY = {
-    "cifar10": EvalSet("cifar10", "djghosh/wds_cifar10_test", 5, 2),
-    "retrieval/flickr": EvalSet(
-        "retrieval/flickr",
+    "cifar10": HubSet(Task("cifar10", "CIFAR-10", samples=5, classes=2), "djghosh/wds_cifar10_test"),
+    "retrieval/flickr": HubSet(
+        Task("retrieval/flickr", "Flickr", protocol="retrieval", samples=3),
         "nlphuji/flickr",
-        3,
-        layout="parquet",
         patterns=("*.parquet",),
         revision="refs/convert/parquet",
     ),
-    "misc/winogavil": EvalSet("misc/winogavil", "nlphuji/winogavil", 2, layout="csv", patterns=("*.csv", "*.zip")),
+    "misc/winogavil": HubSet(
+        Task("misc/winogavil", "WinoGAViL", protocol="association", samples=2),
+        "nlphuji/winogavil",
+        patterns=("*.csv", "*.zip"),
+    ),
 }
 
 
-def test_table_agrees_with_the_evaluation() -> None:
-    assert set(EVALSETS) == set(TASKS)
-    for key, chosen in EVALSETS.items():
-        assert chosen.folder in folder_names(TASKS[key])
-        assert (chosen.samples, chosen.classes) == (TASKS[key].samples, TASKS[key].classes)
-    assert len(EVALSETS) == 38
+def test_every_task_of_the_table_is_published_somewhere() -> None:
+    assert tuple(HUB_SETS) == tuple(TASKS)
+    assert all(hub_set.folder in folder_names(hub_set.task) for hub_set in HUB_SETS.values())
+    assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
 
 
 def tar_of(samples: range) -> bytes:
@@ -78,8 +79,7 @@ FILES = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(evaltable, "EVALSETS", TINY)
-    monkeypatch.setattr(mirror, "EVALSETS", TINY)
+    monkeypatch.setattr(mirror, "HUB_SETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
         yield Hub(site, FILES)

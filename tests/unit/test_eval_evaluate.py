@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
-from pipeline.evaluation.datasets.tasks import TASKS
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.runner.aggregate import aggregate, describe
 from pipeline.evaluation.runner.compute import Compute, microbatches
 from pipeline.evaluation.runner.evaluator import EvaluationConfig

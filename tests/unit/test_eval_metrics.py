@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
+from pipeline.evaluation.datasets.task import Task, folder_names
 from pipeline.evaluation.datasets.task_data import Instance, MemoryImages, TaskData, TaskError
-from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS, Task, folder_names
 from pipeline.evaluation.protocols import association, classification, groups, retrieval
+from pipeline.evaluation.runner.aggregate import aggregate
+from pipeline.evaluation.runner.results import TaskResult
 from pipeline.evaluation.runner.texts import TextSide
+
+
+def score(key: str, value: float) -> TaskResult:
+    """A result of which only the key and the score matter."""
+    facts = {"task": key, "name": key, "protocol": "classification", "main_metric": "acc1", "samples": 1}
+    return TaskResult(**facts, score=value, metrics={}, chance=None, official=True, inputs={})
+
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -204,3 +217,23 @@ def test_the_table_is_the_benchmark() -> None:
     assert folder_names(TASKS["fairness/geode"])[0] == "wds_geode_test"
     assert folder_names(TASKS["wilds/fmow"])[0] == "wds_wilds-fmow_test"
     assert len({folder_names(task)[0] for task in TASKS.values()}) == 38
+
+
+def test_a_task_of_ones_own_is_in_no_aggregate() -> None:
+    """The aggregates name their keys, so a task that is added beside the benchmark changes none of them."""
+    before = dict(AGGREGATES)
+    table = TASKS | {"vtab/mine": Task("vtab/mine", "Mine"), "retrieval/mine": Task("retrieval/mine", "Mine too")}
+    scored = {key: score(key, 1.0 if key in TASKS else 0.0) for key in table}
+    found = aggregate(scored)
+    assert before == AGGREGATES
+    assert {name: (value.score, value.expected) for name, value in found.items()} == {
+        name: (1.0, len(keys)) for name, keys in AGGREGATES.items()
+    }
+    assert AGGREGATES["DataComp Average"] == tuple(task.key for task in DATACOMP)
+    assert len(DATACOMP) == 38
+
+
+def test_the_table_is_read_without_torch() -> None:
+    """`data_prep` reads the table, too, and must start without waiting for torch."""
+    code = "import sys, pipeline.evaluation.datasets.datacomp; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

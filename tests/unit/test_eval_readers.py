@@ -15,10 +15,11 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Entry, check_digests, open_suite, open_task
 from pipeline.evaluation.datasets.tables import as_list
+from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskError, decode
-from pipeline.evaluation.datasets.tasks import TASKS, Task
 from pipeline.evaluation.datasets.webdataset import open_webdataset
 from pipeline.evaluation.protocols import classification
 from pipeline.evaluation.runner.results import file_digests

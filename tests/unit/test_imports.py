@@ -44,8 +44,12 @@ DATA_PREP = {
     "rebuild": {"dataset", "fetching", "ingest", "settings"},
     "pairs": {"dataset", "fetching"},
 }
-# What data_prep may share with the pipeline, beside BASE: file formats that both sides must agree on.
-SHARED = {"pipeline.data.shards.manifest_format"}
+# What data_prep may share with the pipeline, beside BASE: formats and facts that both sides must agree on.
+SHARED = {
+    "pipeline.data.shards.manifest_format",
+    "pipeline.evaluation.datasets.datacomp",
+    "pipeline.evaluation.datasets.task",
+}
 
 # Libraries that only these modules or folders import.
 ONLY_IMPORTERS = {

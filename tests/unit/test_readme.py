@@ -146,7 +146,7 @@ def test_methods_describes_every_key_of_its_objectives() -> None:
 
 
 def test_evaluation_names_every_task_with_its_metric() -> None:
-    from pipeline.evaluation.datasets.tasks import AGGREGATES, TASKS
+    from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     rows = {row[2 : row.index("`", 3)].strip("`"): row for row in text.splitlines() if row.startswith("| `")}

@@ -83,7 +83,7 @@ def test_no_interval_over_other_data_or_without_outcomes(tmp_path: Path) -> None
 
 def test_statistics_are_the_evaluations_own_metrics(tmp_path: Path) -> None:
     """On the samples as they are, every statistic must equal the metric that the evaluation computes."""
-    from pipeline.evaluation.datasets.tasks import TASKS
+    from pipeline.evaluation.datasets.datacomp import TASKS
     from pipeline.evaluation.protocols import association, classification, retrieval
 
     rng = np.random.default_rng(1)

@@ -14,8 +14,8 @@ import torch
 
 import jobs
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
-from pipeline.evaluation.datasets.tasks import TASKS
 from pipeline.evaluation.runner.processes import Alone
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.evaluation.datasets.tables import CsvZipTable, Needs, Place, Table, TableImages, as_list, open_table
+from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
-from pipeline.evaluation.datasets.tasks import Task
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")

@@ -13,9 +13,10 @@ from typing import Any
 
 from pipeline.config import suggest
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.rows import open_rows
+from pipeline.evaluation.datasets.task import Task, folder_names
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.datasets.tasks import TASKS, Task, folder_names
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_webdataset, open_webdataset
 
 FACTS_NAME, LOCK_NAME = "suite.json", "evalsets.json"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.datasets.tasks import Task
 from pipeline.evaluation.runner.texts import TextSide
 
 MANY = 10

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.evaluation.datasets.tasks import AGGREGATES
+from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.evaluation.runner.results import TaskResult
 
 SHOWN_MISSING = 6

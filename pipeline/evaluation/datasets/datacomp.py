@@ -1,41 +1,13 @@
-"""The 38 tasks of the DataComp benchmark as one table, and the aggregates over them.
+"""The 38 tasks of the DataComp benchmark as one table, and the aggregates over them. Imports no torch.
 
-Keys, names, sizes, class counts and metrics are those of the benchmark (Gadre et al., 2023, section 3.5 and its
-appendix); FairFace and UTKFace are in its list but have no score, so they are not here.
+Keys, names, sizes, class counts and metrics are the benchmark's (Gadre et al., 2023, section 3.5 and appendix).
+FairFace and UTKFace are in its list but have no score, so they are not here. Every other module takes sizes and class
+counts from this table, the download of the evaluation sets included.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-ProtocolName = Literal["classification", "retrieval", "association"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task: what its data must be and which metric is its score.
-
-    samples, classes: official counts, None when nothing is known (a task of the user's own).
-    fields: columns of the `.npy` beside every image; a further column may follow.
-    group: the column whose worst group is the score.
-    folders: further names that the data goes by on disk.
-    """
-
-    key: str
-    name: str
-    protocol: ProtocolName = "classification"
-    samples: int | None = None
-    classes: int | None = None
-    main_metric: str = "acc1"
-    fields: tuple[str, ...] = ()
-    group: str = ""
-    folders: tuple[str, ...] = ()
-
-    @property
-    def stem(self) -> str:
-        """The key as a file name."""
-        return self.key.replace("/", "-")
+from pipeline.evaluation.datasets.task import Task
 
 
 def _classes(key: str, name: str, samples: int, classes: int, main_metric: str = "acc1") -> Task:
@@ -47,14 +19,14 @@ def _pairs(key: str, name: str, samples: int, folders: tuple[str, ...]) -> Task:
 
 
 def _worst(key: str, name: str, samples: int, classes: int, main_metric: str, fields: tuple[str, ...]) -> Task:
-    """The score is that of the worst group of the first field."""
+    """A task whose score is that of the worst group of its first column."""
     return Task(key, name, samples=samples, classes=classes, main_metric=main_metric, fields=fields, group=fields[0])
 
 
 PER_CLASS = "mean_per_class_recall"
 _WILDCAM = ("location", "sequence", "year", "month", "day", "hour", "minute", "second", "y")
 
-_TABLE = (
+DATACOMP: tuple[Task, ...] = (
     _classes("vtab/caltech101", "Caltech-101", 6_085, 102, PER_CLASS),
     _classes("cifar10", "CIFAR-10", 10_000, 10),
     _classes("vtab/cifar100", "CIFAR-100", 10_000, 100),
@@ -106,26 +78,36 @@ _TABLE = (
     _worst("fairness/geode", "GeoDE", 12_488, 40, "acc_wg", ("region", "country")),
 )
 
-TASKS: dict[str, Task] = {task.key: task for task in _TABLE}
+TASKS: dict[str, Task] = {task.key: task for task in DATACOMP}
+"""The benchmark's tasks by key. Tasks of one's own are described in a `tasks.yaml`, and belong to no aggregate."""
 
 _SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
-_PAIRS = tuple(key for key in TASKS if key.startswith("retrieval/"))
+_FLICKR_AND_COCO = (
+    "retrieval/flickr_1k_test_image_text_retrieval",
+    "retrieval/mscoco_2014_5k_test_image_text_retrieval",
+)
 
 AGGREGATES: dict[str, tuple[str, ...]] = {
-    "DataComp Average": tuple(TASKS),
+    "DataComp Average": tuple(task.key for task in DATACOMP),
     "ImageNet & Variants": ("imagenet1k", *_SHIFTS),
-    "Retrieval": _PAIRS,
-    "Retrieval (DataComp)": (*_PAIRS, "misc/winogavil"),
+    "Retrieval": _FLICKR_AND_COCO,
+    "Retrieval (DataComp)": (*_FLICKR_AND_COCO, "misc/winogavil"),
     "ImageNet dist. shifts": _SHIFTS,
-    "VTAB": (*(key for key in TASKS if key.startswith("vtab/")), "sun397"),
+    "VTAB": (
+        "vtab/caltech101",
+        "vtab/cifar100",
+        "vtab/clevr_count_all",
+        "vtab/clevr_closest_object_distance",
+        "vtab/dtd",
+        "vtab/eurosat",
+        "vtab/kitti_closest_vehicle_distance",
+        "vtab/flowers",
+        "vtab/pets",
+        "vtab/pcam",
+        "vtab/resisc45",
+        "vtab/svhn",
+        "sun397",
+    ),
 }
-"""Plain means of main metrics. `Retrieval` is the NeuCLIP paper's (Flickr30k and MSCOCO); the benchmark's own adds
-WinoGAViL."""
-
-
-def folder_names(task: Task) -> tuple[str, ...]:
-    """Every folder name under which a task's data is looked for, the benchmark's own first."""
-    short = task.key.split("/", 1)[-1]
-    official = task.key.removeprefix("fairness/").replace("/", "-")
-    plain = (official, task.stem, short, task.key)
-    return tuple(dict.fromkeys([f"wds_{name}_test" for name in (official, task.stem, short)] + [*plain, *task.folders]))
+"""Plain means of main metrics over exactly these keys. `Retrieval` is the NeuCLIP paper's (Flickr30k and MSCOCO); the
+benchmark's own adds WinoGAViL."""

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
@@ -30,7 +31,8 @@ def publish(
         "size": size,
         "command": command,
         "date": date.today().isoformat(),
-        "machine": {"cpu": _cpu(), "cores": cores(), "system": platform.system()},
+        "commit": source_commit(),
+        "machine": {"cpu": cpu_name(), "cores": cores(), "system": platform.system()},
         "versions": [outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
         "units": len(units),
         "overrides": {unit.key: list(unit.overrides) for unit in units},
@@ -142,7 +144,17 @@ def _compact(outcome: Outcome) -> dict[str, Any]:
     return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT}}
 
 
-def _cpu() -> str:
+def source_commit() -> str:
+    """The commit of the checkout that this program runs from, `-dirty` if files differ; "unknown" outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_name() -> str:
+    """The model name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -62,7 +62,7 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
         axes.set_yticks(range(len(arms)), arms)
         axes.grid(axis="y", visible=False)
     panels[0].set_ylim(len(arms) - 0.4, -0.6)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -> str:
@@ -88,7 +88,7 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -
                 axes.set_yscale("log")
         line[0].set_ylabel(COLUMNS[column].title)
         line[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
@@ -108,7 +108,8 @@ def _wrapped(title: str) -> str:
     return "\n".join(textwrap.wrap(title, 32))
 
 
-def _svg(figure: Any) -> str:
+def as_svg(figure: Any) -> str:
+    """The figure as SVG; the same data give the same bytes."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
     return stream.getvalue()

@@ -1,0 +1,104 @@
+"""Synthetic pairs on which methods separate: hierarchical, long-tailed, noisy; and two small towers for them.
+
+A latent vector is the sum of a super-class, a sub-class within it and an individual part. Sub-classes are drawn with
+Zipf's frequencies. Both sides see their own nonlinear view of the latent vector with noise, so that pairs of the same
+sub-class overlap irreducibly: retrieval never becomes perfect, and normalizers differ between anchors.
+
+Shape legend: n pairs, D input features of a side, L latent dimensions, d embedding dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORLD_SEED = 1234
+"""Of the class centres and views: the same for training and held-out pairs, and for all runs."""
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """What the pairs are drawn from.
+
+    Attributes:
+        inputs: D, features of each side.
+        latent: L, dimensions of the latent vector.
+        super_classes: Super-classes; each has `sub_classes` of its own.
+        sub_classes: Sub-classes in a super-class.
+        zipf: Exponent of the frequencies of all sub-classes.
+        noise: Standard deviation of the noise on inputs of unit variance.
+        scale: Lengths of the three parts of a latent vector: super-class, sub-class, individual.
+    """
+
+    inputs: int = 64
+    latent: int = 32
+    super_classes: int = 32
+    sub_classes: int = 16
+    zipf: float = 1.0
+    noise: float = 0.15
+    scale: tuple[float, float, float] = (1.0, 0.8, 0.5)
+
+
+def draw_pairs(hierarchy: Hierarchy, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """n pairs as inputs of the image and the text tower, [n, D] each; a function of (hierarchy, n, seed) alone."""
+    h = hierarchy
+    world, generator = torch.Generator().manual_seed(WORLD_SEED), torch.Generator().manual_seed(seed)
+    supers = F.normalize(torch.randn(h.super_classes, h.latent, generator=world), dim=1)
+    subs = F.normalize(torch.randn(h.super_classes, h.sub_classes, h.latent, generator=world), dim=2)
+    mixing = [torch.randn(h.latent, 2 * h.latent, generator=world) for _ in range(2)]
+    views = [torch.randn(2 * h.latent, h.inputs, generator=world) / math.sqrt(h.latent) for _ in range(2)]
+    count = h.super_classes * h.sub_classes
+    frequency = (torch.arange(count) + 1.0) ** -h.zipf
+    ranks = torch.multinomial(frequency / frequency.sum(), n, replacement=True, generator=generator)
+    classes = torch.randperm(count, generator=world)[ranks]
+    individual = F.normalize(torch.randn(n, h.latent, generator=generator), dim=1)
+    of_super, of_sub = classes // h.sub_classes, classes % h.sub_classes
+    latent = h.scale[0] * supers[of_super] + h.scale[1] * subs[of_super, of_sub] + h.scale[2] * individual
+    sides = []
+    for mix, view in zip(mixing, views, strict=True):
+        clean = torch.tanh(latent @ mix) @ view
+        sides.append(clean / clean.std() + h.noise * torch.randn(n, h.inputs, generator=generator))
+    return sides[0], sides[1]
+
+
+class Tower(nn.Module):
+    """D -> hidden -> d with GELU, unit-norm output."""
+
+    def __init__(self, inputs: int, *, hidden: int, dim: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, D] inputs -> [b, d] unit-norm features."""
+        return F.normalize(self.last(F.gelu(self.first(x))), dim=1)
+
+
+def make_towers(hierarchy: Hierarchy, *, hidden: int, dim: int, seed: int) -> nn.ModuleDict:
+    """Both towers, initialized from `seed` alone; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.ModuleDict({side: Tower(hierarchy.inputs, hidden=hidden, dim=dim) for side in ("image", "text")})
+
+
+@torch.no_grad()
+def exact_log_normalizers(
+    image_nd: Tensor, text_nd: Tensor, *, tau: float, rows: Tensor, block: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """log g1_i and log g2_i of the anchors `rows` over all n pairs, [len(rows)] each, in blocks of rows.
+
+    g1_i = mean over j != i of exp((s_ij - s_ii) / tau).
+    """
+    n, positive = len(image_nd), (image_nd[rows] * text_nd[rows]).sum(1)
+    found = []
+    for anchors, others in ((image_nd, text_nd), (text_nd, image_nd)):
+        parts = []
+        for at in rows.split(block):
+            logits = anchors[at] @ others.T / tau
+            logits[torch.arange(len(at)), at] = -math.inf
+            parts.append(logits.logsumexp(1))
+        found.append(torch.cat(parts) - positive / tau - math.log(n - 1))
+    return found[0], found[1]

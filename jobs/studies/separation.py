@@ -1,0 +1,150 @@
+"""`neuclip study separation`: which runs there are, and running those that are not done yet.
+
+Why another study beside those on the built-in corpus: there the batch's own estimate of a normalizer errs by about
+chi^2 / B = 0.04 to 0.18, which hardly changes gradients, and retrieval is among 400 pairs. Here chi^2 / B is 0.5 and
+more, 4,096 pairs are held out, runs take up to 8,192 steps, and all methods of a seed share weights and batches.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.studies.schedule import cores
+from pipeline.files import write_json
+
+NAME = "separation"
+TITLE = "Methods on pairs that separate them"
+REPRODUCES = "NeuCLIP Figure 2c and Table 2's ordering, at chi^2 / B of 0.5 and more"
+TAU = 0.1
+SHARED = "shared-trajectory"
+"""The arm name of runs that watch all methods on one trajectory."""
+
+_FIXED = {"tau_init": TAU, "tau_min": 0.001, "tau_lr": 0.0}
+_NPN = {**_FIXED, "rho": 2.0, "prototypes": 256, "restart_every": 100}
+ARMS: dict[str, dict[str, Any] | None] = {
+    "openclip": {"name": "openclip", **_FIXED},
+    "batch_gcl": {"name": "sogclr", "tau": TAU, "gamma": 1.0},
+    "fastclip_v1": {"name": "fastclip_v1", "tau": TAU},
+    "amorlip": {"name": "amorlip", **_FIXED, "rho": 2.0},
+    "queue": {"name": "neuclip", **_NPN, "npn": "queue"},
+    "neuclip": {"name": "neuclip", **_NPN},
+    "neuclip_u1": {"name": "neuclip", **_NPN, "inner_steps": 1},
+    "literal": {"name": "neuclip_literal", **_NPN},
+    "oracle": None,
+}
+"""Settings of each arm's objective; None: exact normalizers. The temperature is fixed for all.
+
+`batch_gcl` is the batch's own estimate without the positive pair in the denominator: `sogclr` with gamma = 1.
+FastCLIP-v3 has no arm: with a fixed temperature its gradients are v1's (tests/unit/test_separation.py checks that).
+"""
+BASELINE = "openclip"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings that share dataset size and epochs. seeds: of every arm; shared_seeds: of the shared trajectory."""
+
+    pairs: int
+    epochs: float
+    batches: tuple[int, ...]
+    seeds: int
+    shared_seeds: int = 0
+    arms: tuple[str, ...] = tuple(ARMS)
+
+
+ALL_BUT_ORACLE = tuple(arm for arm in ARMS if arm != "oracle")
+SIZES: dict[str, tuple[Group, ...]] = {
+    "desk": (
+        Group(pairs=4096, epochs=16, batches=(8, 16, 32, 64), seeds=8, shared_seeds=2),
+        Group(pairs=16384, epochs=4, batches=(16, 64), seeds=4, arms=ALL_BUT_ORACLE),
+        Group(pairs=65536, epochs=1, batches=(16, 64), seeds=4, arms=ALL_BUT_ORACLE),
+    ),
+    "smoke": (Group(pairs=512, epochs=1, batches=(8, 32), seeds=2, shared_seeds=1),),
+}
+
+
+@dataclass(frozen=True)
+class PairedRun:
+    """One run: an arm (or the shared trajectory) at one dataset size, batch size and seed."""
+
+    pairs: int
+    epochs: float
+    batch: int
+    arm: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return f"n{self.pairs}-b{self.batch}-{self.arm}-seed{self.seed}"
+
+
+def runs_of(size: str) -> list[PairedRun]:
+    """All runs of a size, seeds outermost, so that an unfinished study is balanced."""
+    groups = SIZES[size]
+    most = max(group.seeds for group in groups)
+    return [run for seed in range(most) for group in groups for run in _runs_of_seed(group, seed)]
+
+
+def _runs_of_seed(group: Group, seed: int) -> Iterator[PairedRun]:
+    for batch in reversed(group.batches):
+        for arm in group.arms if seed < group.seeds else ():
+            yield PairedRun(group.pairs, group.epochs, batch, arm, seed)
+        if seed < group.shared_seeds:
+            yield PairedRun(group.pairs, group.epochs, batch, SHARED, seed)
+
+
+def path_of(run: PairedRun, place: Path) -> Path:
+    """The file of a finished run."""
+    return place / NAME / "runs" / f"{run.key}.json"
+
+
+def perform(run: PairedRun, place: Path) -> float:
+    """Run it and write its file. Returns the CPU seconds it took."""
+    import torch
+
+    from jobs.studies.separation_run import SeparationSetting, train, watch
+
+    torch.set_num_threads(1)
+    setting = SeparationSetting(pairs=run.pairs, batch=run.batch, epochs=run.epochs, tau=TAU)
+    if run.arm == SHARED:
+        watched = watch({arm: c for arm, c in ARMS.items() if c is not None}, setting, seed=run.seed)
+        result: dict[str, Any] = {"arms": watched, "cpu_seconds": sum(w["cpu_seconds"] for w in watched.values())}
+    else:
+        result = train(ARMS[run.arm], setting, seed=run.seed)
+    write_json(path_of(run, place), {"run": vars(run), **result})
+    return float(result["cpu_seconds"])
+
+
+def run_all(
+    runs: Sequence[PairedRun], *, place: Path, parallel: int | None, report: Callable[[str], None]
+) -> list[str]:
+    """Run what is not done yet, several at a time. Returns the keys of those that failed, with the reason."""
+    left = [run for run in runs if not path_of(run, place).is_file()]
+    report(f"{len(runs)} runs, {len(runs) - len(left)} of them done.")
+    failed = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(parallel or cores(), mp_context=context) as pool:
+        futures = {pool.submit(perform, run, place): run for run in left}
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                run, error = futures[future], future.exception()
+                if error is not None:
+                    failed.append(f"{run.key}: {error}")
+                outcome = f"{future.result():.0f} CPU s" if error is None else f"FAILED: {error}"
+                report(f"{number}/{len(left)} {run.key}: {outcome}")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def read_results(size: str, place: Path) -> list[dict[str, Any]]:
+    """The finished runs of a size, as written."""
+    paths = (path_of(run, place) for run in runs_of(size))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]

@@ -1,0 +1,263 @@
+"""The separation study as files: `results.json` (the data), and from it alone `results.csv`, `results.md`, figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from jobs.studies.publish import DATA_NAME, cpu_name, source_commit
+from jobs.studies.schedule import cores
+from jobs.studies.separation import ARMS, BASELINE, NAME, REPRODUCES, SHARED, TAU, TITLE
+from jobs.studies.study_figures import STYLE, as_svg
+from pipeline.versions import versions
+
+Results = Sequence[Mapping[str, Any]]
+CLEAR = 3.0
+"""A paired t above this is called clear in the tables: p is about 0.02 with 8 seeds, less with more."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a run. better: -1 where lower is better. form: how it is printed."""
+
+    title: str
+    better: int
+    form: str
+
+
+MEASURES = {
+    "nce": Measure("held-out NCE, nats", -1, ".3f"),
+    "mrr": Measure("held-out MRR, %", +1, ".1f"),
+    "gcl": Measure("training GCL", -1, ".4f"),
+    "error_in_use": Measure("error in use (MSE)", -1, ".3f"),
+    "error_cold": Measure("error cold (MSE)", -1, ".3f"),
+    "chi2": Measure("chi^2", 0, ".0f"),
+}
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Paired differences over seeds: their mean, standard error and t (None with fewer than two seeds)."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def standard_error(self) -> float | None:
+        count = len(self.values)
+        return statistics.stdev(self.values) / math.sqrt(count) if count > 1 else None
+
+    @property
+    def t(self) -> float | None:
+        error = self.standard_error
+        return self.mean / error if error else None
+
+
+def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
+    """Write everything about the study into `folder`. Returns the files."""
+    data = {
+        "study": NAME,
+        "size": size,
+        "command": command,
+        "date": date.today().isoformat(),
+        "commit": source_commit(),
+        "machine": {"cpu": cpu_name(), "cores": cores(), "system": platform.system()},
+        "versions": versions(),
+        "arms": ARMS,
+        "units": total,
+        "runs": list(results),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+    return [folder / DATA_NAME, *render(folder)]
+
+
+def render(folder: Path) -> list[Path]:
+    """Tables and figures from `folder/results.json`. Returns the files."""
+    data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+    drawn = draw(data["runs"])
+    texts = {"results.csv": as_csv(data["runs"]), "results.md": as_markdown(data, list(drawn)), **drawn}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: str) -> dict[int, float]:
+    """A measure of one arm at one setting, by seed."""
+    found = {}
+    for result in results:
+        run = result["run"]
+        if (run["pairs"], run["batch"], run["arm"]) == (pairs, batch, arm) and result.get(measure) is not None:
+            found[run["seed"]] = result[measure]
+    return found
+
+
+def difference(results: Results, *, pairs: int, batch: int, arm: str, measure: str, to: str) -> PairedDifference | None:
+    """An arm's measure minus that of the arm `to`, over the seeds that both have."""
+    own = values_of(results, pairs=pairs, batch=batch, arm=arm, measure=measure)
+    other = values_of(results, pairs=pairs, batch=batch, arm=to, measure=measure)
+    both = sorted(own.keys() & other.keys())
+    return PairedDifference(tuple(own[seed] - other[seed] for seed in both)) if both else None
+
+
+def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list[float]:
+    """Errors in use of a method on the shared trajectory, one per seed."""
+    runs = [
+        r for r in results if r["run"]["arm"] == SHARED and (r["run"]["pairs"], r["run"]["batch"]) == (pairs, batch)
+    ]
+    return [r["arms"][arm]["error_in_use"] for r in runs if arm in r["arms"]]
+
+
+def settings_of(results: Results) -> list[tuple[int, int, float]]:
+    """(pairs, batch, epochs) that have runs, in order."""
+    return sorted({(r["run"]["pairs"], r["run"]["batch"], r["run"]["epochs"]) for r in results})
+
+
+def as_csv(results: Results) -> str:
+    """One line a run, every measure; empty where a run has no such figure."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["pairs", "epochs", "batch", "arm", "seed", *MEASURES, "cpu_seconds"])
+    for result in results:
+        run = result["run"]
+        if run["arm"] != SHARED:
+            values = [result.get(key) for key in (*MEASURES, "cpu_seconds")]
+            row = ["" if value is None else f"{value:.6g}" for value in values]
+            writer.writerow([*(run[key] for key in ("pairs", "epochs", "batch", "arm", "seed")), *row])
+    return stream.getvalue()
+
+
+def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
+    """The generated page: how it was made, a table per setting, the figures."""
+    results: Results = data["runs"]
+    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
+    how = (
+        f"Size `{data['size']}`; stands for {REPRODUCES}. Made with `{data['command']}` on {data['date']} from commit "
+        f"{data['commit']}, {data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(results)} of "
+        f"{data['units']} runs are in. All methods of a seed share initial weights and batches; temperature {TAU} is "
+        "fixed. Measures are means ± standard deviation over seeds; differences from `openclip` are paired by seed, "
+        f"mean ± standard error (t), bold where |t| is {CLEAR:g} or more. Errors are mean squared errors of "
+        "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the "
+        "same features. This page is generated from `results.json` by `neuclip study separation`; do not edit it."
+    )
+    lines = [f"# {TITLE}", "", how]
+    for pairs, batch, epochs in settings_of(results):
+        lines += ["", f"## {pairs:,} pairs, {epochs:g} epochs, batch {batch}", ""]
+        lines += _table(results, pairs=pairs, batch=batch)
+    for file in drawn:
+        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(results: Results, *, pairs: int, batch: int) -> list[str]:
+    columns = ["seeds", *(m.title for m in MEASURES.values()), f"NCE against `{BASELINE}`", "error, shared trajectory"]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    for arm in ARMS:
+        found = {key: values_of(results, pairs=pairs, batch=batch, arm=arm, measure=key) for key in MEASURES}
+        if not found["nce"]:
+            continue
+        cells = [_spread(list(found[key].values()), measure.form) for key, measure in MEASURES.items()]
+        gain = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=BASELINE)
+        shared = _spread(shared_errors(results, pairs=pairs, batch=batch, arm=arm), ".3f") if arm != "oracle" else "–"
+        cells += [_paired(gain) if arm != BASELINE else "–", shared]
+        lines.append(f"| `{arm}` | {len(found['nce'])} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "–"
+    shown = f"{statistics.fmean(values):{form}}"
+    return shown if len(values) == 1 else f"{shown} ± {statistics.stdev(values):{form}}"
+
+
+def _paired(found: PairedDifference | None) -> str:
+    if found is None:
+        return "–"
+    if found.t is None:
+        return f"{found.mean:+.3f}"
+    text = f"{found.mean:+.3f} ± {found.standard_error:.3f} ({found.t:+.1f})"
+    return f"**{text}**" if abs(found.t) >= CLEAR else text
+
+
+def draw(results: Results) -> dict[str, str]:
+    """File name -> SVG: gain in held-out NCE and error in use over the batch size, a panel per dataset size."""
+    import matplotlib
+
+    if not results:
+        return {}
+    with matplotlib.rc_context(STYLE):
+        found = {
+            "nce-gain.svg": _panels(results, _gain_points, "NCE below openclip's, nats", log=False),
+            "error-in-use.svg": _panels(results, _error_points, MEASURES["error_in_use"].title, log=True),
+        }
+        if any(result["run"]["arm"] == SHARED for result in results):
+            found["error-shared.svg"] = _panels(results, _shared_points, "error in use, one trajectory", log=True)
+    return found
+
+
+Point = tuple[float, float | None]
+"""Mean over seeds and standard error."""
+
+
+def _gain_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
+    found = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=BASELINE)
+    return None if found is None else (-found.mean, found.standard_error)
+
+
+def _error_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
+    return _mean_of(list(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values()))
+
+
+def _shared_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
+    return _mean_of(shared_errors(results, pairs=pairs, batch=batch, arm=arm))
+
+
+def _mean_of(values: list[float]) -> Point | None:
+    if not values:
+        return None
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _panels(results: Results, point: Callable[[Results, int, int, str], Point | None], title: str, *, log: bool) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    sizes = sorted({pairs for pairs, _, _ in settings_of(results)})
+    figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.0), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for axes, pairs in zip(panels, sizes, strict=True):
+        batches = sorted({batch for p, batch, _ in settings_of(results) if p == pairs})
+        for number, arm in enumerate(ARMS):
+            found = [(batch, point(results, pairs, batch, arm)) for batch in batches]
+            present = [(batch, value) for batch, value in found if value is not None]
+            if not present:
+                continue
+            axes.errorbar(
+                [batch * 1.02 ** (number - 4) for batch, _ in present],  # apart, so that error bars do not overlap
+                [value[0] for _, value in present],
+                yerr=[value[1] or 0.0 for _, value in present],
+                label=arm, color=palette[number % 10], marker="o", markersize=3, linewidth=1.3, capsize=2,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.minorticks_off()
+        axes.set_yscale("log" if log else "linear")
+        axes.set_title(f"{pairs:,} pairs", loc="left")
+        axes.set_xlabel("batch size")
+    panels[0].set_ylabel(title)
+    panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return as_svg(figure)

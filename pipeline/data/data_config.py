@@ -18,6 +18,13 @@ class Source:
     """A `manifest.json`, or the folder that holds it."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     """Passes over the source per epoch: 1 shows every sample once, 2 twice, 0.5 a different half in each epoch."""
+    caption: str | None = None
+    """Where this source's captions are, as in `data.caption`; None: where `data.caption` says."""
+
+    @field_validator("caption")
+    @classmethod
+    def _readable(cls, caption: str | None) -> str | None:
+        return None if caption is None else str(CaptionField.parse(caption))
 
 
 @section

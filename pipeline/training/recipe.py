@@ -18,6 +18,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
+from pipeline.training.budget import resolve_budget
 from pipeline.training.periodic_eval import InTrainingConfig
 from pipeline.training.plan_config import PlanConfig
 from pipeline.training.step import check_micro_batch
@@ -66,7 +67,7 @@ def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
     """
     tree = cfg.read_yaml(path) if path is not None else {}
     above = cfg.parse_overrides(overrides)
-    return parse_recipe(cfg.merge(scale_rates(choose_method(tree, above), above), above))
+    return parse_recipe(resolve_budget(scale_rates(choose_method(tree, above), above), above))
 
 
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

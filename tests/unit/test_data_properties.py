@@ -185,6 +185,21 @@ def test_captions_of_a_json_field_are_drawn_again_every_time(tmp_path: Path) -> 
         start("json:")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sources_may_have_their_captions_in_different_places(tmp_path: Path, workers: int) -> None:
+    """Sample id i has the caption i in the first source (its text) and 100 + i in the second (a field of its JSON)."""
+    write_shards(tmp_path / "a", [8])
+    bodies = {i: {"jpg": jpeg(i), "json": json.dumps({"title": f"caption {108 + i}"}).encode()} for i in range(8)}
+    write_shards(tmp_path / "b", [5, 3], replace=bodies)
+    sources = [str(tmp_path / "a"), {"manifest": str(tmp_path / "b"), "caption": "json:title"}]
+    with loader(tmp_path, world=World(), global_batch=16, streams=2, sources=sources, workers=workers) as one:
+        batch = next(one)
+    expected = {i: i if i < 8 else 100 + i for i in range(16)}
+    assert dict(zip(batch.sample_id.tolist(), batch.text[:, 0].tolist(), strict=True)) == expected
+    with pytest.raises(UserError, match="caption"):
+        loader(tmp_path, world=World(), global_batch=16, streams=2, sources=[{**sources[1], "caption": "json:"}])  # type: ignore[dict-item]
+
+
 def test_a_sample_gets_another_crop_in_every_epoch(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})

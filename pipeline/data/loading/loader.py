@@ -94,7 +94,7 @@ def build_loader(
         decoder=decoder,
         tokenize=tokenize,
         retries=config.retries,
-        caption=CaptionField.parse(config.caption),
+        captions=tuple(CaptionField.parse(source.caption or config.caption) for source in config.sources),
     )
     return Loader(config, world=world, dataset=dataset)
 

@@ -94,7 +94,7 @@ def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
     decoder = dataset.decoder
     return {
         "image size": decoder.size,
-        "data.caption": str(dataset.caption),
+        "data.caption": " ".join(dict.fromkeys(str(field) for field in dataset.captions)),
         "crops are drawn by": "row",
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": decoder.mode,

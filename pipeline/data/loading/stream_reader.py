@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import logging
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pipeline.data.order.mixture import Segments
 from pipeline.data.order.streams import StreamOrder
+from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import DamagedTar, TarRecord
@@ -31,7 +33,10 @@ class SequentialReader:
     manifest: Manifest
     segments: Segments
     retries: int
-    caption_suffix: str = "txt"
+    captions: tuple[CaptionField, ...] = (CaptionField(),)
+    """Where captions are, by source."""
+    bounds: tuple[int, ...] = (0,)
+    """First shard number of each source, ascending."""
     pause: Callable[[float], None] = time.sleep
     passed: int = 0
     """Samples skipped to reach the first sample of a segment."""
@@ -51,13 +56,21 @@ class SequentialReader:
         shard = self.manifest.shards[number]
         return shard.offset + start, shard.name
 
+    def caption(self, position: int) -> CaptionField:
+        """Where the caption of the sample at a position is."""
+        return self._caption_of(self.segments.locate(position)[0])
+
+    def _caption_of(self, shard: int) -> CaptionField:
+        source = bisect.bisect_right(self.bounds, shard) - 1
+        return self.captions[min(source, len(self.captions) - 1)]
+
     def _stretch(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
         url = self.manifest.url(self.manifest.shards[shard])
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             try:
-                with open_records(url, skip=start, caption_suffix=self.caption_suffix) as records:
+                with open_records(url, skip=start, caption_suffix=self._caption_of(shard).suffix) as records:
                     self.passed += start
                     for record in records:
                         start += 1

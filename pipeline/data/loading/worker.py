@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
+Decode = Callable[[TarRecord, int, CaptionField], None]
 PARENT_CHECK_SECONDS = 1.0
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
@@ -61,9 +62,7 @@ class StreamFiller:
         self._rows = order.layout.rows
         self._reader = self._open(stream, turn=batch * self._rows)
 
-    def fill(
-        self, batch: int, *, decode: Callable[[TarRecord, int], None], corrupt: Counter[tuple[str, str]]
-    ) -> list[int]:
+    def fill(self, batch: int, *, decode: Decode, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first = batch * self._rows
         places = self._reader.order.places(first, first + self._rows).tolist()
@@ -74,19 +73,17 @@ class StreamFiller:
     def close(self) -> None:
         self._reader.close()
 
-    def _fill_row(
-        self, turn: int, *, place: int, decode: Callable[[TarRecord, int], None], corrupt: Counter[tuple[str, str]]
-    ) -> int:
+    def _fill_row(self, turn: int, *, place: int, decode: Decode, corrupt: Counter[tuple[str, str]]) -> int:
         record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
         try:
-            decode(record, self._showing(turn))
+            decode(record, self._showing(turn), self._source.caption(self._reader.first + place))
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), shard)] += 1
             return self._refill(turn, decode=decode, first=error)
 
-    def _refill(self, turn: int, *, decode: Callable[[TarRecord, int], None], first: CorruptSample) -> int:
+    def _refill(self, turn: int, *, decode: Decode, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
         for stream, other in self._substitutes(turn):
@@ -95,7 +92,7 @@ class StreamFiller:
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
             try:
-                decode(reader.peek(place), self._showing(turn))
+                decode(reader.peek(place), self._showing(turn), self._source.caption(reader.first + place))
                 return sample_id
             except CorruptSample as error:
                 reasons[str(error)] += 1
@@ -149,7 +146,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     decoder: ImageDecoder
     tokenize: Tokenize
     retries: int
-    caption: CaptionField = field(default_factory=CaptionField)
+    captions: tuple[CaptionField, ...] = (CaptionField(),)
+    """Where captions are, by source."""
     epoch: int = 0
     batch: int = 0
 
@@ -169,7 +167,10 @@ class StreamDataset(IterableDataset[Part | Failure]):
         epoch, first = self.epoch, self.batch
         while True:
             segments = plan_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
-            source = SequentialReader(self.order.mixture.manifest, segments, self.retries, self.caption.suffix)
+            mixture = self.order.mixture
+            source = SequentialReader(
+                mixture.manifest, segments, self.retries, captions=self.captions, bounds=mixture.bounds[:-1]
+            )
             fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
             for batch in range(first, self.order.layout.steps):
                 yield self._part(fillers, epoch=epoch, batch=batch)
@@ -183,12 +184,12 @@ class StreamDataset(IterableDataset[Part | Failure]):
         captions: list[str] = []
         crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
-        def decode(record: TarRecord, showing: int) -> None:
+        def decode(record: TarRecord, showing: int, caption_field: CaptionField) -> None:
             if record.problem:
                 raise CorruptSample(record.problem)
             if record.image is None:
                 raise CorruptSample("image is missing")
-            caption = self.caption.read(record, state=draw(choices, showing))
+            caption = caption_field.read(record, state=draw(choices, showing))
             image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, showing)).permute(1, 2, 0)
             captions.append(caption)
 

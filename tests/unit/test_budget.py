@@ -1,0 +1,64 @@
+"""`epochs` and `schedule.warmup_share` become samples and steps; what contradicts itself is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.order.streams import make_layout
+from pipeline.errors import UserError
+from pipeline.training.budget import resolve_budget
+from pipeline.training.recipe import load_recipe
+from tests.shards import write_shards
+
+
+@pytest.mark.parametrize(("batch", "streams"), [(8, 4), (16, 16), (10, 1)])
+def test_epochs_are_those_of_the_loader(tmp_path: Path, batch: int, streams: int) -> None:
+    write_shards(tmp_path, [30, 27])
+    data = {"sources": str(tmp_path), "streams": streams}
+    tree = resolve_budget({"epochs": 3, "batch_size": batch, "data": data}, {})
+    layout = make_layout(samples=57, global_batch=batch, streams=streams, ranks=1, workers=0)
+    assert tree["samples"] == 3 * layout.steps * batch
+    assert "epochs" not in tree
+
+
+def test_weights_count(tmp_path: Path) -> None:
+    write_shards(tmp_path, [32])
+    data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
+    assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 32
+
+
+def test_warmup_is_a_share_of_the_run(tmp_path: Path) -> None:
+    write_shards(tmp_path, [64])
+    common = [f"output={tmp_path}", "batch_size=8", f"data.sources={tmp_path}", "data.streams=4"]
+    run = load_recipe(None, [*common, "epochs=5", "schedule.warmup_share=0.1"])
+    assert (run.total_steps, run.schedule.warmup_steps) == (40, 4)
+    assert load_recipe(None, [*common, "samples=800", "schedule.warmup_share=0.25"]).schedule.warmup_steps == 25
+
+
+def test_an_override_of_the_other_kind_replaces_the_recipes() -> None:
+    recipe = {"epochs": 3, "batch_size": 4, "schedule": {"warmup_share": 0.1}, "data": {"sources": "nowhere"}}
+    tree = resolve_budget(recipe, {"samples": 400, "schedule": {"warmup_steps": 7}})
+    assert (tree["samples"], tree["schedule"]) == (400, {"warmup_steps": 7})
+    data = {"sources": "nowhere", "streams": 2}
+    other = {"samples": 400, "batch_size": 4, "data": data, "plan": {"dataset_size": 40}}
+    assert resolve_budget(other, {"epochs": 2})["samples"] == 80
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"epochs": 1, "samples": 5}, "Both epochs and samples are given"),
+        ({"schedule": {"warmup_share": 0.1, "warmup_steps": 5}}, "Both warmup_share and warmup_steps"),
+        ({"epochs": "x", "batch_size": 4}, "epochs = 'x' must be a number above 0"),
+        ({"epochs": 1}, "batch_size is required"),
+        ({"epochs": 1, "batch_size": 8, "data": {"sources": "no"}}, "size of an epoch is not known.*neuclip pairs"),
+        ({"epochs": 1, "batch_size": 64, "data": {"sources": "x"}, "plan": {"dataset_size": 9}}, "does not fill one"),
+        ({"samples": 8, "batch_size": 8, "schedule": {"warmup_share": 2}}, "warmup_share = 2 must be a number"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_budget(tree, {})

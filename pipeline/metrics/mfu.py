@@ -1,13 +1,16 @@
-"""Model FLOP utilisation: the share of a device's peak arithmetic that the model's own arithmetic reaches."""
+"""Model FLOPs utilization: the share of a device's peak that the model's own arithmetic reaches."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from pipeline.model.tower_costs import measure_towers
+from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.trimming import why_not_trimmed
 
 # Dense bf16 TFLOP/s of the makers' data sheets (no sparsity), by words in torch's name of the device; first hit wins.
 PEAK_BF16_TFLOPS = (
@@ -39,26 +42,60 @@ def known_peak(device_name: str) -> float | None:
     return None
 
 
-def training_flops(model: ModelConfig) -> float:
-    """FLOP of forward and backward of one pair (a multiply-add is 2; recomputation and objective not counted)."""
-    plain = replace(model, pretrained=None, sync_batchnorm=False)  # shapes are all that counts
-    towers, architecture = build_towers(plain, seed=0, device="meta")
-    length = int(architecture.model_cfg["text_cfg"].get("context_length", 77))
-    return 3 * measure_towers(towers, image_size=architecture.image_size, context_length=length).forward_flops
+def training_flops(model: ModelConfig, *, text_tokens: float | None = None) -> float:
+    """FLOPs of forward and backward for one pair; recomputation and the objective are not counted.
+
+    Args:
+        model: the recipe's `model` section.
+        text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
+    """
+    curve, context_length = _flops_by_text_tokens(replace(model, pretrained=None, sync_batchnorm=False, compile=False))
+    tokens = context_length if text_tokens is None else text_tokens
+    return 3.0 * sum(factor * tokens**power for power, factor in enumerate(curve))
+
+
+@functools.cache
+def _flops_by_text_tokens(model: ModelConfig) -> tuple[tuple[float, ...], int]:
+    """Forward FLOPs of a pair as a polynomial in the tokens per text (attention is quadratic), and the context length.
+
+    The polynomial is constant where the model's texts cannot be trimmed.
+    """
+    towers, architecture = build_towers(model, seed=0, device="meta")
+    length, size = architecture.context_length, architecture.image_size
+    points = [length] if why_not_trimmed(towers.clip) else sorted({1, (1 + length) // 2, length})
+    flops = [measure_flops(towers, image_size=size, context_length=tokens) for tokens in points]
+    return tuple(np.polynomial.polynomial.polyfit(points, flops, deg=len(points) - 1)), length
 
 
 class Utilization:
-    """MFU from samples per second. Absent where no peak is known: never guessed."""
+    """MFU from samples per second. Reported only where the device's peak is known."""
 
     def __init__(
         self, model: ModelConfig, *, device: torch.device, ranks: int, bf16: bool, peak_tflops: float | None
     ) -> None:
-        """Args: peak_tflops: of one device, given by the user; None looks the GPU up, when its arithmetic is bf16."""
+        """Look up what is needed.
+
+        Args:
+            model: the recipe's `model` section.
+            device: of this rank.
+            ranks: the world size.
+            bf16: whether the towers compute in bf16, for which the table of peaks holds.
+            peak_tflops: of one device, given by the user; None: the table's, for a GPU and bf16.
+        """
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
-        self._peak = None if peak_tflops is None else peak_tflops * 1e12 * ranks
-        self._flops = 0.0 if self._peak is None else training_flops(model)
+        self._model, self._peak = model, None if peak_tflops is None else peak_tflops * 1e12 * ranks
+        self._tokens, self._steps = 0.0, 0
+
+    def count(self, *, text_tokens: float) -> None:
+        """Count a step in which the text tower computed so many tokens per text."""
+        self._tokens += text_tokens
+        self._steps += 1
 
     def scalars(self, samples_per_second: float) -> dict[str, float]:
-        """{"mfu": share of the peak}, or nothing."""
-        return {} if self._peak is None else {"mfu": samples_per_second * self._flops / self._peak}
+        """{"mfu": share of the peak} over the steps since the last call, or {} where no peak is known."""
+        tokens = self._tokens / self._steps if self._steps else None
+        self._tokens, self._steps = 0.0, 0
+        if self._peak is None:
+            return {}
+        return {"mfu": samples_per_second * training_flops(self._model, text_tokens=tokens) / self._peak}

@@ -35,6 +35,11 @@ class Architecture:
         return int(self.model_cfg["embed_dim"])
 
     @property
+    def context_length(self) -> int:
+        """Tokens of a text."""
+        return int(self.model_cfg["text_cfg"].get("context_length", 77))
+
+    @property
     def image_size(self) -> int:
         """Side of the square input image in pixels."""
         size = self.preprocess_cfg["size"]

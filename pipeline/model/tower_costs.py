@@ -29,21 +29,30 @@ class TowerCosts:
 
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
     """Count parameters, FLOPs and saved tensors of towers that were built on the meta device."""
-
-    def forward(batch: int) -> Any:
-        image = torch.zeros(batch, 3, image_size, image_size, device="meta")
-        return towers(image, torch.zeros(batch, context_length, dtype=torch.int64, device="meta"))
-
     towers.train()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        forward(2)
-    one, two = (_saved_bytes(lambda b=b: forward(b), towers) for b in (2, 4))  # type: ignore[misc]
+    one, two = (
+        _saved_bytes(lambda rows=rows: towers(*_inputs(rows, image_size, context_length)), towers)  # type: ignore[misc]
+        for rows in (2, 4)
+    )
     return TowerCosts(
         parameters=sum(p.numel() for p in towers.parameters()),
-        forward_flops=counter.get_total_flops() / 2,
+        forward_flops=measure_flops(towers, image_size=image_size, context_length=context_length),
         saved_bytes=(two - one) / 2,
         context_length=context_length,
     )
+
+
+def measure_flops(towers: nn.Module, *, image_size: int, context_length: int) -> float:
+    """Forward FLOPs of one pair, in training, of towers that were built on the meta device."""
+    towers.train()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        towers(*_inputs(2, image_size, context_length))
+    return counter.get_total_flops() / 2
+
+
+def _inputs(rows: int, image_size: int, context_length: int) -> tuple[Tensor, Tensor]:
+    image = torch.zeros(rows, 3, image_size, image_size, device="meta")
+    return image, torch.zeros(rows, context_length, dtype=torch.int64, device="meta")
 
 
 def activation_bytes(costs: TowerCosts, *, micro_batch: int, bf16: bool) -> int:

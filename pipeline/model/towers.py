@@ -29,6 +29,7 @@ from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
 from pipeline.model.model_folder import LOGIT_KEYS, create_clip, load_folder
 from pipeline.model.patch_dropout import use_patch_dropout_on_device
+from pipeline.model.trimming import encode_text
 
 
 @section
@@ -51,6 +52,10 @@ class ModelConfig:
     packed_attention: bool = True
     """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
     know. The same function as open_clip's `nn.MultiheadAttention` up to rounding, and the same weights."""
+    trim_text: bool | None = None
+    """Cut texts after the longest of each micro-batch, rounded up to a multiple of 8 tokens, and sort texts by length
+    into micro-batches. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for
+    causal text towers that are read at the end-of-text token; true: refuse other towers; false: never."""
     compile: bool = False
     """Compile the towers with `torch.compile`. The first steps take minutes."""
 
@@ -75,8 +80,8 @@ class Towers(nn.Module):
         return F.normalize(self.clip.encode_image(image).float(), dim=-1)  # type: ignore[operator]
 
     def encode_text(self, text: Tensor) -> Tensor:
-        """[B, L] -> [B, d]."""
-        return F.normalize(self.clip.encode_text(text).float(), dim=-1)  # type: ignore[operator]
+        """[B, L] -> [B, d]; fewer tokens than the context where `text_trimming` allows it."""
+        return F.normalize(encode_text(self.clip, text).float(), dim=-1)
 
 
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:

@@ -14,6 +14,7 @@ from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.towers import build_towers
+from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientProbe
 from pipeline.training.observer import Observer
@@ -37,6 +38,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     checkpoint = agreed_checkpoint(folder, resume, world, notes)
     with ExitStack() as stack:
         towers, architecture = build_towers(run.model, seed=run.seed)
+        trimming, untrimmed = text_trimming(towers.clip, wanted=run.model.trim_text), why_not_trimmed(towers.clip)
         loader = stack.enter_context(loader_of(run, architecture=architecture, world=world))
         objective = objective_of(run, loader=loader, architecture=architecture, world=world)
         engine = DeepSpeedEngine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
@@ -56,7 +58,9 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
                                   on_event=telemetry.event)  # fmt: skip
         stack.callback(writer.wait)
         trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, observer,
-                          utilization, writer)  # fmt: skip
+                          utilization, writer, trimming=trimming)  # fmt: skip
+        if untrimmed:
+            telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
         if run.evaluation.suite is not None:
             trainer.in_training = InTraining(run.evaluation, run=folder, model=run.model, world=world)
         for note in notes:

@@ -20,6 +20,7 @@ from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.errors import UserError
+from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective, ObjectiveOutput
 
 
@@ -28,12 +29,14 @@ class StepResult:
     """What one step did, the same on every rank.
 
     finite: loss and feature gradients held no inf or NaN. applied: the weights moved. stop: some rank was asked to.
+    text_tokens: tokens per text that this rank's towers computed.
     """
 
     output: ObjectiveOutput
     finite: bool
     applied: bool
     stop: bool
+    text_tokens: float
 
 
 class TrainStep:
@@ -60,22 +63,34 @@ class TrainStep:
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def __call__(
-        self, inputs: tuple[Tensor, Tensor], *, sample_ids: Tensor, step: int, lr_scale: float, stop: bool = False
+        self,
+        inputs: tuple[Tensor, Tensor],
+        *,
+        sample_ids: Tensor,
+        step: int,
+        lr_scale: float,
+        stop: bool = False,
+        text_lengths: Tensor | None = None,
     ) -> StepResult:
-        """Take one step on this rank's [b, 3, H, W] normalised images and [b, L] tokens, and their [b] sample ids."""
+        """Take one step on this rank's [b, 3, H, W] normalised images and [b, L] tokens, and their [b] sample ids.
+
+        With the [b] lengths of the texts (on the host, from `TextTrimming`), the towers read trimmed texts.
+        """
         image, text = inputs
+        texts = TextChunks(text, self.chunks, lengths=text_lengths)
         self.objective.prefetch(sample_ids)
         with self.phases("forward"):
-            features = self._features(image, text, step)
+            features = self._features(image, texts, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids)
             finite, stop = self._agree(output, stop)
+        tokens = texts.computed_tokens / len(text)
         if not finite:  # known before backward: some engines keep what a backward pass left until they have used it
             self.objective.discard()
-            return StepResult(output, finite=False, applied=False, stop=stop)
+            return StepResult(output, finite=False, applied=False, stop=stop, text_tokens=tokens)
         with self.phases("backward"):
-            self._backward(features, output, inputs, step)
+            self._backward(features, output, (image, texts), step)
         if self.on_gradients is not None:
             self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
         if not stop:
@@ -86,35 +101,35 @@ class TrainStep:
                 self.objective.commit(lr_scale=lr_scale)
             else:
                 self.objective.discard()
-        return StepResult(output, finite=True, applied=applied, stop=stop)
+        return StepResult(output, finite=True, applied=applied, stop=stop, text_tokens=tokens)
 
-    def _features(self, image: Tensor, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def _features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
         """[b, d] features of both sides: with graph when they fit at once, without when they are cached."""
         if not self.cached:
             with seeded(self.seed, step, self.world.rank, 0):
-                return self.engine.forward(image, text)
-        images, texts = [], []
+                return self.engine.forward(image, texts.tokens(0))
+        of_images, of_texts = [], []
         for index, rows in enumerate(self.chunks):
             # Running statistics move once per step, with the first micro-batch.
             statistics = contextlib.nullcontext() if index == 0 else frozen_statistics(self._batch_norms)
             with torch.no_grad(), seeded(self.seed, step, self.world.rank, index), statistics:
-                f_image, f_text = self.engine.forward(image[rows], text[rows])
-            images.append(f_image)
-            texts.append(f_text)
-        return torch.cat(images), torch.cat(texts)
+                f_image, f_text = self.engine.forward(image[rows], texts.tokens(index))
+            of_images.append(f_image)
+            of_texts.append(f_text)
+        return torch.cat(of_images), texts.in_order(of_texts)
 
     def _backward(
-        self, features: tuple[Tensor, Tensor], output: ObjectiveOutput, inputs: tuple[Tensor, Tensor], step: int
+        self, features: tuple[Tensor, Tensor], output: ObjectiveOutput, inputs: tuple[Tensor, TextChunks], step: int
     ) -> None:
         gradients = (output.grad_image, output.grad_text)
         if not self.cached:
             self.engine.backward(features, gradients)
             return
-        image, text = inputs
+        image, texts = inputs
         for index, rows in enumerate(self.chunks):
             with seeded(self.seed, step, self.world.rank, index), frozen_statistics(self._batch_norms):
-                again = self.engine.forward(image[rows], text[rows])
-            self.engine.backward(again, (gradients[0][rows], gradients[1][rows]))
+                again = self.engine.forward(image[rows], texts.tokens(index))
+            self.engine.backward(again, (gradients[0][rows], texts.rows(index, gradients[1])))
 
     def _agree(self, output: ObjectiveOutput, stop: bool) -> tuple[bool, bool]:
         """`(all finite, any stop)` over the ranks: one collective of two numbers and one host synchronisation."""

@@ -26,6 +26,7 @@ from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
+from pipeline.model.trimming import TextTrimming
 from pipeline.objectives import Objective
 from pipeline.training.gradient_check import TOLERANCE, GradientProbe
 from pipeline.training.observer import Observer
@@ -57,6 +58,7 @@ class Trainer:
     writer: CheckpointWriter
     probe: GradientProbe | None = None
     in_training: InTraining | None = None
+    trimming: TextTrimming | None = None
     faults: Faults = field(default_factory=Faults)
     step: int = 0
 
@@ -157,7 +159,10 @@ class Trainer:
         device, architecture = self.world.device, self.architecture
         image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
         text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
-        result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop)
+        lengths = self.trimming.lengths(batch.text) if self.trimming else None
+        result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop,
+                                text_lengths=lengths)  # fmt: skip
+        self.utilization.count(text_tokens=result.text_tokens)
         self.faults.note(applied=result.applied)
         if result.applied:
             self._check_probe()
@@ -231,6 +236,7 @@ class Trainer:
             **({} if norm is None else {"gradient_norm": norm}),
             **self.faults.scalars(),
             **self.objective.counters(),
+            "text_tokens": result.text_tokens,
             "corrupt_samples": self.loader.replaced(position),
             **rates,
             **self.utilization.scalars(rates["samples_per_second"]),

@@ -1,0 +1,147 @@
+"""No arithmetic on padding: texts cut after the longest of a micro-batch.
+
+In a causal text tower no token sees a later one, and the text's feature is read at its end-of-text token. Everything
+behind the last end-of-text token of a micro-batch can therefore be left out, and features and gradients stay the same.
+
+Shape legend: B texts, L tokens of the context, l tokens that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.attention import CausalPackedAttention, causal_text_transformer
+
+MULTIPLE = 8
+"""Widths are multiples of this: efficient for kernels, and few different shapes to compile."""
+
+
+@dataclass(frozen=True)
+class TextTrimming:
+    """How many tokens of a text a tower reads."""
+
+    eos_id: int | None
+    """The end-of-text token, the first of which is read; None: the largest token is the end of the text."""
+
+    def lengths(self, text: Tensor) -> Tensor:
+        """[B, L] tokens -> int64 [B] tokens up to and including the one at which the feature is read."""
+        marks = text if self.eos_id is None else (text == self.eos_id).int()
+        return marks.argmax(dim=-1) + 1
+
+
+def trimmed_width(lengths: Tensor, *, context_length: int) -> int:
+    """Width to which such texts are cut: the longest rounded up to a multiple of 8, at most the context length."""
+    return min(context_length, -(-int(lengths.max()) // MULTIPLE) * MULTIPLE)
+
+
+class TextChunks:
+    """The texts of a local batch in micro-batches, cut and, where there are several, sorted by length.
+
+    Only texts are sorted, so a micro-batch's images and texts are of different pairs. Features and gradients are given
+    and taken in the batch's order.
+    """
+
+    def __init__(self, text: Tensor, chunks: Sequence[slice], *, lengths: Tensor | None = None) -> None:
+        """Divide [b, L] tokens.
+
+        Args:
+            text: the tokens, on the device.
+            chunks: rows of each micro-batch, without gaps from 0 to b.
+            lengths: [b] on the host, of `TextTrimming`; None: neither cut nor sort.
+        """
+        self._text, self._rows, self._widths = text, list[slice | Tensor](chunks), [text.shape[1]] * len(chunks)
+        if lengths is None:
+            return
+        if len(chunks) > 1:
+            order = lengths.argsort(stable=True)
+            lengths = lengths[order]
+            self._rows = [order[rows].to(text.device, non_blocking=True) for rows in chunks]
+        self._widths = [trimmed_width(lengths[rows], context_length=text.shape[1]) for rows in chunks]
+
+    def tokens(self, index: int) -> Tensor:
+        """[c, l] tokens of micro-batch `index`."""
+        return self._text[self._rows[index], : self._widths[index]]
+
+    def rows(self, index: int, values: Tensor) -> Tensor:
+        """The rows of micro-batch `index` of a [b, ...] tensor in the batch's order."""
+        return values[self._rows[index]]
+
+    def in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        """The micro-batches' [c, d] features as [b, d] in the batch's order."""
+        joined = torch.cat(list(parts))
+        if isinstance(self._rows[0], slice):
+            return joined
+        return torch.empty_like(joined).index_copy_(0, torch.cat(self._rows), joined)  # type: ignore[arg-type]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that one forward pass over the local batch computes."""
+        rows = (len(range(*r.indices(len(self._text)))) if isinstance(r, slice) else len(r) for r in self._rows)
+        return sum(count * width for count, width in zip(rows, self._widths, strict=True))
+
+
+def text_trimming(clip: nn.Module, *, wanted: bool | None) -> TextTrimming | None:
+    """How to trim texts for a model; None: do not.
+
+    Args:
+        clip: open_clip's model.
+        wanted: `model.trim_text`.
+
+    Raises:
+        UserError: trimming is demanded, and would change what this model computes.
+    """
+    reason = why_not_trimmed(clip)
+    if wanted and reason:
+        raise UserError(f"model.trim_text=true: {reason} Use model.trim_text=false, or leave it out.")
+    if reason or wanted is False:
+        return None
+    kind, eos_id = _pooling(clip)
+    return TextTrimming(eos_id if kind == "eos" else None)
+
+
+def why_not_trimmed(clip: nn.Module) -> str | None:
+    """Why texts cannot be cut without changing a model's features; None if they can."""
+    transformer: Any = causal_text_transformer(clip)
+    if transformer is None:
+        return "The text tower is not a causal transformer of open_clip's: its features depend on the padding."
+    if _pooling(clip)[0] not in ("argmax", "eos"):
+        return f"The text tower pools by {_pooling(clip)[0]!r}, not at the end-of-text token."
+    if not all(isinstance(block.attn, CausalPackedAttention) for block in transformer.resblocks):
+        return "It needs packed attention (model.packed_attention, and open_clip's default transformer blocks)."
+    return None
+
+
+def encode_text(clip: nn.Module, text: Tensor) -> Tensor:
+    """`clip.encode_text` for texts of up to the model's context length, before normalisation.
+
+    Same as open_clip's `CLIP.encode_text`, which only takes texts of exactly the context length, except that the
+    position embeddings are cut, too. Other classes cut them themselves.
+    """
+    from open_clip.model import CLIP
+    from open_clip.transformer import text_global_pool
+
+    if not isinstance(clip, CLIP) or text.shape[1] == clip.positional_embedding.shape[0]:
+        return clip.encode_text(text)  # type: ignore[operator]
+    dtype = clip.transformer.get_cast_dtype()
+    x = clip.token_embedding(text).to(dtype) + clip.positional_embedding[: text.shape[1]].to(dtype)
+    x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask))
+    pooled = text_global_pool(x, text, *_pooling(clip))
+    projection = clip.text_projection
+    if projection is None:
+        return pooled
+    return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection
+
+
+def _pooling(clip: Any) -> tuple[str, int | None]:
+    """Kind of pooling and end-of-text token of a model's text tower."""
+    from open_clip.model import CLIP
+
+    if isinstance(clip, CLIP):
+        return clip.text_pool_type, getattr(clip, "text_eos_id", None)
+    return getattr(clip.text, "pool_type", "?"), getattr(clip.text, "eos_id", None)

@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTABLE := $(VENV)/.testable
+DOCUMENTABLE := $(VENV)/.documentable
 # pip resumes a download that broke off, but never begins one anew, and 5 GB have to come: so an installation that
 # failed, for whatever reason, is tried again after each of these pauses, in seconds.
 PAUSES ?= 5 30 120
@@ -16,13 +17,14 @@ INSTALL = @trap 'exit 130' INT; install() { \
 export DS_BUILD_OPS := 0
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test lint settings bench clean environment
+.PHONY: demo test lint docs settings bench clean environment
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   from URLs to an evaluated NeuCLIP model and its report, on the built-in corpus (about 10 minutes)"
 	@echo "make test   the whole test suite"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make settings  docs/settings.md, from the configuration classes"
 	@echo "make bench  the benchmarks"
 	@echo "make clean  remove caches and the demo's run"
@@ -40,8 +42,12 @@ $(READY): pyproject.toml constraints.txt
 # What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
 # clip-benchmark, which need none of what it depends on.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
+	touch $@
+
+$(DOCUMENTABLE): $(READY)
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 demo: $(READY)
@@ -60,6 +66,10 @@ lint: $(READY)
 settings: $(READY)
 	$(BIN)/python -m jobs.settings --markdown > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+
+# Needs no network; read it with `python -m http.server --directory build/site`.
+docs: $(DOCUMENTABLE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m jobs.bench

@@ -1,8 +1,8 @@
-"""What a study compares: `jobs/studies/NAME.yaml`, and the runs that come of it.
+"""What a study compares: `jobs/studies/NAME.yaml`, and the runs that result.
 
 A study crosses `settings` (datasets, regimes) with `arms` (what is compared) and seeds. Both are lists of dotted
 overrides over a recipe; an arm's come after its setting's. Sizes: `desk` (the built-in corpus, a micro model), `smoke`
-(the same, a few steps, few arms: does it work at all) and `paper` (the real datasets and recipes).
+(a few steps of a few arms of it, to see that it works) and `paper` (the real datasets and recipes).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.training.recipe import RunConfig, load_recipe
 FOLDER = Path(__file__).parent
 RECIPES = FOLDER.parent / "recipes"
 SIZES = ("desk", "smoke", "paper")
-# What decides where a run's bytes lie or how it is watched, but not what it computes.
+# Settings that decide where files are or how a run is watched, but not what it computes.
 NOT_IDENTITY = (
     "output",
     "data.sources",
@@ -36,74 +36,95 @@ NOT_IDENTITY = (
 
 @section
 class Variant:
-    """A setting or an arm. set: overrides. ranks: processes. corpus: of the built-in ones, by name."""
+    """A setting or an arm of a study."""
 
     title: str = ""
+    """Its name in tables and figures; empty: its key."""
     set: tuple[str, ...] = ()
+    """Overrides of the recipe, as on the command line."""
     recipe: str | None = None
+    """Recipe in `jobs/recipes/`; null: the setting's, else `desk`."""
     corpus: str | None = None
+    """A built-in corpus of `sizes.yaml`; null: the setting's, else `data.sources` of the recipe."""
     ranks: int | None = Field(default=None, ge=1)
+    """Number of processes; null: the setting's, else that of the size."""
 
 
 @section
 class Size:
-    """What is particular to a size. arms: instead of the study's own. baseline: instead of the study's own."""
+    """What a study runs at one size."""
 
     settings: dict[str, Variant]
+    """Datasets or regimes; every arm is run in every setting."""
     seeds: tuple[int, ...] = (0,)
+    """Seeds of the repetitions."""
     arms: dict[str, Variant] | None = None
+    """Arms at this size; null: the study's."""
     baseline: str | None = None
+    """Baseline at this size; null: the study's."""
 
 
 @section
 class Smoke:
-    """The part of the desk size that shows in a minute whether a study works at all; the first arm is its baseline."""
+    """The part of the desk size that shows within a minute whether a study works at all."""
 
     settings: tuple[str, ...]
+    """Names of the settings to run."""
     arms: tuple[str, ...]
+    """Names of the arms to run; the first is the baseline."""
 
 
 @section
 class Study:
-    """A study as declared.
-
-    baseline: the arm that differences are taken to. columns: what the tables show, see `results.COLUMNS`. curves:
-    columns drawn over samples seen. groups: arms that are drawn and listed together; default: all in one.
-    alone: its runs must not share the machine, since they are timed.
-    """
+    """A study as declared in `jobs/studies/NAME.yaml`."""
 
     title: str
+    """Its name in tables and pages."""
     reproduces: str
+    """The tables and figures of the papers that it repeats."""
     question: str
+    """What it is meant to find out, in one sentence."""
     baseline: str
+    """The arm to which differences are taken."""
     columns: tuple[str, ...]
+    """Columns of the tables, by their names in `jobs/studies/outcomes.py`."""
     curves: tuple[str, ...] = ("average",)
+    """Columns drawn over samples seen."""
     arms: dict[str, Variant] = field(default_factory=dict)
+    """What is compared."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Arms that are listed and drawn together; empty: all in one group."""
     smoke: Smoke
     alone: bool = False
+    """Its runs are timed and must not share the machine with others."""
     measure: Literal["normalizers", "none"] = "normalizers"
+    """What is measured on the checkpoints beside the scores."""
     desk: Size
     paper: Size
 
 
 @section
 class Corpus:
-    """A built-in corpus at a size: training pairs and held-out images per task."""
+    """A built-in corpus at one size."""
 
     pairs: int
+    """Training pairs."""
     held_out: int
+    """Held-out images per task."""
 
 
 @section
 class SizeFacts:
-    """What all studies of one size share. anchors: compared per measurement of normalizers. ranks: unless said
-    otherwise. set: overrides."""
+    """What all studies of one size share."""
 
     corpora: dict[str, Corpus] = field(default_factory=dict)
+    """Built-in corpora by name."""
     anchors: int | None = None
+    """Anchors compared in each measurement of normalizers; null: all."""
     ranks: int = Field(default=1, ge=1)
+    """Number of processes where neither arm nor setting gives one."""
     set: tuple[str, ...] = ()
+    """Overrides of all runs of this size."""
 
 
 @dataclass(frozen=True)

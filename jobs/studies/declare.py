@@ -48,6 +48,10 @@ class Variant:
     """A built-in corpus of `sizes.yaml`; null: the setting's, else `data.sources` of the recipe."""
     ranks: int | None = Field(default=None, ge=1)
     """Number of processes; null: the setting's, else that of the size."""
+    network_share: float = Field(default=0.0, ge=0, lt=1)
+    """Of a setting: the share of a step that NeuCLIP's network takes there."""
+    same_compute: bool = False
+    """Of an arm: it sees that share fewer samples, so that it costs what the others cost."""
 
 
 @section
@@ -123,8 +127,10 @@ class SizeFacts:
     """Anchors compared in each measurement of normalizers; null: all."""
     ranks: int = Field(default=1, ge=1)
     """Number of processes where neither arm nor setting gives one."""
+    defaults: tuple[str, ...] = ()
+    """Overrides of all runs of this size, below those of settings and arms."""
     set: tuple[str, ...] = ()
-    """Overrides of all runs of this size."""
+    """Overrides of all runs of this size, above those of settings and arms."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +201,13 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
     for seed in at_size.seeds:
         for setting_name, setting in at_size.settings.items():
             for arm_name, arm in arms_of(study, size).items():
-                given = (*setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
+                given = (*facts.defaults, *setting.set, *arm.set, *facts.set, *overrides, f"seed={seed}")
                 recipe = RECIPES / f"{arm.recipe or setting.recipe or 'desk'}.yaml"
                 try:
                     run = load_recipe(recipe, given)
+                    if arm.same_compute:
+                        given += (f"samples={round(run.samples * (1 - setting.network_share))}",)
+                        run = load_recipe(recipe, given)
                 except UserError as error:
                     raise UserError(f"{name}, {setting_name}, {arm_name}: {error}") from error
                 corpus, ranks = arm.corpus or setting.corpus, arm.ranks or setting.ranks or facts.ranks

@@ -42,6 +42,38 @@ def test_the_papers_ablations_are_complete() -> None:
     assert {run.restart_every for run in runs if run.npn == "prototypes"} == {20, 100, 500, 2500, 0}
     assert {run.inner_steps for run in runs} == {1, 5, 10, 20, 50}
     assert {run.prototypes for run in runs} == {1024, 2048, 4096, 8192}
+    varied = [run for run in runs if run.name == "neuclip_literal" and run.npn_optimizer == "adagrad"]
+    assert {run.npn_lr for run in varied} == {1.0}, "Table 4's rate"
+    assert len(varied) >= 13
+
+
+def test_the_papers_same_compute_arm_offsets_the_network() -> None:
+    """NeuCLIP Table 13, with the shares of Table 5."""
+    units = {(unit.setting, unit.arm): unit.run.samples for unit in units_of("methods", size="paper") if not unit.seed}
+    for setting, share in {
+        "cc3m": 0.0930,
+        "cc12m": 0.0603,
+        "dfn14m": 0.0603,
+        "dfn192m": 0.0598,
+        "dfn1b": 0.0598,
+    }.items():
+        less = units[setting, "literal_same_compute"] / units[setting, "neuclip_literal"]
+        assert less == pytest.approx(1 - share, rel=1e-6)
+
+
+def test_the_papers_errors_are_compared_at_equal_samples_between_restarts() -> None:
+    """NeuCLIP, section 5.2 and appendix B.6: five checkpoints per run, after the same numbers of samples."""
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for unit in units_of("normalizers", size="paper"):
+        run = unit.run
+        steps = [run.checkpoint.keep_every * k for k in range(1, 6)]
+        assert run.checkpoint.every == run.checkpoint.keep_every
+        assert steps[-1] < run.samples // run.batch_size < steps[-1] + run.checkpoint.every
+        assert not [step for step in steps if step % 500 == 0], "a restart"
+        seen.setdefault(unit.setting.partition("-")[0].replace("1.4m", "14m"), set()).add(
+            tuple(step * run.batch_size for step in steps)
+        )
+    assert {name: len(found) for name, found in seen.items()} == {"cc3m": 1, "dfn14m": 1}
 
 
 def test_studies_share_the_runs_that_they_have_in_common() -> None:

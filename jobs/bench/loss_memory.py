@@ -3,9 +3,9 @@
     python -m jobs.bench.loss_memory                     # B = 8,192 and 32,768, d = 512
     python -m jobs.bench.loss_memory --batch 4096 --objective neuclip
 
-open_clip's `ClipLoss` keeps [B, B] logits and what autograd needs of them; ours works in blocks of rows and computes
-similarities again for the gradient. Peak memory is what the case added to the process (to the device on a GPU); time is
-the process's CPU time (on a GPU the wall's).
+open_clip's `ClipLoss` keeps [B, B] logits and autograd's copies; ours works in blocks of rows and recomputes
+similarities for the gradient. Peak memory is the increase of the process's (on a GPU the device's) peak; time is CPU
+time (on a GPU wall time).
 """
 
 from __future__ import annotations

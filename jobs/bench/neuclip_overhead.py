@@ -1,18 +1,17 @@
-"""NeuCLIP's extra time and memory in a training step, beside openclip's, on one device.
+"""NeuCLIP's extra time and memory in a training step, compared with openclip's, on one device.
 
     python -m jobs.bench.neuclip_overhead                                    one GPU: ViT-B-16, 5,120 pairs, 8 ranks
     python -m jobs.bench.neuclip_overhead --setting gathered --rounds 10 --npn-compile
     python -m jobs.bench.neuclip_overhead --arch scenes-vit-tiny --batch 64 --ranks 4 --prototypes 64 --micro-batch 16
 
-whole: one device carries the whole global batch, in micro-batches by feature-cached accumulation. gathered: one rank of
-`--ranks`, as in the paper's setting (local batch 640 of a gathered 5,120): towers on its own pairs, the objective on
-all, of which the other ranks' features are stand-ins that lie on the device already; so communication is not in it.
-`replicated` and `sharded` are the settings of `objective.npn_update`: every rank makes the whole update, or each one
-on its own anchors, after which the prototypes' gradients are summed over the ranks. Those sums are told in bytes, not
-timed, since the other ranks are stand-ins.
+whole: one device processes the whole global batch, in micro-batches by feature-cached accumulation. gathered: one rank
+of `--ranks`, as in the paper's setting (local batch 640 of a gathered 5,120): towers on its own pairs, the objective on
+all of them. The other ranks' features are random stand-ins on the device, so communication is not measured.
+`replicated` and `sharded` are settings of `objective.npn_update`: every rank computes the whole update, or the share of
+its own anchors, after which the ranks sum the prototypes' gradients. The size of these sums is printed.
 
 Contestants take turns in rounds; a ratio is the median of the ratios within rounds. Time is wall time on a GPU and CPU
-time on a CPU. Memory is a contestant's peak, told on a GPU only.
+time on a CPU. Memory is a contestant's peak, measured on a GPU only.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pipeline.versions import versions
 
 @dataclass(frozen=True)
 class OneOfMany(World):
-    """A world whose other ranks are stand-ins: gathers give features of random pairs and copies of own scalars."""
+    """A world with simulated other ranks: gathers return random features and copies of the own scalars."""
 
     def all_gather(self, x_b: Tensor) -> Tensor:
         x_b = x_b.detach()
@@ -142,7 +141,7 @@ def measure(args: argparse.Namespace, *, kinds: tuple[str, ...], ranks: int, wor
     data = make_data(args)
     runs: dict[str, Rounds] = {}
     own: dict[str, int] = {}
-    if cuda:  # what libraries keep for ever is nobody's: let it be there before the first is weighed
+    if cuda:  # allocate what libraries keep for good before the first contestant is measured
         contestant(args, data, kind=kinds[0], ranks=ranks, world=world)(1)
         gc.collect()
         torch.cuda.empty_cache()

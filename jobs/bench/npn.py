@@ -3,13 +3,13 @@
     python -m jobs.bench.npn                      # B = 512 and 5,120, d = 512, m = 4,096, T_u = 10, both networks
     python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
 
-Per batch size and round, in turn: autograd with torch.optim.Adagrad in fp32, our closed form in fp32, with bf16
-GEMMs, and with `npn_compile` on top, and the two GEMMs of an update alone, in fp32 and in bf16. On a CPU the
-process's own CPU time is counted; on a GPU the wall's, which at small sizes is that of launching. Of the rounds the
-least time is printed, since other users of the machine only ever add to it, and the median; ratios are those of the
-least times and, in brackets, the median of the rounds' own ratios. Set OMP_WAIT_POLICY=passive on a shared machine,
-or waiting threads count as work. The last line is about precision: what bf16 GEMMs cost without `npn_compile`, as
-mean squared difference of alpha, beside what the prototypes are off by.
+For each batch size and round, in turn: autograd with torch.optim.Adagrad in fp32; the closed form in fp32, with bf16
+products, and with `npn_compile` on top; and the two products of an update alone, in fp32 and in bf16. On a CPU the CPU
+time of the process is measured, on a GPU wall time, which at small sizes is launch time. The minimum over the rounds is
+printed, because other processes only ever add time, and the median; ratios are those of the minima and, in brackets,
+the median of the ratios within rounds. Set OMP_WAIT_POLICY=passive on a shared machine, or waiting threads count as
+work. The last line shows the cost of bf16 products without `npn_compile`, as mean squared difference of alpha, beside
+the error of alpha itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.objectives.npn import prototypes
-from pipeline.objectives.npn.inner_optimizer import AdaGrad
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes
 from pipeline.objectives.npn.prototypes import Anchors
+from pipeline.objectives.optimizers import AdaGrad
 from pipeline.objectives.workspace import Workspace
 
 LR, EPS, TAU = 0.01, 1e-14, 0.03
@@ -97,7 +97,7 @@ def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dt
         z = torch.empty(len(features), len(prototype), dtype=dtype, device=features.device)
         gradient = torch.empty_like(prototype)
         for _ in range(steps):
-            if features.is_cuda:  # the results of both are fp32 there, as those of the network's products are
+            if features.is_cuda:  # with fp32 results, as in the network
                 torch.mm(features, prototype.T, out_dtype=torch.float32)
                 torch.mm(z.T, features, out_dtype=torch.float32)
             else:
@@ -128,9 +128,9 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
     dim, m, steps = arguments.dim, arguments.prototypes, arguments.steps
     anchors, weight = make_problem(batch, dim, m, device=device)
     low = [Anchors(*(a.features, a.positive, a.log_target, a.tau, a.log_eps, a.features.bfloat16())) for a in anchors]
-    makes = {"fp32": (anchors, FUSED), "bf16": (low, FUSED), "bf16 compiled": (low, COMPILED)}
+    variants = {"fp32": (anchors, FUSED), "bf16": (low, FUSED), "bf16 compiled": (low, COMPILED)}
     calls: dict[str, Callable[[], object]] = {"autograd fp32": lambda: autograd(anchors, weight, steps=steps)}
-    for name, (sides, passes) in makes.items():
+    for name, (sides, passes) in variants.items():
         calls[f"closed {name}"] = functools.partial(
             closed_form, sides, weight, steps=steps, workspace=Workspace(), passes=passes
         )
@@ -140,7 +140,7 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
     print(f"\nB = {batch}, d = {dim}, m = {m}, {steps} updates of both networks, milliseconds:")
     digits = 2 if device.type == "cuda" else 0
     print("   ".join(f"{name} {min(taken):.{digits}f} ({median(taken):.{digits}f})" for name, taken in times.items()))
-    for name in makes:
+    for name in variants:
         mine, alone = times[f"closed {name}"], times[f"GEMMs {name.split()[0]}"]
         print(
             f"closed {name}: {ratio(times['autograd fp32'], mine)} times as fast as autograd fp32; "

@@ -3,8 +3,8 @@
     python -m jobs.bench.table_checkpoint                        # 32 million rows of 4 columns: 512 MiB
     python -m jobs.bench.table_checkpoint --rows 125000000       # a rank's share of a billion samples on 8 ranks
 
-Each way runs in a process of its own, which fills a table, writes a whole checkpoint through the trainer's writer while
-rows keep changing, and tells by how much its peak resident memory grew beyond the table. `share` is of the table.
+Each variant runs in a process of its own, which fills a table, writes a whole checkpoint through the trainer's writer
+while rows keep changing, and prints the growth of its peak resident memory. `share` is relative to the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def measure(rows: int, way: str, folder: Path) -> tuple[float, float]:
-    """MiB of peak memory beyond what the filled table had needed, and seconds until the checkpoint was published."""
+    """Growth of peak memory after filling the table, in MiB, and seconds until the checkpoint was published."""
     import torch
 
     from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot

@@ -1,11 +1,11 @@
-"""Exact log-normalizers of a checkpoint over its whole dataset, and how far each method's own are from them.
+"""Exact log-normalizers of a checkpoint over its whole dataset, and the error of the method's own estimates.
 
     log g_i = log [ 1/(n - 1) sum_{j != i} exp((s_ij - s_ii) / tau_i) ]      NeuCLIP, equation (9) and appendix B.6
 
-The n x n similarities are never stored: a batch of anchors meets all pairs in blocks, with a running log-sum-exp. The
-pairs are those of one epoch of the training's own loader (same crops, same batches), so that a method that answers from
-within a batch is asked about batches as it met them. Both directions. Every rank keeps the features of its own pairs
-only, 2 n/K d numbers, and sums over them for everybody's anchors.
+The n x n similarities are never stored: each batch of anchors is compared with all pairs in blocks, with a running
+log-sum-exp, in both directions. The pairs are those of one epoch of the training's own loader (same crops, same
+batches), because some methods estimate from within a batch. Every rank keeps the features of its own pairs only, 2 n/K
+d numbers, and sums over them for the anchors of all ranks.
 
 Shape legend: n pairs encoded, K ranks, B global batch, b this rank's part of it, d feature dimension.
 """
@@ -49,26 +49,29 @@ class Errors:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One checkpoint's log-normalizers.
-
-    pairs: n, over which the exact ones sum; left_over: pairs of the dataset that fill no batch and are not among them.
-    rows: anchors compared, per direction. tau: their mean temperature. mean, variance: of the exact log-normalizers;
-    an estimator that knows nothing but the mean has an error of `variance`. cold: the method's lasting state alone;
-    in_use: with what a step on the anchors' batch learns first; fresh: that step begins with a restart of the network.
-    """
+    """One checkpoint's log-normalizers and their errors."""
 
     step: int
     samples: int
     batch_size: int
     pairs: int
+    """n, over which the exact normalizers sum."""
     left_over: int
+    """Pairs of the dataset that fill no batch and are left out."""
     rows: int
+    """Anchors compared, per direction."""
     tau: float
+    """Mean temperature of these anchors."""
     mean: float
+    """Mean of the exact log-normalizers."""
     variance: float
+    """Their variance, which is the error of an estimator that knows only their mean."""
     cold: Errors
+    """Errors of the method's lasting state alone."""
     in_use: Errors
+    """Errors after what a step on the anchors' batch learns before it computes gradients."""
     fresh: bool
+    """Whether that step begins with a restart of the network."""
 
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -77,7 +80,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Rows:
-    """What was compared, on the CPU: sample ids [r] and, for each direction, [r] values."""
+    """The compared values on the CPU: sample ids [r] and, for each direction, [r] values."""
 
     sample_id: Tensor
     exact: Pair
@@ -89,10 +92,14 @@ class Rows:
 def exact_log_normalizers(
     anchors_bd: Tensor, others_nd: Tensor, *, tau_b: Tensor, first: int, world: World | None = None
 ) -> Tensor:
-    """log g of each of this rank's anchors over all pairs of all ranks but its own, [b]; collective.
+    """log g of each of this rank's anchors over all ranks' pairs but the anchor's own, [b]; collective.
 
-    Args: anchors_bd: [b, d] unit-norm. others_nd: this rank's part of the other side, unit-norm, equally long on every
-      rank; row `first + i` is anchor i's own partner. All ranks sum over their own parts, for everybody's anchors.
+    Args:
+        anchors_bd: [b, d] unit-norm.
+        others_nd: This rank's part of the other side, unit-norm, of the same length on every rank.
+        tau_b: Temperature of each anchor.
+        first: Row of `others_nd` that is the partner of the first anchor; the others follow.
+        world: The ranks.
     """
     world = world or World()
     positive = (anchors_bd * others_nd[first : first + len(anchors_bd)]).sum(1)
@@ -103,7 +110,8 @@ def exact_log_normalizers(
 
 
 def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice, first: int) -> Tensor:
-    """log sum_j exp(s_ij / tau_i) over these columns, [B], but column `first + i` for the i-th of the rows `own`."""
+    """log sum_j exp(s_ij / tau_i) over these columns, [B], without column `first + i` for the i-th of the rows
+    `own`."""
     scaled, n = anchors_Bd / tau[:, None], len(others_nd)
     step = max(1, (GPU_BLOCK if anchors_Bd.is_cuda else CPU_BLOCK) // len(anchors_Bd))
     total = scaled.new_full((len(scaled),), -math.inf)
@@ -118,7 +126,7 @@ def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice,
 
 
 def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunConfig:
-    """The configuration that a checkpoint was written with, and `changes` to it (where the data lies now, say)."""
+    """The configuration that a checkpoint was written with, with `changes` (to the path of the data, for example)."""
     tree = checkpoint.meta.get("config")
     if not tree:
         raise UserError(
@@ -131,11 +139,17 @@ def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunCon
 def measure(
     run: RunConfig, checkpoint: Checkpoint, *, world: World, limit: int | None = None
 ) -> tuple[Measurement, Rows]:
-    """Exact normalizers of a checkpoint and the errors of its method's own; collective, the same on every rank.
+    """Exact normalizers of a checkpoint and the errors of its method's estimates; collective, the same on every rank.
 
-    Args: limit: compare about so many anchors only (whole batches, from the front of the shuffled epoch); the sums
-      still run over the whole dataset. Default: all.
-    Raises: UserError for an objective without normalizers (siglip).
+    Args:
+        run: The run's configuration.
+        checkpoint: The checkpoint.
+        world: The ranks.
+        limit: Compare about this many anchors (whole batches, from the front of the shuffled epoch); the sums still run
+            over the whole dataset. Default: all.
+
+    Raises:
+        UserError: The objective has no normalizers (siglip).
     """
     towers, architecture = build_towers(_from_scratch(run.model), seed=run.seed)
     towers.clip.load_state_dict(checkpoint.weights())
@@ -144,7 +158,7 @@ def measure(
         objective = objective_of(run, loader=loader, architecture=architecture, world=world)
         if not isinstance(objective, SoftmaxObjective):
             raise UserError(
-                f"{run.objective.name} has no normalizers: nothing can be compared. Give a softmax objective."
+                f"{run.objective.name} has no normalizers to compare: choose a run with a softmax objective."
             )
         objective.load_state_dict(checkpoint.objective())
         objective.load_row_state_dict(checkpoint.read_rows)
@@ -173,7 +187,8 @@ def measure(
 
 
 def save_rows(path: Path, rows: Rows) -> None:
-    """All compared values as one .npz: sample_id, and exact, cold, in_use and tau of both directions (image_exact)."""
+    """Write all compared values to one .npz: sample_id, and image_exact, image_cold, image_in_use, image_tau,
+    text_..."""
     columns = {
         f"{side}_{name}": getattr(rows, name)[number].numpy()
         for number, side in enumerate(SIDES)
@@ -190,7 +205,7 @@ def _from_scratch(model: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """This rank's part of an epoch, batch after batch: features, [n/K, d] each, and sample ids, [n/K]."""
+    """This rank's part of an epoch, in batches: features, [n/K, d] each, and sample ids, [n/K]."""
 
     features: Pair
     sample_id: Tensor
@@ -210,22 +225,22 @@ def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) 
         for whole, part in zip((*pairs.features, pairs.sample_id), (*features, batch.sample_id), strict=True):
             whole[row : row + size] = part
         row += size
-    assert pairs is not None  # the loader refuses a dataset of less than a batch
+    assert pairs is not None  # the loader refuses datasets smaller than a batch
     return pairs
 
 
 def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: World) -> Rows:
-    """A global batch's rows of every rank, `own` of this one: exact values and the method's own."""
+    """Exact values and the method's estimates for a global batch, of which this rank has the rows `own`."""
     image, text, ids = pairs.features[0][own], pairs.features[1][own], pairs.sample_id[own]
-    beliefs = objective.log_normalizers(image, text, sample_ids=ids)
+    estimates = objective.log_normalizers(image, text, sample_ids=ids)
     with true_fp32():
         exact = [
             exact_log_normalizers(
-                features, pairs.features[1 - side], tau_b=beliefs.tau[side], first=own.start, world=world
+                features, pairs.features[1 - side], tau_b=estimates.tau[side], first=own.start, world=world
             )
             for side, features in enumerate((image, text))
         ]
-    values = torch.stack([*exact, *beliefs.cold, *beliefs.in_use, *beliefs.tau], 1)
+    values = torch.stack([*exact, *estimates.cold, *estimates.in_use, *estimates.tau], 1)
     gathered = world.all_gather(values).cpu().unbind(1)
     of_sides = [(gathered[i], gathered[i + 1]) for i in range(0, 8, 2)]
     return Rows(world.all_gather(ids).cpu(), *of_sides)

@@ -1,11 +1,12 @@
 """`amorlip`: partition functions predicted by MLPs, after AmorLIP (Sun et al., 2025).
 
 Written from NeuCLIP's description (sections 2 and 5.2) and the settings published with AmorLIP's code; what these leave
-open is this project's own choice, marked "ours" below. Not a reproduction of AmorLIP.
+open is this project's own choice, marked "ours" below. This is not a reproduction of AmorLIP.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -15,13 +16,14 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
+from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn import mlp
-from pipeline.objectives.npn.inner_optimizer import Adam, Buffered
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
+from pipeline.objectives.optimizers import Adam
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
-from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
+from pipeline.objectives.replicated_network import ReplicatedNetwork
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, Component, SoftmaxObjective
+from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
 
@@ -30,28 +32,31 @@ Divergence = Literal["squared_log", "kl", "js"]
 class AmorLipConfig(TemperatureConfig):
     """Settings as published with AmorLIP's code (rho and tau_lr: its CC12M values).
 
-    Ours: ratio_cap, and that the rate of tau follows the encoders' and never falls (AmorLIP's is constant, and a third
-    below 0.03, as in the recipes of the papers' datasets).
-
-    divergence: what the networks minimize, see `slope`: the squared error of the logs, or the Kullback-Leibler or
-    Jensen-Shannon divergence of the distributions that prediction and target define.
-    positive_weight: weight of the own pair in the batch's mean. target_share: what the previous epoch's network gives
-    to the target in the end; it rises by a cosine over half of the epochs. ema_decay, ema_every: the network in use is
-    a moving average of the trained one. ratio_cap: upper bound of q = E[exp(s / tau)] / lambda, 0 = none but
-    exp(30), so that fp32 stays finite.
+    Ours: `ratio_cap`, and that the rate of tau follows the encoders' and never falls (AmorLIP's is constant, and a
+    third below 0.03, as in the recipes of the papers' datasets).
     """
 
     name: str = "amorlip"
     tau_lr: float = Field(default=1e-4, ge=0)
     rho: float = Field(default=8.5, gt=0)
+    """Weight of tau in the loss."""
     npn_lr: float = Field(default=1e-3, gt=0)
+    """Adam's learning rate of the networks."""
     inner_steps: int = Field(default=3, ge=1)
+    """Updates of the networks per step."""
     divergence: Divergence = "squared_log"
+    """What the networks minimize: the squared error of the logs, or the Kullback-Leibler (`kl`) or Jensen-Shannon
+    (`js`) divergence of the distributions that prediction and target define."""
     positive_weight: float = Field(default=1e-3, ge=0)
+    """Weight of the own pair in the batch's mean."""
     target_share: float = Field(default=0.8, ge=0, lt=1)
+    """Final share of the previous epoch's network in the target; it rises by a cosine over half of the epochs."""
     ema_decay: float = Field(default=0.92, ge=0, lt=1)
+    """Decay of the moving average of the trained network, which is the network in use."""
     ema_every: int = Field(default=2, ge=1)
+    """Steps between two updates of the moving average."""
     ratio_cap: float = Field(default=5.0, ge=0)
+    """Upper bound of E[exp(s / tau)] / lambda; 0 = only the bound exp(30) that keeps fp32 finite."""
 
 
 def target_share_at(epoch: int, *, highest: float, epochs: int) -> float:
@@ -61,13 +66,13 @@ def target_share_at(epoch: int, *, highest: float, epochs: int) -> float:
 
 
 def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Tensor:
-    """Derivative of each anchor's divergence by log lambda, [B]; it is 0 where lambda equals the target T.
+    """Derivative of each anchor's divergence by log lambda, [B]; 0 where lambda equals the target T.
 
-    squared_log: (log lambda - log T)^2. The others compare q_j = w_j exp(s_j / tau) / lambda with the same over T, p_j,
+    squared_log: (log lambda - log T)^2. The others compare q_j = w_j exp(s_j / tau) / lambda with p_j, the same over T,
     which sums to 1: kl: sum_j q_j log(q_j / p_j) - q_j + p_j; js: sum_j q_j log(q_j / m_j) / 2 + p_j log(p_j / m_j) / 2
-    with m = (q + p) / 2. Since q_j / p_j = T / lambda for every j, both are functions of that ratio alone; it is held
-    below exp(30). Ours: the last two terms of kl. q need not sum to 1, and without them the least value is not at T but
-    at e T; AmorLIP's code has them not and adds a share of the squared error.
+    with m = (q + p) / 2. Since q_j / p_j = T / lambda for every j, both are functions of that ratio, which is bounded
+    by exp(30). Ours: the last two terms of kl. q need not sum to 1, and without them the minimum is at e T instead of
+    T; AmorLIP's code lacks them and adds a share of the squared error.
     """
     difference = log_lambda - log_target
     if divergence == "squared_log":
@@ -78,107 +83,99 @@ def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Ten
     return -0.5 * ratio * (math.log(2) + F.logsigmoid(-difference))
 
 
-class PartitionNetworks:
+class PartitionNetworks(Component):
     """Per side a trained MLP, its moving average (in use) and the previous epoch's average; stacked as [2, ...].
 
-    Ours: at an epoch's start the fresh network's last bias is the batch's mean target, so that its first predictions
+    Ours: at the start of an epoch the new network's last bias is the batch's mean target, so that its first predictions
     have the right level, and the moving average starts from there.
     """
 
     def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
-        self.config, self.context, self.optimizer = config, context, Adam(config.npn_lr)
-        self.epochs = context.epochs(wanted_by="objective.name = 'amorlip'")
-        parameters = mlp.initial_parameters(context)
-        self.names = tuple(parameters)
-        tensors = dict(parameters)
-        for copy in (*self.optimizer.slots, "average", "previous"):
-            tensors |= {f"{name}.{copy}": torch.zeros_like(value) for name, value in parameters.items()}
-        self.state = Buffered(tensors)
-        self.updates = torch.zeros((), dtype=torch.int64)  # of the optimizer since the restart; on the host
-        self._next_updates = 0
+        self.config, self.context = config, context
+        self.epochs = context.epochs(needed_by="objective.name = 'amorlip'")
+        self.network = ReplicatedNetwork(
+            mlp.initial_parameters(context), Adam(config.npn_lr), copies=("average", "previous")
+        )
 
     def advance(self, batch: AnchorBatch, log_means: Pair) -> Pair:
         """Restart if an epoch begins, update on this batch, predict log lambda of each anchor, [B] each; pending.
 
-        Args: log_means: log of the batch's mean of exp(s / tau), [B] each.
+        Args:
+            batch: The global batch.
+            log_means: log of the batch's mean of exp(s / tau), [B] each.
         """
-        self.state.begin()
+        config, network = self.config, self.network
+        network.begin()
         epoch, within = divmod(batch.step, self.context.steps_per_epoch)
-        self._next_updates = int(self.updates)
         if within == 0:
             self._restart(epoch, log_means)
-        share = target_share_at(epoch, highest=self.config.target_share, epochs=self.epochs)
+        share = target_share_at(epoch, highest=config.target_share, epochs=self.epochs)
         for side in (0, 1):
             features, target = batch.features[side], log_means[side]
             if share > 0:
-                before = mlp.forward(self._side(side, ".previous"), features)
+                before = mlp.forward(network.side(side, copy="previous"), features)
                 target = torch.logaddexp(target + math.log1p(-share), before + math.log(share))
-            for inner in range(self.config.inner_steps):
-                self._update(side, features, target, number=self._next_updates + inner + 1)
-        self._next_updates += self.config.inner_steps
-        if batch.step % self.config.ema_every == 0:
-            for name in self.names:
-                average = self.state.working[f"{name}.average"]
-                average.lerp_(self.state.working[name], 1 - self.config.ema_decay)
-        first, second = (mlp.forward(self._side(side, ".average"), batch.features[side]) for side in (0, 1))
+            predict = functools.partial(mlp.forward, features=features)
+            pull = functools.partial(_mean_slope, config.divergence, log_target=target)
+            for inner in range(config.inner_steps):
+                gradients, _ = network.gradients(side, predict, pull)
+                network.step(side, gradients, number=network.next_updates + inner + 1)
+        network.next_updates += config.inner_steps
+        if batch.step % config.ema_every == 0:
+            for side in (0, 1):
+                for name, average in network.side(side, copy="average").items():
+                    average.lerp_(network.side(side)[name], 1 - config.ema_decay)
+        first, second = (mlp.forward(network.side(s, copy="average"), batch.features[s]) for s in (0, 1))
         return first, second
 
     def predict(self, features: Pair) -> Pair:
         """log lambda of each anchor from the lasting averages, [B] each."""
-        lasting = self.state.lasting
         first, second = (
-            mlp.forward({name: lasting[f"{name}.average"][side] for name in self.names}, features[side])
-            for side in (0, 1)
+            mlp.forward(self.network.side(side, copy="average", lasting=True), features[side]) for side in (0, 1)
         )
         return first, second
 
-    def commit(self) -> None:
-        self.state.commit()
-        self.updates.fill_(self._next_updates)
+    def commit(self, update: Any) -> None:
+        self.network.commit()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The lasting tensors themselves, by name."""
-        return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | {"updates": self.updates}).items()}
+    def replicated_state(self) -> dict[str, Tensor]:
+        return self.network.state()
 
-    def _side(self, side: int, suffix: str = "") -> dict[str, Tensor]:
-        return {name: self.state.working[name + suffix][side] for name in self.names}
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"npn_lr": self.config.npn_lr}
 
     def _restart(self, epoch: int, log_means: Pair) -> None:
-        working, fresh = self.state.working, mlp.initial_parameters(self.context, restart=epoch)
+        fresh = mlp.initial_parameters(self.context, restart=epoch)
         fresh["head.bias"] = torch.stack([mean.mean()[None] for mean in log_means])
-        for name in self.names:
-            working[f"{name}.previous"].copy_(working[f"{name}.average"])
-            working[name].copy_(fresh[name])
-            working[f"{name}.average"].copy_(fresh[name])
-            for slot in self.optimizer.slots:
-                working[f"{name}.{slot}"].zero_()
-        self._next_updates = 0
+        for side in (0, 1):
+            average, previous = (self.network.side(side, copy=copy) for copy in ("average", "previous"))
+            for name, parameter in self.network.side(side).items():
+                previous[name].copy_(average[name])
+                parameter.copy_(fresh[name][side])
+                average[name].copy_(fresh[name][side])
+        self.network.clear_slots()
 
-    def _update(self, side: int, features: Tensor, target: Tensor, *, number: int) -> None:
-        """One step on the batch's mean divergence from the target (the separate objective of NeuCLIP, section 5.2)."""
-        with torch.enable_grad():
-            parameters = {name: value.detach().requires_grad_() for name, value in self._side(side).items()}
-            log_lambda = mlp.forward(parameters, features)
-        pull = slope(self.config.divergence, log_lambda.detach(), target) / target.shape[0]
-        gradients = torch.autograd.grad(log_lambda, list(parameters.values()), pull)
-        for (name, parameter), gradient in zip(self._side(side).items(), gradients, strict=True):
-            slots = {slot: self.state.working[f"{name}.{slot}"][side] for slot in self.optimizer.slots}
-            self.optimizer.step(parameter, gradient, slots, updates=number)
+
+def _mean_slope(divergence: Divergence, log_lambda: Tensor, *, log_target: Tensor) -> Tensor:
+    """Derivative of the batch's mean divergence (the separate objective of NeuCLIP, section 5.2)."""
+    return slope(divergence, log_lambda, log_target) / log_target.shape[0]
 
 
 @register("amorlip", AmorLipConfig)
-class AmorLip(GlobalTemperatureObjective):
+class AmorLip(SoftmaxObjective):
     """L = tau mean_i [ -2 s_ii / tau + E1_i / lambda1_i + E2_i / lambda2_i ] + rho tau, lambda constant.
 
     E_i is the batch's mean of exp(s_ij / tau) in which the own pair weighs `positive_weight` and all others 1.
     Metrics: normalizer_gap: mean |log lambda - log E| over both sides; ratio_max: largest q = E / lambda after the cap.
     """
 
-    def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
-        self.networks = PartitionNetworks(config, context)
+    temperature: LearnedTemperature
 
-    def decide(self, batch: AnchorBatch) -> Decision:
+    def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
+        self.networks = PartitionNetworks(config, context)
+        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.networks)
+
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
         weight, others = config.positive_weight, batch.size - 1
         logit = batch.positive / tau
@@ -200,7 +197,7 @@ class AmorLip(GlobalTemperatureObjective):
             gaps.append((predicted[side] - log_means[side]).abs().mean())
             ratios.append(ratio)
         zero = torch.zeros_like(tau)
-        return Decision(
+        return AnchorWeights(
             loss=-2 * batch.positive.mean() + tau * ((ratios[0] + ratios[1]).mean() + config.rho),
             log_normalizer=(normalizers[0], normalizers[1]),
             log_scale=(zero, zero),
@@ -213,21 +210,11 @@ class AmorLip(GlobalTemperatureObjective):
             },
         )
 
-    def predict(self, batch: AnchorBatch) -> Pair:
-        # As the log-normalizer that `decide` uses: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+        # As in `anchor_weights`: lambda predicts E_i = exp(s_ii / tau) (g_i + kappa) / (1 + kappa).
         own = batch.positive / self.temperature.value() - math.log1p(self.config.positive_weight / (batch.size - 1))
         first, second = self.networks.predict(batch.features)
         return first - own, second - own
 
-    def apply(self, pending: Any, *, lr_scale: float) -> None:
-        super().apply(pending, lr_scale=lr_scale)
-        self.networks.commit()
-
     def restarts(self) -> bool:
         return self.steps % self.context.steps_per_epoch == 0
-
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {**super().own_state(), **self.networks.tensors()}

@@ -1,19 +1,19 @@
-"""`fastclip_v0` and `fastclip_v3`: moving-average estimators with one learned temperature."""
+"""`fastclip_v0` and `fastclip_v3`: moving averages of the normalizers, and one learned temperature."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
+from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.estimators import EstimatorConfig, MovingAverages, temperature_slopes
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision
-from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig, warn_of_large_rho
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
+from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig, warn_of_large_rho
 
 
 @section
@@ -27,63 +27,62 @@ class FastClipV0Config(TemperatureConfig, EstimatorConfig):
 
 @section
 class FastClipV3Config(TemperatureConfig, EstimatorConfig):
-    """RGCL with one global temperature (FastCLIP-v3); tau's learning rate falls to a third below tau = 0.03.
-
-    The fall follows the present tau: it is undone where tau rises above 0.03 again.
-    """
+    """RGCL with one global temperature (FastCLIP-v3); tau's learning rate falls to a third below tau = 0.03."""
 
     name: str = "fastclip_v3"
     rho: float = Field(default=6.5, gt=0)
+    """Robustness radius; must stay below log(n - 1), or tau falls to its lower bound."""
     tau_lr: float = Field(default=2e-4, ge=0)
     tau_lr_fall: float = Field(default=1 / 3, gt=0, le=1)
     gamma_schedule: Literal["constant", "cosine"] = "cosine"
 
 
-class _LearnedTemperatureEstimators(GlobalTemperatureObjective, EstimatorObjective):
-    def apply(self, pending: Decision, *, lr_scale: float) -> None:
-        super().apply(pending, lr_scale=lr_scale)
-        rows: Tensor = pending.update
-        self.table.write(rows)
-
-
 @register("fastclip_v0", FastClipV0Config)
-class FastClipV0(_LearnedTemperatureEstimators):
+class FastClipV0(SoftmaxObjective):
     """Unscaled GCL: mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
 
-    def decide(self, batch: AnchorBatch) -> Decision:
-        log_u, log_normalizer = self.estimate(batch)
+    temperature: LearnedTemperature
+
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        self.averages = MovingAverages(config, context)
+        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.averages)
+
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
+        log_u, log_normalizer = self.averages.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
-        tau = self.temperature.value()
-        log_scale = -torch.log(tau)
-        return Decision(
-            loss=(log_normalizer[0] + log_normalizer[1]).mean(),
+        tau, total = self.temperature.value(), (log_normalizer[0] + log_normalizer[1]).mean()
+        loss, tau_gradient, log_scale = self.scaled(tau, total, (slopes[0] + slopes[1]).mean())
+        return AnchorWeights(
+            loss=loss,
             log_normalizer=log_normalizer,
             log_scale=(log_scale, log_scale),
-            tau_gradient=(slopes[0] + slopes[1]).mean(),
-            metrics={"tau": tau, **self.estimator_metrics(batch, log_normalizer)},
+            tau_gradient=tau_gradient,
+            metrics={"tau": tau, **self.averages.metrics(batch, log_normalizer)},
             update=torch.stack(log_u, 1),
         )
 
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, dL/dtau and log c, scalars.
+
+        Args:
+            tau: The temperature.
+            total: mean_i [ log(eps + u1_i) + log(eps + u2_i) ].
+            slope: Its derivative by tau with u in the denominators constant.
+        """
+        return total, slope, -torch.log(tau)
+
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+        return self.averages.cold_normalizers(batch)
+
 
 @register("fastclip_v3", FastClipV3Config)
-class FastClipV3(_LearnedTemperatureEstimators):
+class FastClipV3(FastClipV0):
     """RGCL-g: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 tau rho; tau's gradient is NeuCLIP's (13)."""
 
     def __init__(self, config: FastClipV3Config, context: ObjectiveContext) -> None:
         super().__init__(config, context)
         warn_of_large_rho(config, context)
 
-    def decide(self, batch: AnchorBatch) -> Decision:
-        log_u, log_normalizer = self.estimate(batch)
-        slopes = temperature_slopes(batch, log_normalizer)
-        tau = self.temperature.value()
-        inside = (log_normalizer[0] + log_normalizer[1]).mean() + 2 * self.config.rho
-        zero = torch.zeros_like(tau)
-        return Decision(
-            loss=tau * inside,
-            log_normalizer=log_normalizer,
-            log_scale=(zero, zero),
-            tau_gradient=inside + tau * (slopes[0] + slopes[1]).mean(),
-            metrics={"tau": tau, **self.estimator_metrics(batch, log_normalizer)},
-            update=torch.stack(log_u, 1),
-        )
+    def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inside = total + 2 * self.config.rho
+        return tau * inside, inside + tau * slope, torch.zeros_like(tau)

@@ -11,39 +11,44 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
-from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective, temperature_slopes
+from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.estimators import EstimatorConfig, MovingAverages, temperature_slopes
+from pipeline.objectives.optimizers import Adam, Momentum
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
-from pipeline.objectives.temperature import TauSchedule, tau_lr_at, warn_of_large_rho
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, Temperature
+from pipeline.objectives.temperature import TauSchedule, check_tau_init, tau_lr_at, warn_of_large_rho
 
 
 @section
 class ISogClrConfig(EstimatorConfig):
-    """Per-sample temperatures, learned as tau itself; `tau_schedule`: as for global temperatures.
-
-    tau_optimizer: "adam" with moments per sample (FastCLIP) or "momentum" (iSogCLR's own Algorithm 2). The gradient is
-    written without the papers' 1/n, which only rescales the learning rate.
-    """
+    """Per-sample temperatures, learned as tau itself, and constant gamma."""
 
     name: str = "isogclr"
     rho: float = Field(default=9.0, gt=0)
+    """Robustness radius; must stay below log(n - 1), or temperatures fall to their lower bound."""
     tau_init: float = Field(default=0.03, gt=0)
+    """Initial temperature of every sample."""
     tau_min: float = Field(default=0.005, gt=0)
+    """Lower bound of the temperatures."""
     tau_max: float = Field(default=1.0, gt=0)
+    """Upper bound of the temperatures."""
     tau_lr: float = Field(default=1e-2, ge=0)
+    """Learning rate of tau. The gradient is written without the papers' 1/n, which only rescales this rate."""
     tau_schedule: TauSchedule = "encoders"
+    """`encoders`: the rate follows the encoders' warm-up and decay. `constant`: as in FastCLIP-v2's published
+    command."""
     tau_optimizer: Literal["adam", "momentum"] = "adam"
+    """`adam`: moments per sample (FastCLIP). `momentum`: iSogCLR's own Algorithm 2."""
     tau_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment, or of the momentum."""
     tau_beta2: float = Field(default=0.98, ge=0, lt=1)
+    """Adam's decay of the second moment."""
     tau_eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
 
     @pydantic.model_validator(mode="after")
-    def _ordered(self) -> ISogClrConfig:
-        if not self.tau_min <= self.tau_init <= self.tau_max:
-            raise ValueError(
-                f"tau_init = {self.tau_init} must lie within [tau_min, tau_max] = [{self.tau_min}, {self.tau_max}]"
-            )
+    def _tau_within_bounds(self) -> ISogClrConfig:
+        check_tau_init(self)
         return self
 
 
@@ -56,33 +61,71 @@ class FastClipV2Config(ISogClrConfig):
     gamma_schedule: Literal["constant", "cosine"] = "cosine"
 
 
-@register("isogclr", ISogClrConfig)
-@register("fastclip_v2", FastClipV2Config)
-class ISogClr(EstimatorObjective):
-    """RGCL: mean_i [ tau1_i (log(eps + g1_i) + rho) + tau2_i (log(eps + g2_i) + rho) ].
+class SampleTemperatures(Temperature):
+    """A learned temperature per sample and side, in the rows of the estimator's table behind the columns of log u.
 
-    Row layout: log u (2 columns), tau (2), first moments (2) and, with Adam, second moments (2) and the number of
-    updates: 36 bytes per sample with Adam, 24 with momentum.
+    Columns: tau (2), first moments (2) and, with Adam, second moments (2) and the number of updates.
     """
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
-        warn_of_large_rho(config, context)
-        # Of the latest batch: the one number that a file with a single logit scale can hold.
+        self.config = config
+        self.columns = {"image_tau": config.tau_init, "text_tau": config.tau_init}
+        self.columns |= {"image_moment1": 0.0, "text_moment1": 0.0}
+        if config.tau_optimizer == "adam":
+            self.columns |= {"image_moment2": 0.0, "text_moment2": 0.0, "updates": 0.0}
+        # Mean of the latest batch: an open_clip file has room for one logit scale only.
         self.batch_tau = torch.tensor(config.tau_init, dtype=context.dtype, device=context.device)
 
-    def further_columns(self) -> dict[str, float]:
-        start = self.config.tau_init
-        columns = {"image_tau": start, "text_tau": start, "image_moment1": 0.0, "text_moment1": 0.0}
-        if self.config.tau_optimizer == "adam":
-            columns |= {"image_moment2": 0.0, "text_moment2": 0.0, "updates": 0.0}
-        return columns
-
-    def temperatures(self, size: int, fetched: Any) -> Pair:
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
+        assert fetched is not None
         return fetched[:, 2].contiguous(), fetched[:, 3].contiguous()
 
-    def decide(self, batch: AnchorBatch) -> Decision:
-        log_u, log_normalizer = self.estimate(batch)
+    def updated(self, rows: Tensor, gradient: Tensor, *, lr_scale: float) -> Tensor:
+        """The batch's columns of this component after one optimizer step; tau stays within [tau_min, tau_max].
+
+        Args:
+            rows: [B, columns], the batch's whole rows of the table.
+            gradient: dL/dtau, [B, 2].
+            lr_scale: The encoders' learning-rate schedule, in [0, 1].
+        """
+        c, lr, rows = self.config, tau_lr_at(self.config, lr_scale=lr_scale), rows[:, 2:].clone()
+        tau, slots, updates = rows[:, :2], {"moment1": rows[:, 2:4], "moment2": rows[:, 4:6]}, rows[:, 6:]
+        updates += 1
+        adam, momentum = Adam(lr, (c.tau_beta1, c.tau_beta2), c.tau_eps), Momentum(lr, c.tau_beta1)
+        optimizer = adam if c.tau_optimizer == "adam" else momentum
+        optimizer.step(tau, gradient, slots, updates=updates)
+        tau.clamp_(c.tau_min, c.tau_max)
+        self.batch_tau.copy_(tau.mean())
+        return rows
+
+    def logit_scale(self) -> float:
+        return -math.log(float(self.batch_tau))
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"tau_lr": tau_lr_at(self.config, lr_scale=lr_scale)}
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"batch_tau": self.batch_tau}
+
+
+@register("isogclr", ISogClrConfig)
+@register("fastclip_v2", FastClipV2Config)
+class ISogClr(SoftmaxObjective):
+    """RGCL: mean_i [ tau1_i (log(eps + g1_i) + rho) + tau2_i (log(eps + g2_i) + rho) ].
+
+    Per-sample state: 36 bytes with Adam, 24 with momentum.
+    """
+
+    temperature: SampleTemperatures
+
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        temperature = SampleTemperatures(config, context)
+        self.averages = MovingAverages(config, context, further_columns=temperature.columns)
+        super().__init__(config, context, temperature=temperature, estimator=self.averages)
+        warn_of_large_rho(config, context)
+
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
+        log_u, log_normalizer = self.averages.estimate(batch)
         slopes = temperature_slopes(batch, log_normalizer)
         loss, gradients = torch.zeros_like(batch.positive[0]), []
         for side in (0, 1):
@@ -92,36 +135,20 @@ class ISogClr(EstimatorObjective):
         zero = torch.zeros_like(loss)
         tau = torch.stack(batch.tau, 1)
         metrics = {"tau": tau.mean(), "tau_lowest": tau.min(), "tau_highest": tau.max()}
-        return Decision(
+        return AnchorWeights(
             loss=loss,
             log_normalizer=log_normalizer,
             log_scale=(zero, zero),
-            metrics={**metrics, **self.estimator_metrics(batch, log_normalizer)},
-            update=(torch.stack(log_u, 1), torch.stack(gradients, 1), batch.fetched),
+            tau_gradient=torch.stack(gradients, 1),
+            metrics={**metrics, **self.averages.metrics(batch, log_normalizer)},
+            update=(torch.stack(log_u, 1), batch.fetched),
         )
 
-    def apply(self, pending: Decision, *, lr_scale: float) -> None:
-        log_u, gradient, rows = pending.update
-        tau_rows = self._step(rows[:, 2:], gradient, lr=tau_lr_at(self.config, lr_scale=lr_scale))
-        self.batch_tau.copy_(tau_rows[:, :2].mean())
-        self.table.write(torch.cat([log_u, tau_rows], 1))
+    def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
+        log_u, rows = pending.update
+        assert pending.tau_gradient is not None
+        tau_rows = self.temperature.updated(rows, pending.tau_gradient, lr_scale=lr_scale)
+        self.averages.commit(torch.cat([log_u, tau_rows], 1))
 
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"tau_lr": tau_lr_at(self.config, lr_scale=lr_scale)}
-
-    def _step(self, rows: Tensor, gradient: Tensor, *, lr: float) -> Tensor:
-        """One optimizer step on [tau, moments, ...] rows of the batch; tau stays within [tau_min, tau_max]."""
-        c = self.config
-        tau, moment1 = rows[:, :2], torch.lerp(rows[:, 2:4], gradient, 1 - c.tau_beta1)
-        if c.tau_optimizer == "momentum":
-            return torch.cat([(tau - lr * moment1).clamp(c.tau_min, c.tau_max), moment1], 1)
-        moment2, updates = torch.lerp(rows[:, 4:6], gradient.square(), 1 - c.tau_beta2), rows[:, 6:7] + 1
-        first, second = moment1 / (1 - c.tau_beta1**updates), moment2 / (1 - c.tau_beta2**updates)
-        tau = (tau - lr * first / (second.sqrt() + c.tau_eps)).clamp(c.tau_min, c.tau_max)
-        return torch.cat([tau, moment1, moment2, updates], 1)
-
-    def logit_parameters(self) -> tuple[float, float]:
-        return -math.log(float(self.batch_tau)), 0.0
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {"batch_tau": self.batch_tau}
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+        return self.averages.cold_normalizers(batch)

@@ -4,55 +4,99 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext
+from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.mlp import MlpNpn
-from pipeline.objectives.npn.network import BothSides, Npn, Prediction, PrototypeNpn, anchors_of, prototypes
-from pipeline.objectives.npn.npn_config import NpnConfig
+from pipeline.objectives.npn.network import BothSides, Npn, PrototypeNpn, anchors_of
+from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
-from pipeline.objectives.temperature import GlobalTemperatureObjective, warn_of_large_rho
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap
+from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig, warn_of_large_rho
 
 
 @section
-class NeuClipConfig(NpnConfig):
+class NeuClipConfig(TemperatureConfig):
     """NeuCLIP, Algorithm 1 with the unified objective (12).
 
-    From the paper: 4,096 prototypes, restart every 500 steps, 10 inner steps of AdaGrad. All else is ours, chosen at
-    desk size (20k pairs, d = 64), not validated at scale. Measured there: `npn_lr` 0.01 with the accumulator kept over
-    restarts predicts best. Guards, which scores did not tell apart: `ratio_cap` 5, which lr 1.0 needed in one of two
-    runs; no gradient through alpha. `rho`, `eps` and the temperature's settings suit small data: set them as a recipe
-    of your size does.
-
-    rho: robustness radius; must stay below log(n - 1), or tau falls to its lower bound (below log(B - 1) where the
-    updates bring alpha to the batch's own value).
-    eps: the small constant beside g. ratio_cap: upper bound of q = (eps + g) / exp(alpha) in the gradients of encoders
-    and temperature, 0 = none but exp(30), so that fp32 stays finite. stop_gradient: alpha is a constant for encoders
-    and temperature.
+    From the paper: 4,096 prototypes, restart every 500 steps, 10 inner steps of AdaGrad. All other defaults are ours,
+    chosen at desk size (20k pairs, d = 64) and not validated at scale. There, `npn_lr` 0.01 with the accumulator kept
+    over restarts predicted best; the guards `ratio_cap` and `stop_gradient` made no measurable difference to scores,
+    but `npn_lr` 1.0 needed the cap in one of two runs. `rho`, `eps` and the temperature's settings suit small data.
     """
 
     name: str = "neuclip"
     rho: float = Field(default=2.5, gt=0)
+    """Robustness radius; must stay below log(n - 1), or tau falls to its lower bound (below log(B - 1) where the
+    updates bring alpha to the batch's own value)."""
     eps: float = Field(default=1e-14, gt=0)
+    """The small constant beside the normalizer g."""
     ratio_cap: float = Field(default=5.0, ge=0)
+    """Upper bound of q = (eps + g) / exp(alpha) in the gradients of encoders and temperature; 0 = only the bound
+    exp(30) that keeps fp32 finite."""
     stop_gradient: bool = True
+    """Treat alpha as a constant in the gradients of encoders and temperature."""
+    npn: Literal["prototypes", "mlp", "queue"] = "prototypes"
+    """`prototypes`: equations (10) and (11). `mlp`: the ablation of section 5.2. `queue`: prototypes that are the
+    newest features, without learning, so that `restart_every` and `inner_steps` have no meaning."""
+    npn_objective: Literal["unified", "separate"] = "unified"
+    """`unified`: equation (12). `separate`: squared error of the logs (section 5.2)."""
+    npn_schedule: Literal["alternating", "simultaneous"] = "alternating"
+    """`alternating`: Algorithm 1. `simultaneous`: the order of Algorithm 3, one update per step and alpha from before
+    it; the rest of that algorithm is restart_every 0, npn_optimizer adam, stop_gradient false, ratio_cap 0."""
+    npn_update: Literal["replicated", "sharded"] = "replicated"
+    """`replicated`: every rank computes the whole update, without communication. `sharded`: each rank computes the
+    share of its own anchors, and every inner step sums the gradients, [m, d], over the ranks: less arithmetic per rank,
+    for many ranks on fast links."""
+    npn_optimizer: Literal["adagrad", "adam"] = "adagrad"
+    """Optimizer of the network."""
+    npn_lr: float = Field(default=0.01, gt=0)
+    """Learning rate of the network's optimizer."""
+    npn_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the inner matrix products; `auto` is bf16 on a GPU and fp32 on a CPU. The last prediction, which the
+    encoders' gradients use, is always fp32."""
+    npn_compile: bool = False
+    """Let torch.compile fuse what an update does beside its matrix products."""
+    prototypes: int = Field(default=4096, ge=1)
+    """Number of prototypes m per side."""
+    restart_every: int = Field(default=500, ge=0)
+    """Steps T_r between restarts from features; 0 = never."""
+    restart_with: Literal["current", "previous"] = "current"
+    """A restart takes the newest features including the `current` batch, or those of `previous` batches only."""
+    inner_steps: int = Field(default=10, ge=0)
+    """Updates T_u of the network per step."""
+    reset_accumulator: bool = False
+    """A restart also clears the optimizer's memory."""
+    renormalize: bool = False
+    """Scale the prototypes back to unit norm after each update."""
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> NeuClipConfig:
+        if self.npn == "mlp" and self.restart_every:
+            raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
+        if self.npn == "mlp" and self.renormalize:
+            raise ValueError("renormalize is for npn = prototypes")
+        if self.npn == "mlp" and (self.npn_update == "sharded" or self.npn_compile):
+            raise ValueError("npn_update = sharded and npn_compile are for npn = prototypes or queue")
+        if self.npn_schedule == "simultaneous" and self.inner_steps != 1:
+            raise ValueError(f"npn_schedule = simultaneous needs inner_steps = 1, not {self.inner_steps}")
+        return self
 
 
 @section
 class NeuClipLiteralConfig(NeuClipConfig):
     """NeuCLIP read literally: `npn_lr` 1.0, no cap, the whole gradient of (12), a fresh accumulator at each restart.
 
-    AdaGrad with a zero accumulator moves every coordinate by `npn_lr` in its first step, here the length of a whole
-    prototype; at desk size one run of two stalled with it, and in a later study its predictions were worse, its scores
+    AdaGrad with a zero accumulator moves every coordinate by `npn_lr` in its first step, here by the length of a whole
+    prototype. At desk size one of two runs stalled with it, and in a later study its predictions were worse, its scores
     not. Algorithm 1 speaks of W alone: that a restart clears the accumulator is a guess, `reset_accumulator` false the
-    other one. `rho` is as little the paper's as above. Not validated at
-    scale.
+    other one. `rho` is not the paper's, as above. Not validated at scale.
     """
 
     name: str = "neuclip_literal"
@@ -64,31 +108,32 @@ class NeuClipLiteralConfig(NeuClipConfig):
 
 @register("neuclip", NeuClipConfig)
 @register("neuclip_literal", NeuClipLiteralConfig)
-class NeuClip(GlobalTemperatureObjective):
+class NeuClip(SoftmaxObjective):
     """L = tau mean_i [ exp(-a1)(eps + g1) + a1 + exp(-a2)(eps + g2) + a2 ] + 2 tau (rho - 1), a from the NPN.
 
     Metrics: normalizer_gap: mean |alpha - log(eps + g)| over both sides, after the inner updates;
     normalizer_gap_cold: the same before them; ratio_max: largest q after the cap; prototype_norm: mean |W_j|.
     """
 
-    config: Any
+    temperature: LearnedTemperature
 
-    def __init__(self, config: NeuClipConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
         self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
+        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.npn)
         warn_of_large_rho(config, context)
         if context.world.is_main:
             _warn_of_stalling(config, context.dim)
 
-    def decide(self, batch: AnchorBatch) -> Decision:
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
         anchors = anchors_of(batch, config, tau=tau)
+        targets = anchors[0].log_target, anchors[1].log_target
         with self.world.phase("npn"):
             prediction = self.npn.advance(batch, anchors)
         alpha, ratio = [], []
         for side in (0, 1):
-            alpha.append(torch.maximum(prediction.alpha[side], anchors[side].log_target - self._log_cap))
-            ratio.append(torch.exp(anchors[side].log_target - alpha[side]))
+            alpha.append(torch.maximum(prediction.alpha[side], targets[side] - self._log_cap))
+            ratio.append(torch.exp(targets[side] - alpha[side]))
         inside = (ratio[0] + alpha[0] + ratio[1] + alpha[1]).mean() + 2 * (config.rho - 1)
         tau_gradient = inside
         for side in (0, 1):
@@ -98,28 +143,38 @@ class NeuClip(GlobalTemperatureObjective):
             through, tau_term = self._through_alpha(batch, anchors, ratio)
             tau_gradient = tau_gradient + tau_term
         zero = torch.zeros_like(tau)
-        return Decision(
+        return AnchorWeights(
             loss=tau * inside,
             log_normalizer=(alpha[0], alpha[1]),
             log_scale=(zero, zero),
             tau_gradient=tau_gradient,
             feature_gradient=through,
-            metrics=self._metrics(prediction, anchors, ratio),
+            metrics={
+                "tau": tau,
+                "normalizer_gap": mean_gap(prediction.alpha, targets),
+                "normalizer_gap_cold": mean_gap(prediction.cold, targets),
+                "ratio_max": torch.maximum(ratio[0].max(), ratio[1].max()),
+                **self.npn.metrics(),
+            },
             update=batch,
         )
 
-    def predict(self, batch: AnchorBatch) -> Pair:
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
         return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
+
+    def restarts(self) -> bool:
+        every = self.config.restart_every if self.config.npn == "prototypes" else 0
+        return every > 0 and self.steps % every == 0
 
     @property
     def _log_cap(self) -> float:
         cap = self.config.ratio_cap
-        return min(math.log(cap), prototypes.MAX_LOG_RATIO) if cap else prototypes.MAX_LOG_RATIO
+        return min(math.log(cap), MAX_LOG_RATIO) if cap else MAX_LOG_RATIO
 
     def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
-        """What flows through alpha: (tau / B) r_i d alpha_i, for this rank's features and, over all ranks, for tau.
+        """The gradient through alpha, (tau / B) r_i d alpha_i: for this rank's features and, over all ranks, for tau.
 
-        Where the cap holds, r_i is that of the cap.
+        Where the cap applies, r_i is computed with the capped ratio.
         """
         rows, tau = batch.rows, anchors[0].tau
         gradients = [torch.zeros_like(batch.features[side][rows]) for side in (0, 1)]
@@ -132,40 +187,6 @@ class NeuClip(GlobalTemperatureObjective):
             gradients[1 - side] += share[:, None] * to_partner
         return (gradients[0], gradients[1]), self.world.all_gather(tau_term[None]).sum()
 
-    def _metrics(self, prediction: Prediction, anchors: BothSides, ratio: list[Tensor]) -> dict[str, Tensor]:
-        return {
-            "tau": self.temperature.value(),
-            "normalizer_gap": _gap(prediction.alpha, anchors),
-            "normalizer_gap_cold": _gap(prediction.cold, anchors),
-            "ratio_max": torch.maximum(ratio[0].max(), ratio[1].max()),
-            **self.npn.metrics(),
-        }
-
-    def apply(self, pending: Decision, *, lr_scale: float) -> None:
-        super().apply(pending, lr_scale=lr_scale)
-        self.npn.commit(pending.update)
-
-    def restarts(self) -> bool:
-        every = self.config.restart_every if self.config.npn == "prototypes" else 0
-        return every > 0 and self.steps % every == 0
-
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {**super().learning_rates(lr_scale=lr_scale), "npn_lr": self.config.npn_lr}
-
-    def distributions(self) -> dict[str, Tensor]:
-        tensors = self.npn.tensors()
-        if "npn.live" not in tensors:
-            return {}
-        weight = tensors["npn.weight"][:, : int(tensors["npn.live"])]
-        return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {**super().own_state(), **self.npn.tensors()}
-
-
-def _gap(alpha: Pair, anchors: BothSides) -> Tensor:
-    return torch.stack([(a - s.log_target).abs().mean() for a, s in zip(alpha, anchors, strict=True)]).mean()
-
 
 def _warn_of_stalling(config: NeuClipConfig, dim: int) -> None:
     """AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall."""
@@ -175,5 +196,5 @@ def _warn_of_stalling(config: NeuClipConfig, dim: int) -> None:
         warnings.warn(
             f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in a "
             "first AdaGrad step: training can stall. The default of 0.01 does not.",
-            stacklevel=3,
+            stacklevel=4,
         )

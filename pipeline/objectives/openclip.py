@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config import section
+from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
-from pipeline.objectives.temperature import GlobalTemperatureObjective, TemperatureConfig
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
+from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 
 @section
@@ -21,10 +22,15 @@ class OpenClipConfig(TemperatureConfig):
 
 
 @register("openclip", OpenClipConfig)
-class OpenClip(GlobalTemperatureObjective):
-    """Mean of both cross-entropies over the batch: `mean_i log(1 + (B - 1) g_i) / 2` on each side (MATH: a and c)."""
+class OpenClip(SoftmaxObjective):
+    """Mean of both cross-entropies over the batch: on each side `mean_i log(1 + (B - 1) g_i) / 2`."""
 
-    def decide(self, batch: AnchorBatch) -> Decision:
+    temperature: LearnedTemperature
+
+    def __init__(self, config: OpenClipConfig, context: ObjectiveContext) -> None:
+        super().__init__(config, context, temperature=LearnedTemperature(config, context))
+
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_pairs = math.log(batch.size - 1)
         tau = self.temperature.value()
         loss, tau_gradient, normalizers = torch.zeros_like(tau), torch.zeros_like(tau), []
@@ -33,7 +39,7 @@ class OpenClip(GlobalTemperatureObjective):
             tau_gradient = tau_gradient - 0.5 * (torch.sigmoid(log_g + log_pairs) * mean_h).mean() / tau
             normalizers.append(torch.logaddexp(log_g, log_g.new_full((), -log_pairs)))
         log_scale = -torch.log(2 * tau)
-        return Decision(
+        return AnchorWeights(
             loss=loss,
             log_normalizer=(normalizers[0], normalizers[1]),
             log_scale=(log_scale, log_scale),
@@ -41,5 +47,5 @@ class OpenClip(GlobalTemperatureObjective):
             metrics={"tau": tau},
         )
 
-    def in_use(self, batch: AnchorBatch) -> Pair:
-        return batch.log_g  # the own pair, which this loss adds to the sum, is no part of g
+    def normalizers_in_use(self, batch: AnchorBatch) -> Pair:
+        return batch.log_g  # the positive, which this loss adds to the sum, is no part of g

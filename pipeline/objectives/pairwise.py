@@ -1,10 +1,10 @@
 """Pairwise maths shared by all objectives: pure functions, in row blocks, in the log domain.
 
 Shape legend: B global batch, b rows of this rank, d feature dimension. Rows are this rank's own samples of one side,
-columns are the whole global batch of the other side; `first` is the column of row 0's own pair. The two sides are one
-code path called twice. Memory is O(block x B): similarities are computed again for the gradient rather than kept.
+columns are the whole global batch of the other side; `first` is the column of row 0's partner. The code runs once per
+side. Memory is O(block x B): similarities are recomputed for the gradient rather than kept.
 
-exp(h) is never formed alone: at tau = 0.01 it leaves the range of fp32. Similarities need true fp32 products
+exp(h) is never computed by itself: at tau = 0.01 it leaves the range of fp32. Similarities need true fp32 products
 (`pipeline.precision`).
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from pipeline.objectives.workspace import Workspace
 
-# Elements of one [block, B] temporary: on a CPU what its cache holds, on a GPU few launches ...
 CPU_BLOCK, GPU_BLOCK = 2**21, 2**24
-# ... but never so few rows that the GEMMs starve.
+"""Elements of one [block, B] temporary: on a CPU they fit its cache, on a GPU they need few launches."""
 LEAST_ROWS = 256
+"""Rows that a block has at least, for efficient matrix products."""
 
 
 def row_blocks(rows: int, columns: int, *, device: torch.device) -> Iterator[slice]:
-    """Slices of equal length, but for the last, that cover `rows`."""
+    """Slices that cover `rows`, all of one length but the last."""
     size = max(LEAST_ROWS, (GPU_BLOCK if device.type == "cuda" else CPU_BLOCK) // max(1, columns))
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
@@ -34,16 +34,16 @@ def row_blocks(rows: int, columns: int, *, device: torch.device) -> Iterator[sli
 
 @dataclass(frozen=True)
 class AnchorSide:
-    """What the anchors of one side bring to the pairwise gradient; every tensor [n] for n anchors.
-
-    positive: s_ii. tau: temperature. log_weight: w_i such that dL/ds_ij = exp(h_ij + w_i) for j != i.
-    pull: -dL/ds_ii, what the own pair is pulled together with.
-    """
+    """The anchors' scalars in the pairwise gradient of one side; every tensor is [n] for n anchors."""
 
     positive: Tensor
+    """s_ii."""
     tau: Tensor
+    """Temperature."""
     log_weight: Tensor
+    """w_i such that dL/ds_ij = exp(h_ij + w_i) for j != i."""
     pull: Tensor
+    """-dL/ds_ii."""
 
     def take(self, rows: slice) -> AnchorSide:
         return AnchorSide(self.positive[rows], self.tau[rows], self.log_weight[rows], self.pull[rows])
@@ -52,7 +52,7 @@ class AnchorSide:
 def anchor_statistics(
     anchors_bd: Tensor, others_Bd: Tensor, *, positive_b: Tensor, tau_b: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """The in-batch normalizer of each anchor and what its temperature gradient needs.
+    """The in-batch log-normalizer of each anchor, and its derivative by the temperature.
 
     With h_ij = (s_ij - s_ii) / tau_i, returns `log_g = log mean_{j != i} exp(h_ij)` and
     `mean_h = sum_{j != i} softmax(h_i)_j h_ij`, both [b], so that `d log_g_i / d tau_i = -mean_h_i / tau_i`.
@@ -68,7 +68,7 @@ def anchor_statistics(
         weight = torch.exp(z.sub_(top[:, None]), out=space.take("weight", tuple(z.shape), like=z))
         own_pair.fill_(0.0)
         total = weight.sum(1)
-        top -= positive_b[rows] / tau_b[rows]  # from here on the largest h
+        top -= positive_b[rows] / tau_b[rows]  # now the largest h
         log_g[rows] = top + total.log() - math.log(columns - 1)
         mean_h[rows] = top + weight.mul_(z).sum(1) / total
     return log_g, mean_h
@@ -77,7 +77,10 @@ def anchor_statistics(
 def feature_gradient(own_bd: Tensor, others_Bd: Tensor, coefficients: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """`sum_j dL/ds_ij others_j` for each own row i: the loss's gradient with respect to this rank's features, [b, d].
 
-    Args: coefficients: maps a block of similarities [rows, B], which it may overwrite, and its row slice to dL/ds.
+    Args:
+        own_bd: Features of this rank.
+        others_Bd: The other side of the whole batch.
+        coefficients: Maps a block of similarities, [rows, B], which it may overwrite, and its row slice to dL/ds.
     """
     gradient, columns, space = torch.empty_like(own_bd), others_Bd.shape[0], Workspace()
     for rows in row_blocks(own_bd.shape[0], columns, device=own_bd.device):
@@ -90,9 +93,9 @@ def feature_gradient(own_bd: Tensor, others_Bd: Tensor, coefficients: Callable[[
 def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, others: AnchorSide, first: int) -> Tensor:
     """Feature gradient of every softmax objective, for one side.
 
-    A sample's feature is used twice: as an anchor against all others (weights of `own`, [b]) and as a negative of every
-    anchor of the other side (weights of `others`, [B]). This needs only the gathered scalars of the other ranks'
-    anchors and no gradient collective (FastCLIP, section 4).
+    A sample's feature occurs twice: as an anchor against all others (weights of `own`, [b]) and as a negative of every
+    anchor of the other side (weights of `others`, [B]). So the gradient needs the gathered scalars of the other ranks'
+    anchors, but no gradient collective (FastCLIP, section 4).
     """
     local = slice(first, first + own_bd.shape[0])
     pull, space = own.pull + others.pull[local], Workspace()

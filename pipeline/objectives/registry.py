@@ -1,7 +1,7 @@
-"""Objectives by name: the one place that turns `objective.name` into a config section and an object.
+"""Objectives by name: turns `objective.name` into a config section and an object.
 
-Every module of this package is imported the first time a name is asked for, so that a method is added by adding one
-file; code outside the package calls `register` itself before it builds.
+The first lookup imports every module below `pipeline.objectives`, so one new file there adds a method. Code outside the
+package registers its methods by importing them before it builds one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _METHODS: dict[str, tuple[type[ObjectiveConfig], type[Objective]]] = {}
 def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:
     """Class decorator: make an objective selectable as `objective.name=<name>` with `config` as its section.
 
-    One class may stand under several names with other defaults. Raises: UserError when the name is taken.
+    One class may be registered under several names with different defaults.
+
+    Raises:
+        UserError: The name is taken.
     """
 
     def add(objective: ObjectiveClass) -> ObjectiveClass:
@@ -49,9 +52,10 @@ def objective_names() -> tuple[str, ...]:
 
 
 def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
-    """The section of the method that `tree["name"]` names, checked.
+    """The checked section of the method `tree["name"]`.
 
-    Raises: UserError naming `objective.<key>` for an unknown name, an unknown key or a value out of range.
+    Raises:
+        UserError: Unknown name, unknown key or value out of range; the message names `objective.<key>`.
     """
     names = objective_names()
     name = tree.get("name")
@@ -68,13 +72,18 @@ def build_objective(
     context: ObjectiveContext | None = None,
     **facts: Any,
 ) -> Objective:
-    """An objective, from its config, a mapping with its settings or its name alone.
+    """An objective from its config, a mapping of settings, or its name.
 
-    Args: context: the facts of the run. Without it, `facts` are `dim` of the features, `batch_size`, pairs over all
-      ranks (both required), `dataset_size` (required by the methods with per-sample state), `total_steps` (required by
-      what follows epochs of the run), and whatever else `ObjectiveContext` holds: `world` is by default the process
-      group that this process has joined, `device` the world's.
-    Raises: UserError for wrong settings or missing facts.
+    Args:
+        objective: The method and its settings.
+        context: The facts of the run.
+        facts: In place of `context`: `dim` of the features and `batch_size` over all ranks (both required),
+            `dataset_size` (required by methods with per-sample state), `total_steps` (required by schedules that follow
+            epochs), and any other field of `ObjectiveContext`. `world` defaults to the process group that this process
+            has joined, `device` to the world's.
+
+    Raises:
+        UserError: Wrong settings or missing facts.
     """
     if context is not None and facts:
         raise UserError(f"build_objective was given a context and also {', '.join(sorted(facts))}: give one of them.")
@@ -84,7 +93,7 @@ def build_objective(
     _import_methods()
     if config.name not in _METHODS:
         raise UserError(f"objective.name = {config.name!r} is not known. {suggest(config.name, objective_names())}")
-    return _METHODS[config.name][1](config, context or _context(facts))  # type: ignore[call-arg]
+    return _METHODS[config.name][1](config, context or _context(facts))
 
 
 def _context(facts: dict[str, Any]) -> ObjectiveContext:

@@ -1,12 +1,12 @@
 """Per-sample state: one row of fp32 numbers for every sample of the dataset, sharded over the ranks by sample id.
 
 Rank k owns the contiguous ids `[k c, (k + 1) c)`, c = ceil(n / K). A lookup is one all-gather of the batch's ids and
-one all-reduce of its rows, O(B) scalars in all; a write needs no communication, because every rank computes the new
-rows of the whole batch and keeps those that it owns. Memory: 4 bytes per column and sample over all ranks together:
-with two columns 8 GB at n = 1 billion, with nine 36 GB, divided by K.
+one all-reduce of its rows, O(B) scalars; a write needs no communication, because every rank computes the new rows of
+the whole batch and keeps those that it owns. Memory: 4 bytes per column and sample over all ranks together: at n = 1
+billion 8 GB with two columns and 36 GB with nine, divided by K.
 
-Rows live in host memory by default. There `prefetch` starts the ids' way to the host before the encoders' forward pass,
-and a write is copied to pinned memory at commit and reaches the table before the next lookup: the device never waits.
+Rows are in host memory by default. `prefetch` starts to copy the ids to the host before the encoders' forward pass; a
+write is copied to pinned memory at commit and enters the table before the next lookup, so the device never waits.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ from pipeline.errors import UserError
 
 BLOCK = 2**22
 """Rows that are read or written at once."""
-Placement = tuple[torch.device, torch.device]
 
 
 def owned_range(dataset_size: int, *, rank: int, size: int) -> tuple[int, int]:
-    """The ids `[start, stop)` that a rank owns; the ranks' ranges cover `[0, n)` without overlap."""
+    """The ids `[start, stop)` that a rank owns; together the ranks cover `[0, n)` without overlap."""
     share = -(-dataset_size // size)
     start = min(rank * share, dataset_size)
     return start, min(start + share, dataset_size)
 
 
 class PerSampleTable:
-    """`columns` (name -> initial value) for each of `dataset_size` samples."""
+    """A row of fp32 columns for each of `dataset_size` samples; this rank holds those of its own ids.
+
+    Args:
+        columns: Name -> initial value.
+        dataset_size: Number of samples n.
+        world: The ranks that share the rows.
+        device: Where lookups and writes happen.
+        on_host: Keep the rows in host memory rather than on `device`.
+    """
 
     def __init__(
         self,
@@ -49,9 +56,10 @@ class PerSampleTable:
             raise UserError(f"dataset_size = {dataset_size}: methods with per-sample state need the number of samples.")
         self.columns, self.dataset_size, self.world, self.device = tuple(columns), dataset_size, world, device
         self.start, self.stop = owned_range(dataset_size, rank=world.rank, size=world.size)
-        self.home = torch.device("cpu") if on_host else device
+        self.on_host = on_host
+        self.home = torch.device("cpu") if on_host and device.type != "meta" else device
         self._pinned = self.home.type == "cpu" and device.type == "cuda"
-        # One row more than owned takes the writes and reads that belong to other ranks: shapes stay static.
+        # One extra row receives the writes and reads of other ranks' ids, which keeps shapes static.
         shape = (self.stop - self.start + 1, len(columns))
         self.values = torch.empty(shape, dtype=torch.float32, device=self.home)
         self.values[:] = torch.tensor(list(columns.values()), dtype=torch.float32, device=self.home)
@@ -63,17 +71,22 @@ class PerSampleTable:
         self._snapshots: weakref.WeakSet[TableSnapshot] = weakref.WeakSet()
 
     def prefetch(self, sample_ids: Tensor) -> None:
-        """Gather a coming batch's ids and start their copy to the table's home.
+        """Gather the next batch's ids and start to copy them to the table's device.
 
-        Args: sample_ids: [b] int64; the next `lookup` must be given this very tensor to profit.
+        Args:
+            sample_ids: [b] int64; only a `lookup` of the same tensor object uses them.
         """
         ids = self.world.all_gather(sample_ids.to(self.device, non_blocking=True))
         self._fetching = (sample_ids, *self._send_home(ids))
 
     def lookup(self, sample_ids: Tensor) -> Tensor:
-        """The rows of the global batch, [B, columns], the same on every rank. Args: sample_ids: this rank's [b].
+        """The rows of the global batch, [B, columns], the same on every rank.
 
-        Raises: UserError when an id lies outside [0, n).
+        Args:
+            sample_ids: This rank's, [b] int64.
+
+        Raises:
+            UserError: An id is outside [0, n).
         """
         if self._fetching is None or self._fetching[0] is not sample_ids:
             self.prefetch(sample_ids)
@@ -91,7 +104,8 @@ class PerSampleTable:
         return self.world.all_reduce(rows.to(self.device, non_blocking=True))
 
     def write(self, rows: Tensor) -> None:
-        """New rows [B, columns] for the batch last looked up; where an id occurs twice the later one counts."""
+        """Replace the rows of the batch last looked up, [B, columns]; of an id that occurs twice the later row
+        counts."""
         assert self._places is not None, "write() follows lookup()"
         self._flush()
         self._unwritten = (self._places, *self._send_home(rows.to(torch.float32)))
@@ -102,14 +116,14 @@ class PerSampleTable:
         return self.values[:-1]
 
     def snapshot(self) -> TableSnapshot:
-        """The owned rows as they are now, to be read block by block from any thread while training goes on."""
+        """The owned rows as they are now, to be read block by block from any thread while training continues."""
         self._flush()
         snapshot = TableSnapshot(self.values, self._lock)
         self._snapshots.add(snapshot)
         return snapshot
 
     def load(self, name: str, read: Callable[[str, int, int], Tensor]) -> None:
-        """Replace the owned rows with `read(name, start, stop)`, piece by piece. Raises: UserError on other columns."""
+        """Replace the owned rows with `read(name, start, stop)`, in blocks. Raises: UserError on other columns."""
         self._unwritten = self._fetching = None
         if any(not snapshot.finished for snapshot in self._snapshots):
             raise RuntimeError("rows are being saved: wait for the checkpoint before loading another")
@@ -126,16 +140,16 @@ class PerSampleTable:
 
     def _check(self, ids: Tensor) -> None:
         if ids.device.type != "cpu":
-            return  # there the loader's ids are trusted: a check would wait for the device
+            return  # a check would wait for the device
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= self.dataset_size:
             raise UserError(
                 f"Sample ids from {lowest} to {highest} do not fit a dataset of {self.dataset_size} samples: ids must "
-                "lie in [0, n), n being the size in the manifest."
+                "be in [0, n), where n is the size in the manifest."
             )
 
     def _send_home(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy where the table lives, and the event after which it has arrived."""
+        """A copy on the table's device, and the event that marks its arrival."""
         if self._copies is None:
             return tensor.to(self.home), None
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -146,7 +160,7 @@ class PerSampleTable:
             return home, self._copies.record_event()
 
     def _flush(self) -> None:
-        """Let the last write reach the table."""
+        """Apply the last write to the table."""
         if self._unwritten is None:
             return
         places, rows, arrived = self._unwritten
@@ -164,20 +178,20 @@ class PerSampleTable:
 
 
 class TableSnapshot:
-    """A table's rows at one moment, without a second table: a row that is about to change is set aside before.
+    """A table's rows at one moment, without a second table: rows that are about to change are copied first.
 
-    Iterating gives the rows in blocks, as copies on the host, once. Memory: one block, and the rows that training
-    writes meanwhile.
+    It can be iterated once and yields blocks of rows as copies on the host. Memory: one block, and the rows that
+    training writes meanwhile.
     """
 
     def __init__(self, values: Tensor, lock: threading.Lock, *, block: int = BLOCK) -> None:
         self._values, self._lock, self._block = values, lock, block
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._next = 0  # rows before this one have been read
+        self._next = 0  # first row that has not been read
         self.finished = False
 
     def keep(self, places: Tensor) -> None:
-        """These rows of the table are about to change; the caller holds the lock."""
+        """Copy rows of the table that are about to change; the caller holds the lock."""
         if not self.finished:
             ahead = places[(places >= self._next) & (places < len(self._values) - 1)]
             self._kept.append((ahead, self._values[ahead]))
@@ -189,7 +203,7 @@ class TableSnapshot:
                 with self._lock:
                     rows = self._values[start:stop].to("cpu", copy=True)
                     self._next, kept = stop, list(self._kept)
-                for places, before in reversed(kept):  # of several changes of a row, the first one's counts
+                for places, before in reversed(kept):  # the oldest copy of a row wins
                     here = (places >= start) & (places < stop)
                     rows[(places[here] - start).cpu()] = before[here].cpu()
                 yield rows

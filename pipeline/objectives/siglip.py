@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -11,32 +9,33 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives import pairwise
-from pipeline.objectives.base import ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import FramedObjective
-from pipeline.objectives.temperature import LearnedScalar, Temperature, TemperatureConfig, tau_lr_at
+from pipeline.objectives.temperature import LearnedScalar, LearnedTemperature, TemperatureConfig, tau_lr_at
 
 
 @section
 class SigLipConfig(TemperatureConfig):
-    """Sigmoid loss with a learned scale 1/tau and a learned bias, which shares the temperature's learning rate."""
+    """Sigmoid loss with a learned scale 1/tau and a learned bias."""
 
     name: str = "siglip"
     tau_init: float = Field(default=0.1, gt=0)
     bias_init: float = -10.0
+    """Initial bias of the logits; it is learned with the temperature's learning rate."""
 
 
 @register("siglip", SigLipConfig)
-class SigLip(FramedObjective):
+class SigLip(Objective):
     """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
 
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        self.temperature = Temperature(config, context)
-        betas = (config.tau_beta1, config.tau_beta2)
-        self.bias = LearnedScalar(config.bias_init, name="bias", betas=betas, context=context)
+        self.temperature = LearnedTemperature(config, context)
+        self.bias = LearnedScalar(config.bias_init, name="bias", config=config, context=context)
 
-    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
+    def loss_and_gradients(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor
+    ) -> tuple[ObjectiveOutput, tuple[Tensor, Tensor]]:
         images, texts = self.gather_features(image, text)
         size, first = images.shape[0], self.world.rows(image.shape[0]).start
         scale, bias = 1.0 / self.temperature.value(), self.bias.value
@@ -59,17 +58,16 @@ class SigLip(FramedObjective):
         metrics = {"loss": loss, "tau": self.temperature.value(), "logit_bias": bias.clone()}
         return ObjectiveOutput(loss, grad_image, grad_text, metrics), (-to_scale * scale.square(), to_bias)
 
-    def apply(self, pending: tuple[Tensor, Tensor], *, lr_scale: float) -> None:
+    def update_state(self, pending: tuple[Tensor, Tensor], *, lr_scale: float) -> None:
         tau_gradient, bias_gradient = pending
-        config = self.config
         self.temperature.update(tau_gradient, lr_scale=lr_scale)
-        self.bias.update(bias_gradient, lr=tau_lr_at(config, lr_scale=lr_scale), eps=config.tau_eps)
+        self.bias.update(bias_gradient, lr=tau_lr_at(self.config, lr_scale=lr_scale))
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return {"tau_lr": float(self.temperature.rate(lr_scale=lr_scale))}
+        return self.temperature.learning_rates(lr_scale=lr_scale)
 
     def logit_parameters(self) -> tuple[float, float]:
-        return float(self.temperature.log_scale.value), float(self.bias.value)
+        return self.temperature.logit_scale(), float(self.bias.value)
 
-    def own_state(self) -> dict[str, Tensor]:
-        return {**self.temperature.log_scale.tensors(), **self.bias.tensors()}
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {**self.temperature.replicated_state(), **self.bias.replicated_state()}

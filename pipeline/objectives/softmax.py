@@ -1,8 +1,8 @@
-"""The frame of all softmax objectives: a method supplies its log-normalizers and its state, the rest is shared.
+"""The part that all softmax objectives share: gathers, statistics of the anchors, exact feature gradients.
 
-One step on every rank: gather the features once; statistics of the own anchors; gather O(B) scalars; the method
-decides, on the same numbers on every rank, how much each anchor weighs; exact gradient of the own features. No
-collective moves d-dimensional gradients (FastCLIP, section 4).
+One step on every rank: gather the features once; compute statistics of the own anchors; gather O(B) scalars; let the
+method choose, from the same numbers on every rank, how much each anchor weighs; compute the exact gradient of the own
+features. No collective moves d-dimensional gradients (FastCLIP, section 4).
 
 Shape legend: B global batch, b local batch, d feature dimension, K ranks. A pair is (image side, text side).
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,32 +19,70 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipeline.errors import UserError
 from pipeline.objectives import pairwise
-from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput, load_tensors
-from pipeline.objectives.drift import DriftGuard
-from pipeline.precision import true_fp32
+from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput, Pair, plain_arithmetic
+from pipeline.objectives.sample_table import PerSampleTable
 
-Pair = tuple[Tensor, Tensor]
+SIDES = ("image", "text")
+
+
+class Component:
+    """A part of an objective with state of its own, such as its estimator of normalizers; by default without any."""
+
+    table: PerSampleTable | None = None
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        """The state that every rank holds, by name: the tensors themselves."""
+        return {}
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        """Current learning rates, by the name of their setting."""
+        return {}
+
+    def distributions(self) -> dict[str, Tensor]:
+        """Values of the lasting state for histograms."""
+        return {}
+
+    def commit(self, update: Any) -> None:
+        """Apply `AnchorWeights.update` of the pending batch."""
+
+
+class Temperature(Component):
+    """Supplies the temperature of every anchor."""
+
+    @abstractmethod
+    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
+        """tau of a batch's anchors, [B] each (expanded scalars for a global one); fetched: the batch's table rows."""
+
+    @abstractmethod
+    def logit_scale(self) -> float:
+        """log(1/tau), as open_clip stores it."""
+
+    def update(self, gradient: Any, *, lr_scale: float) -> None:
+        """Learn from dL/dtau."""
+        raise NotImplementedError(f"{type(self).__name__} is not learned")
 
 
 @dataclass(frozen=True)
 class AnchorBatch:
-    """The global batch as every rank sees it, with the same bits.
-
-    features: [B, d] each. positive: s_ii, [B]. tau: temperature of each anchor, [B] each. log_g: log of the in-batch
-    normalizer, [B] each; mean_h: see `pairwise.anchor_statistics`. fetched: the method's per-sample state of the batch.
-    rows: this rank's rows. step: steps applied so far.
-    """
+    """The global batch as every rank sees it, bit-identical on all of them."""
 
     features: Pair
+    """[B, d] each."""
     positive: Tensor
+    """s_ii, [B]."""
     tau: Pair
+    """Temperature of each anchor, [B] each."""
     log_g: Pair
+    """log of the in-batch normalizer, [B] each."""
     mean_h: Pair
+    """[B] each; see `pairwise.anchor_statistics`."""
     fetched: Any
+    """Rows of the per-sample table, [B, columns], for methods that have one."""
     rows: slice
+    """This rank's rows."""
     step: int
+    """Steps committed so far."""
 
     @property
     def size(self) -> int:
@@ -53,186 +90,134 @@ class AnchorBatch:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What a method makes of a batch.
+class AnchorWeights:
+    """A method's answer to a batch: how much each anchor weighs, and what to update on commit.
 
-    loss: scalar. log_normalizer: a, [B] each; log_scale: log c, [B] each or scalars, such that
-    dL/ds_ij = (c_i / B) exp(h_ij - log(B - 1) - a_i) for j != i. pull: -dL/ds_ii of each side, [B] each; by default the
-    sum of these over j != i. tau_gradient: dL/dtau of a global temperature.
-    feature_gradient: further terms for this rank's features, [b, d] each. update: what `apply` needs on commit.
+    The gradient is dL/ds_ij = (c_i / B) exp(h_ij - log(B - 1) - a_i) for j != i, from both sides' anchors.
     """
 
     loss: Tensor
+    """Scalar."""
     log_normalizer: Pair
+    """a, [B] each."""
     log_scale: Pair
+    """log c, [B] each or scalars."""
     pull: Pair | None = None
+    """-dL/ds_ii of each side, [B] each; by default the sum of dL/ds_ij over j != i."""
     tau_gradient: Tensor | None = None
+    """dL/dtau, for `Temperature.update`."""
     feature_gradient: Pair | None = None
+    """Further terms of the gradient of this rank's features, [b, d] each."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     update: Any = None
+    """For the estimator's `commit`."""
 
 
 @dataclass(frozen=True)
-class Beliefs:
-    """log-normalizers of this rank's anchors as a method sees them, and their temperatures; [b] each.
-
-    cold: from lasting state alone. in_use: with what the step on their own batch learns before its gradients.
-    """
+class NormalizerEstimates:
+    """A method's own log-normalizers of this rank's anchors, and their temperatures; [b] each."""
 
     cold: Pair
+    """From the lasting state alone."""
     in_use: Pair
+    """After what a step on the anchors' own batch learns before it computes gradients."""
     tau: Pair
 
 
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """No shortcut in precision that the user's own loop may be in: neither TF32 nor autocast."""
-    with true_fp32(), torch.autocast(device.type, enabled=False):
-        yield
+class SoftmaxObjective(Objective):
+    """An objective whose gradient is a weighted softmax; a method implements `anchor_weights`.
 
+    Args:
+        config: The method's section.
+        context: The facts of the run.
+        temperature: Supplies tau, and learns it unless it is constant.
+        estimator: Keeps the method's estimates of the normalizers, if it has any beyond the batch's own.
+    """
 
-class FramedObjective(Objective):
-    """The life of a step: `compute` leaves something pending, `commit` applies it, `discard` forgets it."""
-
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
-        if context.batch_size < 2:
-            raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
-        self.config, self.context, self.world = config, context, context.world
-        self.drift = DriftGuard(context.world, every=config.drift_check_every, device=context.device)
-        self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
-        self._pending: Any = None
-
-    @abstractmethod
-    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
-        """Output of this batch and what `apply` needs on commit; must not change lasting state."""
+    def __init__(
+        self, config: Any, context: ObjectiveContext, *, temperature: Temperature, estimator: Component | None = None
+    ) -> None:
+        estimator = estimator or Component()
+        super().__init__(config, context, table=estimator.table)
+        self.temperature, self._estimator = temperature, estimator
 
     @abstractmethod
-    def apply(self, pending: Any, *, lr_scale: float) -> None:
-        """Make the pending update lasting."""
-
-    def own_state(self) -> dict[str, Tensor]:
-        """The method's replicated lasting tensors, by name: the very tensors, so that loading writes into them."""
-        return {}
-
-    def gather_features(self, image: Tensor, text: Tensor) -> Pair:
-        """[b, d] features of every rank -> the global batch's, [B, d] each. Raises: UserError for a B out of range."""
-        images, texts = self.world.all_gather(image), self.world.all_gather(text)
-        if not 2 <= len(images) <= self.context.batch_size:
-            raise UserError(
-                f"The global batch holds {len(images)} pairs: a contrastive loss needs 2 or more, and batch_size = "
-                f"{self.context.batch_size}, over all ranks, is what this objective was built for."
-            )
-        return images, texts
-
-    @torch.no_grad()
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
-        if self._pending is not None:
-            raise RuntimeError(
-                "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
-                "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
-                "several cannot be accumulated."
-            )
-        dtype = self.context.dtype
-        with plain_arithmetic(self.context.device):
-            output, self._pending = self.evaluate(image.to(dtype), text.to(dtype), sample_ids=sample_ids)
-        return output
-
-    @torch.no_grad()
-    def commit(self, *, lr_scale: float = 1.0) -> None:
-        if self._pending is None:
-            raise RuntimeError("commit() without compute(): nothing is pending")
-        pending, self._pending = self._pending, None
-        with plain_arithmetic(self.context.device):
-            self.apply(pending, lr_scale=lr_scale)
-        self._steps += 1
-        if self.drift.due(self.steps):
-            self.drift.check(self.own_state(), step=self.steps)
-
-    def discard(self) -> None:
-        self._pending = None
-
-    @property
-    def steps(self) -> int:
-        return int(self._steps)
-
-    def counters(self) -> dict[str, float]:
-        return {"drift_events": float(self.drift.events)} if self.world.size > 1 else {}
-
-    @property
-    def world_size(self) -> int:
-        return self.world.size
-
-    def state_dict(self) -> dict[str, Tensor]:
-        lasting = {"steps": self._steps, **self.own_state()}
-        return {key: value.detach().clone() for key, value in lasting.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._pending = None
-        load_tensors({"steps": self._steps, **self.own_state()}, state)
-
-
-class SoftmaxObjective(FramedObjective):
-    """Gathers and shared pairwise maths; a method implements `temperatures`, `decide` and `apply`."""
-
-    @abstractmethod
-    def temperatures(self, size: int, fetched: Any) -> Pair:
-        """tau of each of the batch's anchors, [B] each (expanded scalars for a global one)."""
-
-    @abstractmethod
-    def decide(self, batch: AnchorBatch) -> Decision:
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         """Loss, log-normalizers and pending update of this batch; must not change lasting state."""
 
-    def predict(self, batch: AnchorBatch) -> Pair:
-        """log-normalizers of the batch's anchors from lasting state alone, [B] each; here: the batch's own value."""
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+        """log-normalizers of the anchors from lasting state alone, [B] each; here the batch's own value."""
         return batch.log_g
 
-    def in_use(self, batch: AnchorBatch) -> Pair:
-        """log-normalizers that a step on this batch would weigh its gradients with, [B] each."""
-        return self.decide(batch).log_normalizer
+    def normalizers_in_use(self, batch: AnchorBatch) -> Pair:
+        """log-normalizers by which a step on this batch would weigh its gradients, [B] each."""
+        return self.anchor_weights(batch).log_normalizer
 
     def restarts(self) -> bool:
         """Whether the next step begins with a fresh network."""
         return False
 
     @torch.no_grad()
-    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> Beliefs:
-        """What the method believes log(eps + g) of these pairs to be, without a lasting trace of having been asked.
+    def log_normalizers(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> NormalizerEstimates:
+        """The method's estimates of log(eps + g) of these pairs, without any lasting effect; collective.
 
-        For the estimation error of NeuCLIP, appendix B.6. Collective. `image`, `text`: [b, d] should be this rank's
-        part of a batch of the training's size: methods without state answer with the value within the batch. Not
-        between `compute` and `commit`, whose pending changes it would replace. Raises: RuntimeError then.
+        For the estimation error of NeuCLIP, appendix B.6. Methods without state answer with the value within the batch.
+
+        Args:
+            image: [b, d], this rank's part of a batch, which should have the training's size.
+            text: The same of the texts.
+            sample_ids: [b] int64.
+
+        Raises:
+            RuntimeError: Between `compute` and `commit`, whose pending changes would be replaced.
         """
         if self._pending is not None:
-            raise RuntimeError("log_normalizers() between compute() and commit(): ask before or after the step")
+            raise RuntimeError("log_normalizers() between compute() and commit(): call it before or after the step")
         dtype = self.context.dtype
         with plain_arithmetic(self.context.device):
-            batch = self._gather((image.to(dtype), text.to(dtype)), fetched=self.fetch(sample_ids))
-            pairs = (self.predict(batch), self.in_use(batch), batch.tau)
+            batch = self._gather((image.to(dtype), text.to(dtype)), sample_ids)
+            pairs = (self.cold_normalizers(batch), self.normalizers_in_use(batch), batch.tau)
         cold, in_use, tau = ((first[batch.rows], second[batch.rows]) for first, second in pairs)
-        return Beliefs(cold, in_use, tau)
+        return NormalizerEstimates(cold, in_use, tau)
 
-    def fetch(self, sample_ids: Tensor) -> Any:
-        """Per-sample state of the batch, the same on every rank; the method finds it in `batch.fetched`."""
-        return None
-
-    def evaluate(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Decision]:
+    def loss_and_gradients(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor
+    ) -> tuple[ObjectiveOutput, AnchorWeights]:
         with record_function("objective.gather"):
-            batch = self._gather((image, text), fetched=self.fetch(sample_ids))
-        with record_function("objective.decide"):
-            decision = self.decide(batch)
+            batch = self._gather((image, text), sample_ids)
+        with record_function("objective.anchor_weights"):
+            weights = self.anchor_weights(batch)
         with record_function("objective.gradient"):
-            grad_image, grad_text = self._feature_gradients(batch, decision)
-        metrics = {"loss": decision.loss, **decision.metrics}
-        names = ("of_image", "of_text")
-        kinds = (("log_normalizer", decision.log_normalizer), ("log_batch_normalizer", batch.log_g))
-        seen = {f"{kind}_{name}": pair[i] for kind, pair in kinds for i, name in enumerate(names)}
+            grad_image, grad_text = _feature_gradients(batch, weights)
+        kinds = (("log_normalizer", weights.log_normalizer), ("log_batch_normalizer", batch.log_g))
+        seen = {f"{kind}_of_{side}": pair[i] for kind, pair in kinds for i, side in enumerate(SIDES)}
         seen["similarity_of_pair"] = batch.positive
-        return ObjectiveOutput(decision.loss, grad_image, grad_text, metrics, seen), decision
+        metrics = {"loss": weights.loss, **weights.metrics}
+        return ObjectiveOutput(weights.loss, grad_image, grad_text, metrics, seen), weights
 
-    def _gather(self, own: Pair, *, fetched: Any) -> AnchorBatch:
+    def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
+        if pending.tau_gradient is not None:
+            self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
+        self._estimator.commit(pending.update)
+
+    def logit_parameters(self) -> tuple[float, float]:
+        return self.temperature.logit_scale(), 0.0
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {**self.temperature.replicated_state(), **self._estimator.replicated_state()}
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        parts = (self.temperature, self._estimator)
+        return {name: rate for part in parts for name, rate in part.learning_rates(lr_scale=lr_scale).items()}
+
+    def distributions(self) -> dict[str, Tensor]:
+        return self._estimator.distributions()
+
+    def _gather(self, own: Pair, sample_ids: Tensor) -> AnchorBatch:
+        fetched = None if self.table is None else self.table.lookup(sample_ids).to(self.context.dtype)
         features = self.gather_features(*own)
         rows, size = self.world.rows(own[0].shape[0]), features[0].shape[0]
-        tau = self.temperatures(size, fetched)
+        tau = self.temperature.of_anchors(size, fetched)
         positive_b = (own[0] * own[1]).sum(1)
         scalars = [positive_b]
         for side in (0, 1):
@@ -242,25 +227,31 @@ class SoftmaxObjective(FramedObjective):
         positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
         return AnchorBatch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), fetched, rows, self.steps)
 
-    def _feature_gradients(self, batch: AnchorBatch, decision: Decision) -> Pair:
-        sides = [_anchor_side(batch, decision, side) for side in (0, 1)]
-        gradients = []
-        for side in (0, 1):
-            gradient = pairwise.softmax_gradient(
-                batch.features[side][batch.rows],
-                batch.features[1 - side],
-                own=sides[side].take(batch.rows),
-                others=sides[1 - side],
-                first=batch.rows.start,
-            )
-            if decision.feature_gradient is not None:
-                gradient += decision.feature_gradient[side]
-            gradients.append(gradient)
-        return gradients[0], gradients[1]
+
+def mean_gap(estimates: Pair, targets: Pair) -> Tensor:
+    """Mean absolute difference of log-normalizers over both sides, a scalar."""
+    return torch.stack([(a - b).abs().mean() for a, b in zip(estimates, targets, strict=True)]).mean()
 
 
-def _anchor_side(batch: AnchorBatch, decision: Decision, side: int) -> pairwise.AnchorSide:
-    log_share = decision.log_scale[side] - decision.log_normalizer[side] - math.log(batch.size)
-    pull = torch.exp(log_share + batch.log_g[side]) if decision.pull is None else decision.pull[side]
+def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
+    sides = [_anchor_side(batch, weights, side) for side in (0, 1)]
+    gradients = []
+    for side in (0, 1):
+        gradient = pairwise.softmax_gradient(
+            batch.features[side][batch.rows],
+            batch.features[1 - side],
+            own=sides[side].take(batch.rows),
+            others=sides[1 - side],
+            first=batch.rows.start,
+        )
+        if weights.feature_gradient is not None:
+            gradient += weights.feature_gradient[side]
+        gradients.append(gradient)
+    return gradients[0], gradients[1]
+
+
+def _anchor_side(batch: AnchorBatch, weights: AnchorWeights, side: int) -> pairwise.AnchorSide:
+    log_share = weights.log_scale[side] - weights.log_normalizer[side] - math.log(batch.size)
+    pull = torch.exp(log_share + batch.log_g[side]) if weights.pull is None else weights.pull[side]
     log_weight = log_share - math.log(batch.size - 1)
     return pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, pull)

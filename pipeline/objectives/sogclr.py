@@ -1,18 +1,18 @@
-"""`sogclr` and `fastclip_v1`: the global contrastive loss with a constant temperature."""
+"""`sogclr` and `fastclip_v1`: the global contrastive loss (GCL) with a constant temperature."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.estimators import EstimatorConfig, EstimatorObjective
+from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.estimators import EstimatorConfig, MovingAverages
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, Decision, Pair
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
+from pipeline.objectives.temperature import ConstantTemperature
 
 
 @section
@@ -21,6 +21,7 @@ class SogClrConfig(EstimatorConfig):
 
     name: str = "sogclr"
     tau: float = Field(default=0.03, gt=0)
+    """The temperature."""
 
 
 @section
@@ -33,27 +34,23 @@ class FastClipV1Config(SogClrConfig):
 
 @register("sogclr", SogClrConfig)
 @register("fastclip_v1", FastClipV1Config)
-class SogClr(EstimatorObjective):
+class SogClr(SoftmaxObjective):
     """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
 
-    def temperatures(self, size: int, fetched: Any) -> Pair:
-        tau = torch.full((size,), self.config.tau, dtype=self.context.dtype, device=self.context.device)
-        return tau, tau
+    def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
+        self.averages = MovingAverages(config, context)
+        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context), estimator=self.averages)
 
-    def decide(self, batch: AnchorBatch) -> Decision:
-        log_u, log_normalizer = self.estimate(batch)
+    def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
+        log_u, log_normalizer = self.averages.estimate(batch)
         zero = torch.zeros_like(batch.positive[0])
-        return Decision(
+        return AnchorWeights(
             loss=self.config.tau * (log_normalizer[0] + log_normalizer[1]).mean(),
             log_normalizer=log_normalizer,
             log_scale=(zero, zero),
-            metrics={"tau": zero + self.config.tau, **self.estimator_metrics(batch, log_normalizer)},
+            metrics={"tau": zero + self.config.tau, **self.averages.metrics(batch, log_normalizer)},
             update=torch.stack(log_u, 1),
         )
 
-    def apply(self, pending: Decision, *, lr_scale: float) -> None:
-        rows: Tensor = pending.update
-        self.table.write(rows)
-
-    def logit_parameters(self) -> tuple[float, float]:
-        return -math.log(self.config.tau), 0.0
+    def cold_normalizers(self, batch: AnchorBatch) -> Pair:
+        return self.averages.cold_normalizers(batch)

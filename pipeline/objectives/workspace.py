@@ -1,4 +1,4 @@
-"""Buffers that are used again."""
+"""Reusable buffers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers: page faults of fresh megabytes can cost a CPU more than the pass over memory that fills them.
+    """Named buffers: on a CPU, page faults of newly allocated memory can cost more than the pass that fills it.
 
-    On a GPU, whose allocator keeps memory anyway, every taking is fresh: between steps the towers can use it.
+    On a GPU every call allocates: the caching allocator makes that cheap, and the towers can use the memory in between.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor; whoever took this name before has lost it."""
+        """An uninitialised tensor, which overwrites the one taken under the same name before."""
         if like.is_cuda:
             return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
         key, size = (name, dtype or like.dtype, like.device), math.prod(shape)

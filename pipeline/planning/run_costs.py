@@ -7,10 +7,7 @@ peak that useful arithmetic reaches) is an assumption.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from pipeline.engine.deepspeed_engine import BUCKET
 from pipeline.model.tower_costs import TowerCosts
@@ -33,16 +30,6 @@ class EngineMemory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.masters + self.moments + self.buffers
-
-
-@dataclass(frozen=True)
-class ObjectiveMemory:
-    """Bytes of an objective's state."""
-
-    replicated: int
-    """Held by every rank."""
-    per_sample: float
-    """Of one sample's row, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +61,6 @@ def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket
     gradients = 4 * (parameters if stage == 1 else share)
     reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
     return EngineMemory(weights, gradients, 4 * share, 8 * share, reduced * min(bucket, parameters))
-
-
-def objective_memory(state: Mapping[str, Tensor], rows: Mapping[str, tuple[int, Tensor]]) -> ObjectiveMemory:
-    """Bytes of an objective's state.
-
-    Args:
-        state: its `state_dict()`.
-        rows: `row_state_dict()` of the same objective, built for a small dataset on one rank.
-    """
-    per_sample = sum(values.numel() * values.element_size() / max(1, len(values)) for _, values in rows.values())
-    return ObjectiveMemory(sum(v.numel() * v.element_size() for v in state.values()), per_sample)
 
 
 def run_cost(

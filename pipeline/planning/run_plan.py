@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import torch
+
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
 from pipeline.engine.deepspeed_engine import BUCKET, deepspeed_settings
 from pipeline.errors import UserError
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
-from pipeline.objectives import build_objective
-from pipeline.planning.run_costs import Cost, EngineMemory, ObjectiveMemory, engine_memory, objective_memory, run_cost
+from pipeline.objectives import ObjectiveMemory, build_objective
+from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost
 from pipeline.training.recipe import RunConfig, check_run
-
-PROBE_SAMPLES = 1000
-"""Rows of the per-sample table of the objective that is built to find out the size of a row."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class RunPlan:
     activations: int
     """Bytes of activations of one micro-batch."""
     objective: ObjectiveMemory
-    rows_on_host: bool
     cost: Cost
     dataset_size: int
     data: DataPlan | None
@@ -45,7 +43,7 @@ class RunPlan:
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
-        rows = 0 if self.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
+        rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
         return self.engine[stage].total + self.activations + self.objective.replicated + rows
 
 
@@ -83,7 +81,6 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         },
         activations=activation_bytes(towers, micro_batch=micro, bf16=bf16),
         objective=objective,
-        rows_on_host=getattr(run.objective, "table_on", "host") == "host",
         cost=run_cost(
             towers,
             steps=run.total_steps,
@@ -108,17 +105,17 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
 
 
 def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemory:
-    """Memory of the objective, built with a small table: the full one may have a billion rows."""
+    """Memory of the objective, built on the meta device: its table may have a billion rows."""
     objective = build_objective(
         run.objective,
         dim=dim,
         batch_size=run.batch_size,
         dataset_size=dataset_size,
-        table_rows=PROBE_SAMPLES,
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
+        device=torch.device("meta"),
     )
-    return objective_memory(objective.state_dict(), objective.row_state_dict())
+    return objective.memory()
 
 
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:

@@ -1,4 +1,4 @@
-"""What each real rank of `test_objectives_ranks` does; in one process it is the run that they are compared with."""
+"""The program of each rank of `test_objectives_ranks`; in one process it computes the reference."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def drifting(world: World) -> dict[str, Any]:
 
 
 def own_loop(world: World) -> dict[str, Tensor]:
-    """Losses and weights of an open_clip model in somebody else's loop, as in docs/methods.md: no `world` is given."""
+    """Losses and weights of an open_clip model in the training loop of docs/methods.md; no `world` is passed."""
     from open_clip import CLIP
 
     towers = {
@@ -209,7 +209,7 @@ def own_loop(world: World) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         facts = {"dim": DIM, "batch_size": BATCH, "dataset_size": 37, "total_steps": 8, "dtype": torch.float64}
         objective = build_objective({"name": name, "rho": 1.5} if name != "siglip" else name, **facts)
-        assert objective.world_size == world.size
+        assert objective.world.size == world.size
         rows = world.rows(BATCH // world.size)
         for step in range(STEPS):
             draw = torch.Generator().manual_seed(step)

@@ -1,4 +1,4 @@
-"""Every objective on 1, 2 and 4 real ranks: same results, few bytes, watched replicas."""
+"""Every objective on 1, 2 and 4 real ranks: same results, few bytes, drift checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (2, 4)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What every rank of a run on 2 and on 4 processes wrote."""
+    """The results of every rank of a run on 2 and on 4 processes."""
     out = tmp_path_factory.mktemp("objectives")
     for size in SIZES:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
@@ -88,7 +88,7 @@ def test_open_clips_distributed_losses_agree(ranks, name, size):
             assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
 
 
-def test_anybodys_loop_with_ranks_is_the_loop_of_one_process(ranks):
+def test_a_plain_training_loop_gives_the_same_on_any_number_of_ranks(ranks):
     expected = own_loop(World())
     for size in SIZES:
         for result in ranks[size]:
@@ -97,7 +97,7 @@ def test_anybodys_loop_with_ranks_is_the_loop_of_one_process(ranks):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_drifting_rank_is_repaired_counted_and_at_last_stops_the_run(ranks, size):
+def test_a_drifting_rank_is_repaired_and_counted_and_the_third_time_stops_the_run(ranks, size):
     for result in ranks[size]:
         drift = result["drift"]
         assert drift["events"] == [0, 0, 0, 1, 1, 2, 2, 3]

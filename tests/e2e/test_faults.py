@@ -17,7 +17,7 @@ PLACES = {
     "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward": 1,
     "pipeline.engine.deepspeed_engine:DeepSpeedEngine.backward": 1,
     "pipeline.engine.deepspeed_engine:DeepSpeedEngine.step": 1,
-    "pipeline.objectives.softmax:FramedObjective.commit": 1,
+    "pipeline.objectives.base:Objective.commit": 1,
     "pipeline.engine.state:EngineState.moments": 1,
     "pipeline.checkpoint.writer:CheckpointWriter._write_part": 1,
     "pipeline.checkpoint.writer:save_open_clip": 1,

@@ -1,4 +1,4 @@
-"""`openclip` and `siglip` against open_clip's own losses, one process."""
+"""`openclip` and `siglip` against open_clip's losses in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses as the papers write them, in plain autograd over the whole batch: the reference of the tests."""
+"""Helpers of the objectives' tests: features, contexts, and normalizers as the papers write them."""
 
 from __future__ import annotations
 

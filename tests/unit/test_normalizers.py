@@ -1,4 +1,4 @@
-"""Exact log-normalizers against brute force, and the errors that are measured from them."""
+"""Exact log-normalizers against brute force, and the errors measured with them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
     measurement, rows = measure(run, checkpoints[-1], world=World())
     assert (measurement.pairs, measurement.left_over, measurement.rows) == (32, 8, 32)
     assert len(set(rows.sample_id.tolist())) == 32
-    # The state that the error is measured of is the checkpoint's own.
+    # The measured state is the checkpoint's.
     table = checkpoints[-1].read_rows("per_sample", 0, 40)[:, :2]
     seen = ~torch.isneginf(table[rows.sample_id, 0])
     assert seen.any()
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
         assert np.array_equal(saved["text_exact"], rows.exact[1].numpy())
 
 
-def test_few_anchors_still_sum_over_all_pairs(finished_run: Path) -> None:
+def test_with_few_anchors_the_sums_still_run_over_all_pairs(finished_run: Path) -> None:
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     whole, all_rows = measure(run_of(checkpoint), checkpoint, world=World())
     part, rows = measure(run_of(checkpoint), checkpoint, world=World(), limit=10)
@@ -85,7 +85,7 @@ def test_few_anchors_still_sum_over_all_pairs(finished_run: Path) -> None:
     assert torch.equal(rows.exact[0], all_rows.exact[0][:16])
 
 
-def test_damaged_checkpoints_are_named_and_siglip_is_refused(finished_run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported_and_siglip_is_refused(finished_run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no good checkpoints"):
         checkpoints_of(tmp_path, on_damage=lambda message: None)
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
@@ -94,16 +94,16 @@ def test_damaged_checkpoints_are_named_and_siglip_is_refused(finished_run: Path,
         measure(siglip, checkpoint, world=World())
     path = checkpoint.path / "objective.safetensors"
     before = path.read_bytes()
-    told: list[str] = []
+    messages: list[str] = []
     try:
         path.write_bytes(before[:-1])
-        assert [good.step for good in checkpoints_of(finished_run, on_damage=told.append)] == [2]
+        assert [good.step for good in checkpoints_of(finished_run, on_damage=messages.append)] == [2]
     finally:
         path.write_bytes(before)
-    assert "objective.safetensors" in told[0]
+    assert "objective.safetensors" in messages[0]
 
 
-def test_the_command_writes_what_it_shows(finished_run: Path) -> None:
+def test_the_command_writes_the_values_that_it_prints(finished_run: Path) -> None:
     shown = launch("jobs.normalizers", str(finished_run), ranks=2).stdout
     records = [json.loads(line) for line in (finished_run / "normalizers.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [2, 4]

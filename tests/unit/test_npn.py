@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
 from pipeline.objectives.npn import kernels, prototypes
-from pipeline.objectives.npn.inner_optimizer import AdaGrad, Adam
 from pipeline.objectives.npn.prototypes import Anchors
+from pipeline.objectives.optimizers import AdaGrad, Adam
 from pipeline.objectives.workspace import Workspace
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
@@ -38,6 +38,14 @@ def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
     return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
 
 
+def loss_gradient(anchors, weight, *, objective="unified"):
+    """dL/dW, [m, d], and alpha under this W, [B]."""
+    space = Workspace()
+    at = prototypes.prepare(anchors, weight, space)
+    gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, workspace=space)
+    return torch.cat([gradient.tangent(rows) for rows in kernels.pieces(weight)]), alpha
+
+
 def written_loss(anchors, text, weight, objective):
     alpha = prototype_alpha(anchors.features, text, weight, tau=anchors.tau, eps=EPS)
     if objective == "separate":
@@ -53,7 +61,7 @@ def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
     anchors, text = make_anchors(batch_size)
     weight = make_weight(11).requires_grad_()
     expected = torch.autograd.grad(written_loss(anchors, text, weight, objective), weight)[0]
-    gradient, alpha = prototypes.loss_gradient(anchors, weight.detach(), objective=objective)
+    gradient, alpha = loss_gradient(anchors, weight.detach(), objective=objective)
     assert relative_error(gradient, expected) < 1e-10
     assert relative_error(alpha, prototype_alpha(anchors.features, text, weight, tau=anchors.tau, eps=EPS)) < 1e-12
 
@@ -79,7 +87,7 @@ def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
         ({"name": "openclip"}, []),
     ],
 )
-def test_steps_that_begin_with_a_fresh_network_are_known(settings, fresh):
+def test_restarts_reports_the_steps_that_begin_with_a_new_network(settings, fresh):
     objective = build_objective(
         {**settings, **({"prototypes": 8} if settings["name"] == "neuclip" else {})}, context=context(8)
     )
@@ -109,8 +117,8 @@ def test_slopes_of_alpha_are_autograd(monkeypatch):
 def test_bf16_products_stay_near_fp32():
     anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
     weight = make_weight(96, 64, dtype=torch.float32)
-    low, low_alpha = prototypes.loss_gradient(anchors, weight)
-    full, full_alpha = prototypes.loss_gradient(anchors.full_precision(), weight)
+    low, low_alpha = loss_gradient(anchors, weight)
+    full, full_alpha = loss_gradient(anchors.full_precision(), weight)
     assert (low_alpha - full_alpha).square().mean() < 1e-3
     assert F.cosine_similarity(low.flatten(), full.flatten(), dim=0) > 0.999
     assert not torch.equal(low, full)
@@ -158,7 +166,7 @@ def test_restart_from_the_whole_batch_gives_open_clips_normalizer():
         assert relative_error(alpha, torch.log(1 / 7 + g) + math.log(7 / 8)) < 1e-10
 
 
-def test_prototypes_grow_with_distinct_features_until_all_live():
+def test_prototypes_are_added_from_distinct_features_until_all_are_live():
     objective = build_objective({"name": "neuclip", "prototypes": 20, "inner_steps": 0}, context=context(8))
     live = []
     for step in range(4):
@@ -167,7 +175,7 @@ def test_prototypes_grow_with_distinct_features_until_all_live():
     assert live == [8, 16, 20, 20]
     for side in (0, 1):  # each of its partners
         features = [unit_features(8, seed=s)[1 - side] for s in range(3)]
-        assert torch.equal(objective.npn.state.lasting["weight"][side], torch.cat(features)[:20])
+        assert torch.equal(objective.npn.network.lasting["weight"][side], torch.cat(features)[:20])
 
 
 @pytest.mark.parametrize(("restart_with", "newest"), [("current", [3, 2, 1]), ("previous", [2, 1, 0])])
@@ -176,7 +184,7 @@ def test_restart_takes_the_newest_features(restart_with, newest):
     objective = build_objective(settings, context=context(8))
     run_steps(objective, 4, batch_size=8)
     for side in (0, 1):
-        have = {tuple(row.tolist()) for row in objective.npn.state.lasting["weight"][side]}
+        have = {tuple(row.tolist()) for row in objective.npn.network.lasting["weight"][side]}
         seen = [[tuple(r.tolist()) for r in unit_features(8, seed=s)[1 - side]] for s in newest]
         assert set(seen[0]) | set(seen[1]) <= have
         assert len(have & set(seen[2])) == 4
@@ -189,7 +197,7 @@ def test_small_m_takes_the_same_subset_for_both_sides_and_all_seeds_differ():
             {"name": "neuclip", "prototypes": 5, "inner_steps": 0}, context=context(32, seed=seed)
         )
         ((image, text),) = run_steps(objective, 1, batch_size=32)
-        weight = objective.npn.state.lasting["weight"]
+        weight = objective.npn.network.lasting["weight"]
         rows = [int((text == w).all(1).nonzero()) for w in weight[0]]
         assert torch.equal(weight[1], image[rows])
         assert len(set(rows)) == 5
@@ -198,13 +206,13 @@ def test_small_m_takes_the_same_subset_for_both_sides_and_all_seeds_differ():
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_restart_keeps_the_accumulator_unless_told(reset):
+def test_restart_keeps_the_accumulator_unless_configured(reset):
     settings = {"name": "neuclip", "prototypes": 8, "restart_every": 2, "reset_accumulator": reset, "inner_steps": 1}
     objective = build_objective(settings, context=context(8))
     run_steps(objective, 2, batch_size=8)
-    before = objective.npn.state.lasting["accumulator"].clone()
+    before = objective.npn.network.lasting["accumulator"].clone()
     run_steps(objective, 1, batch_size=8, first=2)
-    grown = (objective.npn.state.lasting["accumulator"] >= before).all()
+    grown = (objective.npn.network.lasting["accumulator"] >= before).all()
     assert bool(grown) is not reset
 
 
@@ -213,13 +221,13 @@ def test_never_restarting_fills_once():
         {"name": "neuclip", "prototypes": 8, "restart_every": 0, "inner_steps": 0}, context=context(8)
     )
     run_steps(objective, 5, batch_size=8)
-    assert torch.equal(objective.npn.state.lasting["weight"][0], unit_features(8, seed=0)[1])
+    assert torch.equal(objective.npn.network.lasting["weight"][0], unit_features(8, seed=0)[1])
 
 
 def test_queue_is_the_newest_features():
     objective = build_objective({"name": "neuclip", "npn": "queue", "prototypes": 12}, context=context(8))
     run_steps(objective, 5, batch_size=8)
-    have = {tuple(row.tolist()) for row in objective.npn.state.lasting["weight"][0]}
+    have = {tuple(row.tolist()) for row in objective.npn.network.lasting["weight"][0]}
     assert {tuple(r.tolist()) for r in unit_features(8, seed=4)[1]} <= have
     assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
 
@@ -230,7 +238,7 @@ def test_a_reset_of_adam_begins_its_count_anew():
     counts = []
     for step in range(5):
         run_steps(objective, 1, batch_size=8, first=step)
-        counts.append(int(objective.npn.updates))
+        counts.append(int(objective.npn.network.updates))
     assert counts == [2, 4, 6, 2, 4]
 
 
@@ -239,13 +247,13 @@ def test_simultaneous_uses_the_weights_before_the_update(extra):
     settings = {"name": "neuclip", "npn_schedule": "simultaneous", "inner_steps": 1, "npn_optimizer": "adam", **extra}
     objective = build_objective({"prototypes": 8, **settings}, context=context(8))
     run_steps(objective, 1, batch_size=8)
-    before = {k: v.clone() for k, v in objective.npn.state.lasting.items()}
+    before = {k: v.clone() for k, v in objective.npn.network.lasting.items()}
     image, text = unit_features(8, seed=1)
     output = objective.compute(image, text, sample_ids=torch.arange(8))
     assert torch.equal(output.metrics["normalizer_gap"], output.metrics["normalizer_gap_cold"])
-    assert all(torch.equal(v, objective.npn.state.working[k]) for k, v in before.items())
+    assert all(torch.equal(v, objective.npn.network.working[k]) for k, v in before.items())
     objective.commit()
-    assert not all(torch.equal(v, objective.npn.state.lasting[k]) for k, v in before.items())
+    assert not all(torch.equal(v, objective.npn.network.lasting[k]) for k, v in before.items())
 
 
 @pytest.mark.parametrize(
@@ -259,7 +267,7 @@ def test_simultaneous_uses_the_weights_before_the_update(extra):
     ],
 )
 def test_inner_updates_close_the_gap_on_a_fixed_batch(settings):
-    # Many small steps on one batch: whatever the variant minimizes, its minimum is alpha = log(eps + g).
+    # Every variant's minimum is alpha = log(eps + g): many small steps on one batch approach it.
     base = {"name": "neuclip", "prototypes": 32, "npn_lr": 0.02, "inner_steps": 40, "restart_every": 0}
     objective = build_objective({**base, **settings}, context=context(16))
     image, text = unit_features(16)
@@ -278,7 +286,7 @@ def test_mlp_gradient_through_alpha_is_autograd():
     positive = (image * text).sum(1)
     loss = 2 * tau * (objective.config.rho - 1)
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
-        f = mlp.forward(objective.npn._parameters(side), (image, text)[side])
+        f = mlp.forward(objective.npn.network.side(side), (image, text)[side])
         alpha = torch.log(EPS + torch.exp(f - positive / tau))
         loss = loss + tau * (torch.exp(-alpha) * (EPS + g) + alpha).mean()
     expected = torch.autograd.grad(loss, [image, text, tau])

@@ -1,4 +1,4 @@
-"""The passes of a prototypes' update in both makes: PyTorch's fused kernels, and compiled."""
+"""The passes of a prototype update in both implementations: PyTorch's fused kernels, and compiled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_compiled_passes_make_the_same_updates(optimizer):
 
 
 @pytest.mark.slow  # compiles
-def test_compiled_passes_with_bf16_products_err_as_the_others_do():
+def test_compiled_passes_with_bf16_products_have_the_same_error():
     updated = {}
     for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
         settings = {"name": "neuclip", "prototypes": 64, "npn_precision": precision, "npn_compile": compiled}
@@ -64,7 +64,7 @@ def test_compiled_passes_with_bf16_products_err_as_the_others_do():
     assert 1e-5 < relative_error(updated["bf16", True], full) < 2 * relative_error(updated["bf16", False], full)
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
+def test_a_missing_compiler_gets_a_clear_error(monkeypatch):
     def fail(*arguments):
         raise TorchDynamoException("no C++ compiler here\n\nSet TORCHDYNAMO_VERBOSE=1")
 

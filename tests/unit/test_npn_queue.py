@@ -1,4 +1,4 @@
-"""Which features prototypes are made of: small batches, few and many prototypes, previous batches only."""
+"""Which features fill the prototypes: small batches, few and many prototypes, previous batches only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build(batch_size: int, **settings):
 
 
 def step(objective, seed: int, *, size: int) -> list[Tensor]:
-    """One committed step; what W1 and W2 may be made of: texts and images."""
+    """One committed step; returns the features that may fill W1 and W2: texts and images."""
     image, text = unit_features(size, seed=seed)
     objective.compute(image, text, sample_ids=torch.arange(size))
     objective.commit()
@@ -22,7 +22,7 @@ def step(objective, seed: int, *, size: int) -> list[Tensor]:
 
 
 def rows_in(weight: Tensor, features: Tensor) -> list[int]:
-    """Where each row of `weight` stands in `features`; -1: nowhere."""
+    """Index in `features` of each row of `weight`; -1: it does not occur."""
     equal = (weight[:, None] == features[None]).all(2)
     return torch.where(equal.any(1), equal.int().argmax(1), -1).tolist()
 
@@ -31,7 +31,7 @@ def test_few_prototypes_of_previous_batches_are_of_previous_batches():
     objective = build(8, prototypes=5, restart_every=1, restart_with="previous")
     first, second = (step(objective, seed, size=8) for seed in (0, 1))
     for side in (0, 1):
-        weight = objective.npn.state.lasting["weight"][side]
+        weight = objective.npn.network.lasting["weight"][side]
         assert -1 not in rows_in(weight, first[side])
         assert rows_in(weight, second[side]) == [-1] * 5
 
@@ -40,7 +40,7 @@ def test_every_restart_draws_another_subset():
     objective, drawn = build(32, prototypes=5, restart_every=1), []
     for seed in (0, 1):
         features = step(objective, seed, size=32)
-        drawn.append(rows_in(objective.npn.state.lasting["weight"][0], features[0]))
+        drawn.append(rows_in(objective.npn.network.lasting["weight"][0], features[0]))
     assert -1 not in drawn[0] + drawn[1]
     assert drawn[0] != drawn[1]
 
@@ -52,7 +52,7 @@ def test_a_smaller_batch_leaves_no_hole_in_the_queue():
     for side in (0, 1):
         expected = torch.cat([features[side] for features in seen])
         assert torch.equal(objective.npn.queue[side, :13], expected)
-        assert torch.equal(objective.npn.state.lasting["weight"][side, :13], expected)
+        assert torch.equal(objective.npn.network.lasting["weight"][side, :13], expected)
 
 
 def test_a_restart_on_a_batch_smaller_than_m_begins_with_that_batch():
@@ -62,4 +62,4 @@ def test_a_restart_on_a_batch_smaller_than_m_begins_with_that_batch():
     features = step(objective, 1, size=4)
     assert int(objective.npn.live) == 4
     for side in (0, 1):
-        assert torch.equal(objective.npn.state.lasting["weight"][side, :4], features[side])
+        assert torch.equal(objective.npn.network.lasting["weight"][side, :4], features[side])

@@ -1,4 +1,4 @@
-"""AmorLIP against autograd of its written loss, and the life of its networks."""
+"""AmorLIP against autograd of its loss as written, and the restarts and averages of its networks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_loss_and_gradients_are_autograd_of_the_written_loss(batch_size, positiv
     weights = weights / weights.sum(1, keepdim=True)
     loss = -2 * (image * text).sum(1).mean() + objective.config.rho * tau
     for side, s in enumerate((image @ text.T, text @ image.T)):
-        log_lambda = mlp.forward(objective.networks._side(side, ".average"), (image, text)[side]).detach()
+        log_lambda = mlp.forward(objective.networks.network.side(side, copy="average"), (image, text)[side]).detach()
         loss = loss + tau * ((weights * torch.exp(s / tau)).sum(1) / log_lambda.exp()).mean()
     expected = torch.autograd.grad(loss, [image, text, tau])
     ours = [output.grad_image, output.grad_text, objective._pending.tau_gradient]
@@ -52,7 +52,7 @@ def test_divergences_are_autograd_of_their_sums_and_vanish_at_the_target(diverge
     expected = torch.autograd.grad(written_divergence(divergence, log_lambda, logits), log_lambda)[0]
     ours = slope(divergence, log_lambda.detach(), target)
     assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-10)
-    assert torch.equal(ours.sign().diff() >= 0, torch.ones(16, dtype=torch.bool))  # one zero: the least value
+    assert torch.equal(ours.sign().diff() >= 0, torch.ones(16, dtype=torch.bool))  # one zero: the minimum
     assert slope(divergence, target, target).abs().max() < 1e-15
 
 
@@ -83,7 +83,7 @@ def test_an_update_follows_the_mean_divergence(divergence):
         parameters = {name: value.requires_grad_() for name, value in parameters.items()}
         loss = written_divergence(divergence, mlp.forward(parameters, (image, text)[side]), logits) / 8
         for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
-            moment = objective.networks.state.working[f"{name}.moment1"][side]
+            moment = objective.networks.network.working[f"{name}.moment1"][side]
             assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
 
 
@@ -92,12 +92,12 @@ def test_networks_restart_each_epoch_and_remember_the_last_average():
     for step in range(3):
         objective.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8))
         objective.commit()
-    average = objective.networks.state.lasting["linear1.weight.average"].clone()
-    assert int(objective.networks.updates) == 9
+    average = objective.networks.network.lasting["linear1.weight.average"].clone()
+    assert int(objective.networks.network.updates) == 9
     objective.compute(*unit_features(8, seed=3), sample_ids=torch.arange(8))
     objective.commit()
-    assert torch.equal(objective.networks.state.lasting["linear1.weight.previous"], average)
-    assert int(objective.networks.updates) == 3
+    assert torch.equal(objective.networks.network.lasting["linear1.weight.previous"], average)
+    assert int(objective.networks.network.updates) == 3
 
 
 def test_share_of_the_previous_network_rises_to_its_highest_by_the_middle():
@@ -107,14 +107,14 @@ def test_share_of_the_previous_network_rises_to_its_highest_by_the_middle():
     assert shares[5:] == pytest.approx([0.8] * 5)
 
 
-def test_beliefs_are_of_the_normalizer_that_gradients_divide_by():
+def test_the_reported_normalizer_is_the_one_that_divides_the_gradients():
     objective = build_objective({"name": "amorlip", "positive_weight": 3.0}, context=context(8))
     image, text = unit_features(8)
     objective.compute(image, text, sample_ids=torch.arange(8))
     objective.commit()
-    beliefs = objective.log_normalizers(image, text, sample_ids=torch.arange(8))
+    estimates = objective.log_normalizers(image, text, sample_ids=torch.arange(8))
     log_lambda = objective.networks.predict((image, text))
-    logit = (image * text).sum(1) / beliefs.tau[0]
-    for side in (0, 1):  # lambda stands for E = exp(s_ii / tau) (g + kappa) / (1 + kappa), kappa = 3 / 7
+    logit = (image * text).sum(1) / estimates.tau[0]
+    for side in (0, 1):  # lambda predicts E = exp(s_ii / tau) (g + kappa) / (1 + kappa), kappa = 3 / 7
         expected = torch.exp(log_lambda[side] - logit) * (1 + 3 / 7)
-        assert relative_error(torch.exp(beliefs.cold[side]), expected) < 1e-12
+        assert relative_error(torch.exp(estimates.cold[side]), expected) < 1e-12

@@ -1,4 +1,4 @@
-"""Moving averages: when gamma falls, what a first visit means, what a checkpoint of several ranks holds."""
+"""Moving averages: the schedule of gamma, first visits, and the checkpoint of several ranks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_gamma_falls_with_the_first_step_of_an_epoch():
     assert gamma == pytest.approx(cosine_gamma(2, gamma_min=0.2, decay_epochs=4))
 
 
-def test_of_a_sample_never_seen_the_batchs_own_value_is_believed():
+def test_the_estimate_of_a_new_sample_is_the_batchs_value():
     objective = build_objective("fastclip_v3", context=context(8))
     features = unit_features(8)
-    beliefs = objective.log_normalizers(*features, sample_ids=IDS)
+    estimates = objective.log_normalizers(*features, sample_ids=IDS)
     tau = torch.tensor(0.07, dtype=torch.float64)
     for side, g in enumerate(normalizers(*features, (tau, tau))):
-        assert torch.allclose(beliefs.cold[side], g.log(), rtol=1e-9)
+        assert torch.allclose(estimates.cold[side], g.log(), rtol=1e-9)
 
 
-def test_a_checkpoint_knows_where_a_ranks_rows_belong():
+def test_a_checkpoint_records_the_first_id_of_each_ranks_rows():
     ranks = [
         build_objective("sogclr", context=context(8, dataset_size=31, world=World(rank=r, size=2))) for r in (0, 1)
     ]

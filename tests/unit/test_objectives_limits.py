@@ -1,4 +1,4 @@
-"""Known limits that tie the methods to each other, and the row blocks."""
+"""Limits in which methods agree with each other, and the row blocks."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_row_blocks_change_nothing(name, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_blocks_of_a_later_rank_are_its_own(rank, monkeypatch):
-    """The own pairs stand on the diagonal that begins at the rank's first row, in every block."""
+def test_row_blocks_of_every_rank(rank, monkeypatch):
+    """The positives are on the diagonal that begins at the rank's first row, in every block."""
     image, text = unit_features(16)
     positive, tau = (image * text).sum(1), torch.full((16,), 0.07).double()
     rows = slice(8 * rank, 8 * rank + 8)
@@ -154,7 +154,7 @@ def test_tau_can_only_fall_where_rho_is_not_below_log_n(name):
             objective = build_objective(settings, context=context(16, dataset_size=16))
             objective.compute(*features, sample_ids=torch.arange(16))
             pending = objective._pending
-            gradient = pending.update[1] if name == "isogclr" else pending.tau_gradient
+            gradient = pending.tau_gradient
             found[rho, features is worst] = float(gradient.min())
     assert found[math.log(15), False] > 0
     assert abs(found[math.log(15), True]) < 1e-9
@@ -168,7 +168,7 @@ def test_temperature_learning_rate_follows_the_schedule():
 
 
 @pytest.mark.parametrize("api", ["legacy", "current"])
-def test_tf32_of_the_users_loop_does_not_reach_the_loss(monkeypatch, api):
+def test_tf32_in_the_callers_loop_does_not_affect_the_loss(monkeypatch, api):
     seen, real, matmul = [], pairwise.anchor_statistics, torch.backends.cuda.matmul
 
     def watching(*args, **kwargs):
@@ -193,7 +193,7 @@ def test_tf32_of_the_users_loop_does_not_reach_the_loss(monkeypatch, api):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip", "neuclip_literal"])
-def test_autocast_of_the_users_loop_does_not_reach_the_loss(name):
+def test_autocast_in_the_callers_loop_does_not_affect_the_loss(name):
     def run(*, autocast):
         objective = build_objective({"name": name}, context=context(8, dtype=torch.float32))
         found = []
@@ -208,16 +208,16 @@ def test_autocast_of_the_users_loop_does_not_reach_the_loss(name):
     assert all(torch.equal(a, b) for a, b in zip(run(autocast=True), run(autocast=False), strict=True))
 
 
-def test_openclip_believes_in_the_normalizer_without_the_own_pair():
-    beliefs = build_objective("openclip", context=context(16)).log_normalizers(
+def test_openclips_normalizer_in_use_excludes_the_positive():
+    estimates = build_objective("openclip", context=context(16)).log_normalizers(
         *unit_features(16), sample_ids=torch.arange(16)
     )
-    for side, g in enumerate(normalizers(*unit_features(16), beliefs.tau)):
-        assert relative_error(beliefs.in_use[side], g.log()) < 1e-9
+    for side, g in enumerate(normalizers(*unit_features(16), estimates.tau)):
+        assert relative_error(estimates.in_use[side], g.log()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])
-def test_beliefs_come_from_lasting_state_and_change_nothing(name):
+def test_normalizer_estimates_use_lasting_state_and_change_nothing(name):
     settings = {"name": name} | ({"prototypes": 16, "inner_steps": 0} if name == "neuclip" else {})
     objective = build_objective(settings, context=context(16))
     image, text = unit_features(16)
@@ -225,20 +225,20 @@ def test_beliefs_come_from_lasting_state_and_change_nothing(name):
     objective.compute(image, text, sample_ids=ids)
     objective.commit(lr_scale=0.0)
     before = objective.state_dict()
-    beliefs = objective.log_normalizers(image, text, sample_ids=ids)
+    estimates = objective.log_normalizers(image, text, sample_ids=ids)
     assert all(torch.equal(value, before[key]) for key, value in objective.state_dict().items())
     tau = objective.temperature.value()
-    assert torch.equal(beliefs.tau[0], tau.expand(16))
+    assert torch.equal(estimates.tau[0], tau.expand(16))
     for side, g in enumerate(normalizers(image, text, (tau, tau))):
         if name == "neuclip":  # the prototypes are this very batch
             positives = (1 + (15 * g)).log() - math.log(16)
-            assert torch.allclose(beliefs.cold[side], positives)
+            assert torch.allclose(estimates.cold[side], positives)
         elif name == "amorlip":
-            assert (beliefs.cold[side] - g.log()).mean().abs() < 0.5  # a fresh network knows the level only
+            assert (estimates.cold[side] - g.log()).mean().abs() < 0.5  # a new network predicts only the mean
         else:
-            assert torch.allclose(beliefs.cold[side], g.log(), rtol=1e-6)
+            assert torch.allclose(estimates.cold[side], g.log(), rtol=1e-6)
     other = objective.log_normalizers(*unit_features(16, seed=1), sample_ids=ids)
     if name == "fastclip_v3":  # u belongs to the sample, not to the features
-        assert torch.equal(other.cold[0], beliefs.cold[0])
+        assert torch.equal(other.cold[0], estimates.cold[0])
     else:
-        assert not torch.equal(other.cold[0], beliefs.cold[0])
+        assert not torch.equal(other.cold[0], estimates.cold[0])

@@ -1,4 +1,4 @@
-"""Objectives by name, methods from outside, and use as a library."""
+"""Objectives by name, methods defined outside the package, and use as a library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from pipeline.config import section, to_tree
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register, registry
-from pipeline.objectives.softmax import Decision, SoftmaxObjective
+from pipeline.objectives.softmax import AnchorWeights, SoftmaxObjective
+from pipeline.objectives.temperature import ConstantTemperature
 from tests.unit.objectives_reference import relative_error, unit_features
 
 ROOT = Path(__file__).parents[2]
 PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 
 
-def test_every_method_of_the_papers_is_there_and_survives_a_round_trip():
+def test_every_method_of_the_papers_is_registered_and_its_section_round_trips():
     assert set(objective_names()) >= PAPERS
     for name in objective_names():
         config = parse_objective({"name": name})
@@ -63,11 +64,11 @@ def test_missing_facts_are_named(facts, says):
         ({"name": "fastclip_v3"}, "without objective.gamma_decay_epochs follows the epochs of the run"),
     ],
 )
-def test_what_follows_epochs_asks_for_them(settings, says):
+def test_schedules_by_epoch_require_the_length_of_the_run(settings, says):
     facts = {"dim": 4, "batch_size": 8, "dataset_size": 32}
     with pytest.raises(UserError, match=says):
         build_objective(settings, **facts)
-    assert build_objective(settings, **facts, total_steps=9).context.epochs(wanted_by="this") == 3
+    assert build_objective(settings, **facts, total_steps=9).context.epochs(needed_by="this") == 3
     build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **facts)
 
 
@@ -79,32 +80,24 @@ def test_another_modules_class_does_not_replace_a_method(monkeypatch):
 
 
 @section
-class HardestNegativeConfig(ObjectiveConfig):
+class ToyConfig(ObjectiveConfig):
     name: str = "toy_softmax"
     tau: float = 0.1
 
 
-def test_a_method_from_outside_needs_one_class(monkeypatch):
+def test_a_method_outside_the_package_needs_one_class(monkeypatch):
     """A toy: plain in-batch normalizers at a constant temperature."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # other tests ask for the names of all methods
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # others use all names
 
-    @register("toy_softmax", HardestNegativeConfig)
+    @register("toy_softmax", ToyConfig)
     class Toy(SoftmaxObjective):
-        def temperatures(self, size, fetched):
-            tau = torch.full((size,), self.config.tau, dtype=self.context.dtype)
-            return tau, tau
+        def __init__(self, config, context):
+            super().__init__(config, context, temperature=ConstantTemperature(config.tau, context))
 
-        def decide(self, batch):
+        def anchor_weights(self, batch):
             zero = torch.zeros((), dtype=self.context.dtype)
-            return Decision(
-                loss=(batch.log_g[0] + batch.log_g[1]).mean(), log_normalizer=batch.log_g, log_scale=(zero, zero)
-            )
-
-        def apply(self, pending, *, lr_scale):
-            pass
-
-        def logit_parameters(self):
-            return 0.0, 0.0
+            loss = (batch.log_g[0] + batch.log_g[1]).mean()
+            return AnchorWeights(loss, log_normalizer=batch.log_g, log_scale=(zero, zero))
 
     objective = build_objective({"name": "toy_softmax", "tau": 0.2}, dim=16, batch_size=8, dtype=torch.float64)
     image, text = (f.requires_grad_() for f in unit_features(8))
@@ -115,12 +108,12 @@ def test_a_method_from_outside_needs_one_class(monkeypatch):
     (0.2 * sum(x.masked_fill(mask, -torch.inf).logsumexp(1).mean() for x in h)).backward()
     assert relative_error(image.grad, s.grad @ text) < 1e-10
     with pytest.raises(UserError, match="exists"):
-        register("openclip", HardestNegativeConfig)(Toy)
+        register("openclip", ToyConfig)(Toy)
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))
-def test_four_lines_in_anybodys_loop(name):
-    """The README's snippet, on towers that are two linear maps: the right partner is found in the end."""
+def test_an_objective_in_a_plain_training_loop(name):
+    """The README's snippet on two linear towers, which learn to retrieve the partners."""
     torch.manual_seed(0)
     inputs, dataset_size, batch_size = torch.randn(64, 24), 64, 32
     image_tower, text_tower = torch.nn.Linear(24, 16), torch.nn.Linear(24, 16)
@@ -143,7 +136,7 @@ def test_four_lines_in_anybodys_loop(name):
 
 
 def test_the_readmes_snippet_runs():
-    """The block of README.md that shows the library, as it stands there."""
+    """The library example of README.md, unchanged."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (snippet,) = (block for block in blocks if "build_objective" in block)
     tower = torch.nn.Linear(4, 512)
@@ -161,14 +154,14 @@ def test_the_readmes_snippet_runs():
 
 @pytest.mark.parametrize("name", ["neuclip", "neuclip_literal", "fastclip_v2", "fastclip_v3", "isogclr"])
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
-def test_a_rho_out_of_reach_is_told(name, caplog):
+def test_a_rho_out_of_reach_is_logged(name, caplog):
     facts = {"dim": 4, "batch_size": 8, "dataset_size": 100, "total_steps": 10}
     build_objective({"name": name, "rho": 6.0}, **facts)
     assert "objective.rho = 6 is not below log(n - 1) = 4.60" in caplog.text
     assert "set objective.rho to 2.0 to 3.1" in caplog.text
     caplog.clear()
     build_objective({"name": name, "rho": 4.0}, **facts)
-    build_objective({"name": name, "rho": 6.0, "tau_lr": 0.0}, **facts)  # tau is meant to stay
+    build_objective({"name": name, "rho": 6.0, "tau_lr": 0.0}, **facts)  # tau is held constant on purpose
     build_objective({"name": name, "rho": 6.0}, **{**facts, "dataset_size": 1000})
     assert not caplog.text
 
@@ -196,7 +189,7 @@ def test_a_batch_larger_than_the_objective_was_built_for_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
-def test_the_temperatures_rate_follows_the_encoders_or_nobody(name):
+def test_the_temperatures_rate_follows_the_encoders_or_is_constant(name):
     def moved(schedule):
         facts = {"dim": 16, "batch_size": 8, "dataset_size": 8, "total_steps": 1}
         objective = build_objective({"name": name, "tau_schedule": schedule}, **facts)
@@ -209,10 +202,10 @@ def test_the_temperatures_rate_follows_the_encoders_or_nobody(name):
         return [now != then for now, then in zip(objective.logit_parameters(), before, strict=True)]
 
     assert moved("encoders") == [False, False]
-    assert moved("constant") == [True, name == "siglip"]  # which learns a bias, too
+    assert moved("constant") == [True, name == "siglip"]  # siglip also learns a bias
 
 
-def test_sample_ids_are_asked_for_where_they_are_needed():
+def test_missing_sample_ids_are_an_error_where_they_are_needed():
     objective = build_objective("fastclip_v3", dim=16, batch_size=8, dataset_size=8, total_steps=1)
     with pytest.raises(UserError, match="sample_ids"):
         objective.loss(*unit_features(8, dtype=torch.float32))

@@ -26,7 +26,7 @@ def test_ranks_cover_every_id_once(dataset_size, size):
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(dataset_size))
 
 
-def test_rows_start_as_told_and_keep_what_is_written():
+def test_rows_start_with_their_initial_values_and_keep_what_is_written():
     rows = table()
     ids = torch.tensor([7, 2, 9])
     assert torch.equal(rows.lookup(ids), torch.tensor([[-math.inf, 0.5]] * 3))
@@ -51,7 +51,7 @@ def test_prefetch_sees_a_write_that_comes_after_it():
 
 
 @pytest.mark.parametrize("ids", [[0, 10], [-1, 3]])
-def test_foreign_ids_are_refused(ids):
+def test_ids_out_of_range_are_refused(ids):
     with pytest.raises(UserError, match="dataset of 10 samples"):
         table().lookup(torch.tensor(ids))
 
@@ -73,7 +73,7 @@ def test_rows_move_to_another_number_of_ranks():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_snapshot_stays_what_it_was_while_the_table_changes(seed):
+def test_a_snapshot_is_constant_while_the_table_changes(seed):
     generator = torch.Generator().manual_seed(seed)
     rows = table(50)
 
@@ -119,7 +119,7 @@ def test_a_snapshot_read_by_another_thread_is_of_one_moment():
         assert torch.equal(torch.cat(found), torch.full((4000, 2), float(value - 1)))
 
 
-def test_a_snapshot_that_nobody_reads_keeps_nothing_for_long():
+def test_an_abandoned_snapshot_is_freed():
     rows = table()
     abandoned = rows.snapshot()
     rows.lookup(torch.tensor([1]))
@@ -158,7 +158,7 @@ def test_a_snapshot_holds_what_was_written_last():
     assert torch.equal(torch.cat(list(rows.snapshot()))[ids], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
 
 
-def test_what_was_written_before_loading_does_not_come_back():
+def test_loading_discards_unwritten_rows():
     rows, ids = table(), torch.tensor([3, 8])
     rows.lookup(ids)
     rows.write(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""What a commit changes, over several steps, against optimizers of torch: temperatures, biases, auxiliary networks."""
+"""State updates over several steps against torch.optim: temperatures, biases, auxiliary networks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_temperatures_per_sample_are_torchs_optimizers(optimizer, lr, lowest, hi
     peer, met = torch.optim.Adam([tau], lr=lr * 0.5, betas=(0.9, 0.98), eps=1e-8), set()
     for step in range(5):
         objective.compute(*unit_features(BATCH, seed=step), sample_ids=IDS)
-        tau.grad = objective._pending.update[1].clone()
+        tau.grad = objective._pending.tau_gradient.clone()
         objective.commit(lr_scale=0.5)
         with torch.no_grad():
             if optimizer == "adam":
@@ -66,7 +66,7 @@ def test_siglips_bias_follows_its_gradient():
     )
 
 
-def test_the_gradient_that_reaches_the_loss_scales_the_features_gradients():
+def test_the_upstream_gradient_scales_the_feature_gradients():
     image, text = (f.requires_grad_() for f in unit_features(BATCH, dtype=torch.float32))
     objective = build_objective("openclip", dim=16, batch_size=BATCH)
     once = torch.autograd.grad(objective.loss(image, text), [image, text])
@@ -99,7 +99,7 @@ def lambda_of(objective: Any, output: Any, side: int, weight: float) -> Tensor:
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.05])
-def test_amorlips_networks_live_as_written(cap):
+def test_amorlips_networks_follow_their_description(cap):
     """Three epochs of three steps: restarts, targets mixed with the epoch before, averages, the bound of the ratio."""
     settings = {"ema_decay": 0.9, "ema_every": 2, "inner_steps": 2, "ratio_cap": cap, "positive_weight": 0.5}
     c = context(BATCH, steps_per_epoch=3, total_steps=9)
@@ -144,8 +144,8 @@ def test_amorlips_networks_live_as_written(cap):
         objective.commit()
     assert share > 0.3
     assert (bound > 0) == (cap > 0)
-    believed = objective.networks.predict(tuple(features))
-    assert all(torch.allclose(believed[side], average[side](features[side]), rtol=1e-9) for side in (0, 1))
+    predicted = objective.networks.predict(tuple(features))
+    assert all(torch.allclose(predicted[side], average[side](features[side]), rtol=1e-9) for side in (0, 1))
 
 
 def alpha_of(net: Network | Tensor, own: Tensor, partner: Tensor, tau: float = 0.07) -> Tensor:
@@ -184,7 +184,7 @@ def test_neuclips_networks_are_torchs_optimizers_on_equation_12(npn, schedule, o
             with torch.no_grad():
                 for side, net in enumerate(nets):
                     net *= 2.0 + side
-                    objective.npn.state.lasting["weight"][side] *= 2.0 + side
+                    objective.npn.network.lasting["weight"][side] *= 2.0 + side
         output = objective.compute(*features, sample_ids=IDS)
         for side, g in enumerate(normalizers(*features, (tau, tau))):
             alpha = functools.partial(alpha_of, nets[side], features[side], features[1 - side])
@@ -198,22 +198,22 @@ def test_neuclips_networks_are_torchs_optimizers_on_equation_12(npn, schedule, o
             found = output.distributions[f"log_normalizer_of_{('image', 'text')[side]}"]
             assert relative_error(found, used) < 1e-8, (step, side)
         objective.commit()
-    assert int(objective.npn.updates) == 4 * inner
+    assert int(objective.npn.network.updates) == 4 * inner
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_prototypes_return_to_unit_length_where_told(renormalize):
+def test_prototypes_return_to_unit_length_if_configured(renormalize):
     settings = {"name": "neuclip", "prototypes": BATCH, "npn_lr": 0.5, "renormalize": renormalize}
     objective = build_objective(settings, context=context(BATCH))
     objective.compute(*unit_features(BATCH), sample_ids=IDS)
     objective.commit()
-    lengths = objective.npn.state.lasting["weight"].norm(dim=2)
+    lengths = objective.npn.network.lasting["weight"].norm(dim=2)
     assert torch.allclose(lengths, torch.ones_like(lengths)) is renormalize
 
 
 @pytest.mark.parametrize("stop_gradient", [False, True])
 def test_the_cap_holds_in_loss_and_all_gradients(stop_gradient):
-    """alpha is raised to log(eps + g) - log cap; what flows through it has the ratio of the cap."""
+    """alpha is raised to log(eps + g) - log cap; the gradient through it is computed with the capped ratio."""
     settings = {"name": "neuclip", "prototypes": BATCH, "inner_steps": 2, "npn_lr": 0.5, "ratio_cap": 1.3}
     objective = build_objective({**settings, "stop_gradient": stop_gradient}, context=context(BATCH))
     image, text = (f.requires_grad_() for f in unit_features(BATCH))

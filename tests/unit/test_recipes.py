@@ -27,6 +27,8 @@ ENCODERS = {
     "dfn1b": (3_000_000_000, 5120, "ViT-B-16", 3.125e-4, 0.2, 500),
     "laion315m": (13_000_000_000, 5120, "ViT-B-16", 2e-4, 0.2, 13_000),
 }
+# Methods that the papers compare; every recipe has settings for them.
+PUBLISHED = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 # rho and lr of tau; NeuCLIP Table 3.
 NEUCLIP = {
     "cc3m": (6.5, 1.25e-4),
@@ -44,8 +46,8 @@ def load(name: str, *overrides: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_method_plans_and_reads_back(name: str) -> None:
     recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    assert set(recipe["methods"]) == set(objective_names())
-    for method in objective_names():
+    assert PUBLISHED <= set(recipe["methods"]) <= set(objective_names())
+    for method in recipe["methods"]:
         run = load(name, f"objective.name={method}")
         assert run.objective.name == method
         assert parse_recipe(yaml.safe_load(dump(run))) == run
@@ -77,14 +79,15 @@ def test_neuclip_has_the_papers_values_and_its_own_reading_beside_them(name: str
 
 
 @pytest.mark.parametrize("name", PAPERS)
-@pytest.mark.parametrize("method", [name for name in objective_names() if name not in ("sogclr", "fastclip_v1")])
-def test_temperatures_are_learned_as_the_encoders_are(name: str, method: str) -> None:
-    run = load(name, f"objective.name={method}")
-    objective = run.objective
-    assert (objective.tau_beta1, objective.tau_beta2) == tuple(run.optimizer.betas)
-    assert objective.tau_eps == run.optimizer.eps
-    constant = method in ("isogclr", "fastclip_v2", "fastclip_v3", "amorlip")
-    assert objective.tau_schedule == ("constant" if constant else "encoders")
+def test_temperatures_are_learned_as_the_encoders_are(name: str) -> None:
+    methods = set(yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"])
+    for method in methods - {"sogclr", "fastclip_v1"}:  # their temperature is constant
+        run = load(name, f"objective.name={method}")
+        objective = run.objective
+        assert (objective.tau_beta1, objective.tau_beta2) == tuple(run.optimizer.betas)
+        assert objective.tau_eps == run.optimizer.eps
+        constant = method in ("isogclr", "fastclip_v2", "fastclip_v3", "amorlip")
+        assert objective.tau_schedule == ("constant" if constant else "encoders")
 
 
 @pytest.mark.parametrize(

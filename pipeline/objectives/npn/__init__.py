@@ -1,1 +1,1 @@
-"""The normalizer-prediction network (NPN) of NeuCLIP."""
+"""The normalizer-prediction network (NPN) of NeuCLIP; `reference.py` is the whole algorithm, to be read first."""

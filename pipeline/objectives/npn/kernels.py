@@ -1,13 +1,13 @@
-"""The passes over memory of a prototypes' update, all that it costs beside its GEMMs, in two makes with one meaning.
+"""Passes over memory: everything that an update of the prototypes costs beside its matrix products.
 
-`Passes` chains kernels that PyTorch has fused already (softmax, weight normalisation and its backward, AdaGrad), and
-sends pieces that a core's cache can hold through them in turn. `CompiledPasses` lets torch.compile fuse the formulas as
-they stand: fewer passes and kernels, for some seconds of compilation and a compiler on the machine.
+`Passes` chains kernels that PyTorch ships fused (softmax, weight normalisation and its backward, AdaGrad), in pieces
+that fit a core's cache. `CompiledPasses` computes the same formulas, fused by torch.compile: fewer passes and kernels,
+for some seconds of compilation and a compiler on the machine.
 
-Two properties of Inductor 2.12 on a CPU shape its programs. Consecutive loops over a matrix share their loop over rows,
-so that a row stays in a core's nearest cache, but not if the program also computes on vectors of [R] or [m] alone: that
-is left to other programs. And it fails where one loop sums over a row that another writes in place
-(https://github.com/pytorch/pytorch/issues/196570), so a step returns new prototypes.
+Two properties of Inductor 2.12 on a CPU shape the compiled programs. It merges consecutive loops over a matrix, which
+keeps a row in a core's nearest cache, unless the program also computes on [R] or [m] vectors: those are in other
+programs. And it fails where one loop sums over a row that another writes in place
+(https://github.com/pytorch/pytorch/issues/196570), so an update returns new prototypes.
 
 Shape legend: R anchors of a block, d feature dimension, m prototypes; U_j = W_j / |W_j|.
 """
@@ -22,42 +22,42 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.objectives.npn.inner_optimizer import AdaGrad, InnerOptimizer
+from pipeline.objectives.optimizers import AdaGrad, InnerOptimizer
 from pipeline.objectives.workspace import Workspace
 
-# Elements per thread of a piece that consecutive passes find in a CPU's caches.
 _CPU_PIECE = 2**18
+"""Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """Prototypes ready for a GEMM: W, [m, d]; U_j / tau, [m, d]; |W_j|, [m, 1].
-
-    directions: the rows U_j / tau in the precision of the GEMM, maybe a buffer of a workspace, or `weight` itself.
-    scale: what the rows of `directions` have yet to be multiplied by, [m], or None. tau: scalar.
-    """
+    """Prototypes ready for a matrix product."""
 
     weight: Tensor
+    """W, [m, d]."""
     directions: Tensor
+    """U_j / tau up to `scale`, [m, d], in the precision of the product; may be a workspace's buffer, or `weight`
+    itself."""
     scale: Tensor | None
+    """Factors still missing from the rows of `directions`, [m]; None: none."""
     norms: Tensor
+    """|W_j|, [m, 1]."""
     tau: Tensor
+    """Scalar."""
 
     def write_to(self, weight_md: Tensor) -> None:
-        """Put W there, unless it was updated there."""
+        """Copy W to `weight_md`, unless it was updated in place there."""
         if self.weight is not weight_md:
             weight_md.copy_(self.weight)
 
 
 @dataclass(frozen=True)
 class UnitGradient:
-    """G, dL/dU, [m, d], at these prototypes.
-
-    product: bf16 where it is one GEMM's result in bf16, else in the precision of W; maybe a buffer of a workspace,
-    which the next gradient overwrites.
-    """
+    """The gradient G = dL/dU."""
 
     product: Tensor
+    """[m, d]; bf16 if one bf16 matrix product computed it, else in the precision of W. May be a workspace's buffer,
+    which the next gradient overwrites."""
     at: Prototypes
 
     def clone(self) -> UnitGradient:
@@ -72,10 +72,10 @@ class UnitGradient:
 
 
 class Passes:
-    """What an update does to [m, d] and [R, m] beside multiplying them, by PyTorch's own fused kernels."""
+    """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels."""
 
     def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
-        """These prototypes for GEMMs in `dtype`."""
+        """The prototypes, ready for matrix products in `dtype`."""
         m = weight_md.shape[0]
         scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
         norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
@@ -87,9 +87,15 @@ class Passes:
     def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """p_ij = exp(scale_j z_ij - t_i), [R, m]; t_i near the row's largest exponent; s_i = sum_j p_ij.
 
-        Args: z: products with at.directions; may be lost. p is in the precision of these, s and t, [R], in that of W.
+        Args:
+            z: Products with at.directions; may be overwritten.
+            at: The prototypes.
+            space: Buffers.
+
+        Returns:
+            p in the precision of at.directions; t and s, [R] each, in that of W.
         """
-        # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. The sum is known without further
+        # Softmax is one kernel: with t the logarithm of the row's sum, s is 1. That sum follows without further
         # exponentials: the row's largest softmax is 1 / sum_j exp(z_ij - max_j z_ij).
         log_sums = []
         for rows in pieces(z):
@@ -108,8 +114,8 @@ class Passes:
         return z.to(at.directions.dtype), shift, torch.ones_like(shift)
 
     def sums(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor]:
-        """t and s of `exponentials`, where nobody asks for p."""
-        _, shift, total = self.exponentials(z, at, space)  # softmax beats logsumexp
+        """t and s of `exponentials` without p."""
+        _, shift, total = self.exponentials(z, at, space)  # softmax is faster than logsumexp
         return shift, total
 
     def descend(
@@ -121,7 +127,7 @@ class Passes:
         number: int,
         space: Workspace,
     ) -> Prototypes:
-        """The prototypes after the optimizer's step `number` (from 1); whether it was taken in place is left open."""
+        """The prototypes after the optimizer's step `number` (from 1), which may have been taken in place."""
         before = gradient.at
         for rows in pieces(before.weight):
             parts = {name: slot[rows] for name, slot in slots.items()}
@@ -129,16 +135,16 @@ class Passes:
         return self.prepare(before.weight, before.tau, dtype=before.directions.dtype, space=space)
 
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
-        """formula(*arguments), of [R] and [R, d]."""
+        """formula(*arguments), for formulas on [R] and [R, d]."""
         return formula(*arguments)
 
 
 class CompiledPasses(Passes):
-    """The formulas, fused by torch.compile. Optimizers other than AdaGrad take their step as in the base class."""
+    """The same formulas, fused by torch.compile; updates of optimizers other than AdaGrad are the base class's."""
 
     def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
         low = _low(weight_md, dtype, space)
-        return _as_they_are(weight_md, low, self.run(_squares, weight_md, low), tau)
+        return _unscaled(weight_md, low, self.run(_squares, weight_md, low), tau)
 
     def exponentials(self, z: Tensor, at: Prototypes, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         out = space.take("exponentials", tuple(z.shape), like=at.directions)
@@ -166,7 +172,7 @@ class CompiledPasses(Passes):
         weight_md, squares = self.run(
             _adagrad, before.weight, gradient.product, inverse, memory, low, optimizer.lr, optimizer.eps
         )
-        return _as_they_are(weight_md, low, squares, before.tau)
+        return _unscaled(weight_md, low, squares, before.tau)
 
     def run(self, formula: Callable[..., Any], *arguments: Any) -> Any:
         return _compiled(formula, *arguments)
@@ -176,21 +182,21 @@ FUSED, COMPILED = Passes(), CompiledPasses()
 
 
 def pieces(matrix: Tensor) -> list[slice]:
-    """Rows of a matrix in pieces that several passes can share: on a CPU small ones, elsewhere all at once."""
+    """Row slices of a matrix: on a CPU pieces that stay in cache between passes, on a GPU all rows at once."""
     rows, columns = matrix.shape
     step = rows if matrix.is_cuda else max(1, _CPU_PIECE * torch.get_num_threads() // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _low(weight_md: Tensor, dtype: torch.dtype, space: Workspace) -> Tensor | None:
-    """Where a copy of the prototypes for GEMMs in another precision goes; None where they need no copy."""
+    """A buffer for the prototypes in another precision; None if `dtype` is their own."""
     if dtype == weight_md.dtype:
         return None
     return space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
 
 
-def _as_they_are(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:
-    """Prototypes that leave 1 / (|W_j| tau) to whoever next passes over their product. Args: squares: |W_j|^2."""
+def _unscaled(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:
+    """Prototypes whose factors 1 / (|W_j| tau) are left to the pass over their products. Args: squares: |W_j|^2."""
     norms = squares.sqrt()
     scale = (norms * tau).reciprocal_().squeeze(1)
     return Prototypes(weight_md, weight_md if low is None else low, scale, norms, tau)
@@ -239,10 +245,11 @@ def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:
     from torch._dynamo.exc import TorchDynamoException
 
     if formula not in _programs:
-        # Inductor's cache on disk overlooks the threads a program was made for, unless they are an option of it
-        # (https://github.com/pytorch/pytorch/issues/167463): a launcher's OMP_NUM_THREADS=1 would stay for ever.
+        # Inductor's disk cache ignores the number of threads unless it is an explicit option
+        # (https://github.com/pytorch/pytorch/issues/167463): programs compiled under a launcher's OMP_NUM_THREADS=1
+        # would be reused by processes with more threads.
         options: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.threads": torch.get_num_threads()}
-        # Without it each rank chooses among kernels by timing them on its GPU, and some sum rows in another order.
+        # Otherwise each rank selects kernels by timing them on its GPU, and these may sum rows in different orders.
         options["deterministic"] = True
         _programs[formula] = torch.compile(formula, dynamic=False, options=options)
     try:
@@ -251,5 +258,5 @@ def _compiled(formula: Callable[..., Any], *arguments: Any) -> Any:
         reason = str(error).split("\n\n")[0]
         raise UserError(
             f"objective.npn_compile = true, but torch.compile fails on this machine: {reason}. `neuclip doctor` looks "
-            "for a compiler; objective.npn_compile=false does without."
+            "for a compiler; objective.npn_compile=false needs none."
         ) from error

@@ -1,25 +1,27 @@
-"""The normalizer-prediction network (NPN) with its state: restarts, queue, inner optimizer.
+"""The NPN as a component of the objective: its state, restarts, queue and inner updates.
 
-Every rank computes the same update from the gathered features: no communication, the same bits on the same hardware.
-With `npn_update = sharded` the ranks share the work instead and sum its gradients: the same bits on every rank, too.
+Every rank computes the same update from the gathered features: no communication, and bit-identical networks. With
+`npn_update = sharded` each rank computes a share of it, and the ranks sum the gradients: bit-identical networks as
+well.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.objectives.base import ObjectiveContext
+from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn import prototypes
-from pipeline.objectives.npn.inner_optimizer import AdaGrad, Adam, Buffered, InnerOptimizer
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.softmax import AnchorBatch, Pair
+from pipeline.objectives.optimizers import AdaGrad, Adam
+from pipeline.objectives.replicated_network import ReplicatedNetwork
+from pipeline.objectives.softmax import AnchorBatch, Component
 from pipeline.objectives.workspace import Workspace
 
 BothSides = tuple[Anchors, Anchors]
@@ -27,20 +29,35 @@ BothSides = tuple[Anchors, Anchors]
 
 @dataclass(frozen=True)
 class Prediction:
-    """Log-normalizers of the batch's anchors, [B] each: those to use, and those before the inner updates (`cold`)."""
+    """Log-normalizers of the batch's anchors, [B] each."""
 
     alpha: Pair
+    """To be used."""
     cold: Pair
+    """From before the inner updates."""
 
 
-class Npn(ABC):
-    """A pair of networks that predict log-normalizers. What `advance` does is pending until `commit`."""
+class Npn(Component):
+    """A network per side that predicts log-normalizers. The effect of `advance` is pending until `commit`.
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
-        self.config, self.context, self.workspace = config, context, Workspace()
-        self.optimizer: InnerOptimizer = (
-            AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
-        )
+    Args:
+        config: A `NeuClipConfig`.
+        context: The facts of the run.
+        parameters: Initial parameters of both sides, [2, ...] each.
+        slot_name: See `ReplicatedNetwork`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        context: ObjectiveContext,
+        parameters: dict[str, Tensor],
+        *,
+        slot_name: str = "{parameter}.{slot}",
+    ) -> None:
+        self.config, self.context = config, context
+        optimizer = AdaGrad(config.npn_lr) if config.npn_optimizer == "adagrad" else Adam(config.npn_lr)
+        self.network = ReplicatedNetwork(parameters, optimizer, slot_name=slot_name)
 
     @abstractmethod
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
@@ -51,12 +68,8 @@ class Npn(ABC):
         """Log-normalizers from the lasting networks alone, [B] each."""
 
     @abstractmethod
-    def commit(self, batch: AnchorBatch) -> None:
+    def commit(self, update: AnchorBatch) -> None:
         """Make what `advance` did on this batch lasting."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The lasting tensors themselves, by name."""
 
     @abstractmethod
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,48 +78,44 @@ class Npn(ABC):
     def metrics(self) -> dict[str, Tensor]:
         return {}
 
+    def replicated_state(self) -> dict[str, Tensor]:
+        return self.network.state()
+
+    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
+        return {"npn_lr": self.config.npn_lr}
+
 
 class PrototypeNpn(Npn):
     """Two sets of m prototypes, W1 for image anchors and W2 for text anchors, stacked as [2, m, d].
 
     The first batch fills min(m, B) prototypes with its own features (W1 with texts, W2 with images). While fewer than m
-    are live, each batch adds its features as further prototypes: repeating features to reach m at once would be m = B
-    for ever, because equal prototypes get equal gradients. On a restart all prototypes are overwritten with the newest
-    m features, the current batch among them; with m < B with a seeded random subset of the batch, the same indices for
-    both sides and on every rank. The optimizer's memory is kept over restarts unless `reset_accumulator`.
+    are live, each batch adds its features as further prototypes: copies of features would be useless, because equal
+    prototypes get equal gradients. A restart overwrites all prototypes with the newest m features, the current batch's
+    included; with m < B with a seeded random subset of the batch, the same indices for both sides and on every rank.
     """
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
         m, dim = config.prototypes, context.dim
         weight = torch.zeros((2, m, dim), dtype=context.dtype, device=context.device)
-        self.state = Buffered({"weight": weight} | {slot: torch.zeros_like(weight) for slot in self.optimizer.slots})
+        super().__init__(config, context, {"weight": weight}, slot_name="{slot}")
         queue_length = m if m > context.batch_size or config.restart_with == "previous" else 0
         self.queue = weight.new_zeros((2, queue_length, dim))
-        # Host tensors: prototypes in use; features ever written to the queue; inner updates the optimizer remembers.
-        self.live, self.queued, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(3))
-        self._next_live = self._next_updates = 0
+        # On the host: prototypes in use; features ever written to the queue.
+        self.live, self.queued = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+        self.workspace = Workspace()
+        self.inner_steps = 0 if config.npn == "queue" else config.inner_steps
+        self.sharded = config.npn_update == "sharded" and context.world.size > 1
+        self._next_live = 0
         self._held_back: list[UnitGradient] = []
 
-    @property
-    def inner_steps(self) -> int:
-        return 0 if self.config.npn == "queue" else int(self.config.inner_steps)
-
-    @property
-    def passes(self) -> Passes:
-        """Compiled only once all prototypes are live: one program for one shape, the same after resuming."""
-        return COMPILED if self.config.npn_compile and self._next_live == self.config.prototypes else FUSED
-
-    @property
-    def sharded(self) -> bool:
-        return bool(self.config.npn_update == "sharded" and self.context.world.size > 1)
-
     def restarts_at(self, step: int) -> bool:
+        """Whether a step overwrites all prototypes."""
         every = 1 if self.config.npn == "queue" else self.config.restart_every
         return int(self.live) == 0 or (every > 0 and step % every == 0)
 
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
-        self._next_updates, self._held_back = int(self.updates), []
+        self.network.begin()
+        self._held_back = []
         self._next_live = self._fill(batch)
         seen = (anchors[0].take(batch.rows), anchors[1].take(batch.rows)) if self.sharded else anchors
         cold, alpha = [], []
@@ -115,10 +124,10 @@ class PrototypeNpn(Npn):
             full = seen[side].full_precision()
             if at.directions.dtype != at.weight.dtype:
                 at = self._prepare(full, at.weight)
-            used = prototypes.log_normalizer(full, at, workspace=self.workspace, passes=self.passes)
+            used = prototypes.log_normalizer(full, at, workspace=self.workspace, passes=self._passes)
             alpha.append(used)
             cold.append(used if first is None else first)
-        self._next_updates += self.inner_steps
+        self.network.next_updates += self.inner_steps
         if self.sharded:
             alpha[0], alpha[1], cold[0], cold[1] = self.context.world.all_gather(torch.stack(alpha + cold, 1)).unbind(1)
         return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]))
@@ -127,17 +136,16 @@ class PrototypeNpn(Npn):
         live = int(self.live)
         if not live:
             raise RuntimeError("there are no prototypes before the first committed step")
-        weight = self.state.lasting["weight"][:, :live]
-        full, space = [side.full_precision() for side in anchors], Workspace()
-        first, second = (
-            prototypes.log_normalizer(full[s], prototypes.prepare(full[s], weight[s], space), workspace=space)
-            for s in (0, 1)
-        )
-        return first, second
+        space, found = Workspace(), []
+        for side in (0, 1):
+            full, weight = anchors[side].full_precision(), self.network.lasting["weight"][side, :live]
+            at = prototypes.prepare(full, weight, space)
+            found.append(prototypes.log_normalizer(full, at, workspace=space))
+        return found[0], found[1]
 
     def weight(self, side: int) -> Tensor:
         """The live prototypes of one side after `advance`, [m, d]."""
-        return self.state.working["weight"][side, : self._next_live]
+        return self.network.working["weight"][side, : self._next_live]
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return prototypes.alpha_slopes(anchors, self.weight(side), partners_bd)
@@ -145,23 +153,31 @@ class PrototypeNpn(Npn):
     def metrics(self) -> dict[str, Tensor]:
         return {"prototype_norm": torch.stack([self.weight(side).norm(dim=1).mean() for side in (0, 1)]).mean()}
 
-    def commit(self, batch: AnchorBatch) -> None:
-        for side, gradient in enumerate(self._held_back):
-            self._updated(side, gradient, number=self._next_updates).write_to(gradient.at.weight)
-        self._held_back = []
-        self.state.commit()
-        self.live.fill_(self._next_live)
-        self.updates.fill_(self._next_updates)
-        if self.queue.shape[1]:
-            self._push(self.queue, batch)
-            self.queued += min(batch.size, self.queue.shape[1])
+    def distributions(self) -> dict[str, Tensor]:
+        weight = self.network.lasting["weight"][:, : int(self.live)]
+        return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
-    def tensors(self) -> dict[str, Tensor]:
-        counters = {"queue": self.queue, "live": self.live, "queued": self.queued, "updates": self.updates}
-        return {f"npn.{name}": tensor for name, tensor in (self.state.lasting | counters).items()}
+    def commit(self, update: AnchorBatch) -> None:
+        for side, gradient in enumerate(self._held_back):
+            self._updated(side, gradient, number=self.network.next_updates).write_to(gradient.at.weight)
+        self._held_back = []
+        self.network.commit()
+        self.live.fill_(self._next_live)
+        if self.queue.shape[1]:
+            self._push(self.queue, update)
+            self.queued += min(update.size, self.queue.shape[1])
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        queue = {"queue": self.queue, "live": self.live, "queued": self.queued}
+        return self.network.state() | {f"npn.{name}": tensor for name, tensor in queue.items()}
+
+    @property
+    def _passes(self) -> Passes:
+        """Compiled only once all prototypes are live, so that one program serves one shape, also after resuming."""
+        return COMPILED if self.config.npn_compile and self._next_live == self.config.prototypes else FUSED
 
     def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
-        """Make the updates of a step on these prototypes. Returns: them; alpha before the first, if there are any."""
+        """The prototypes after a step's updates, and alpha before the first update, if there is any."""
         first, weight = None, self.weight(side)
         at = self._prepare(anchors, weight)
         for inner in range(self.inner_steps):
@@ -170,17 +186,17 @@ class PrototypeNpn(Npn):
             if self.config.npn_schedule == "simultaneous":
                 self._held_back.append(gradient.clone())
             else:
-                at = self._updated(side, gradient, number=self._next_updates + inner + 1)
+                at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
         at.write_to(weight)
         return at, first
 
     def _prepare(self, anchors: Anchors, weight_md: Tensor) -> Prototypes:
-        return prototypes.prepare(anchors, weight_md, self.workspace, self.passes)
+        return prototypes.prepare(anchors, weight_md, self.workspace, self._passes)
 
     def _gradient(self, anchors: Anchors, at: Prototypes) -> tuple[UnitGradient, Tensor]:
         """The gradient of the mean over all ranks' anchors, and alpha of those given."""
         gradient, alpha = prototypes.unit_gradient(
-            anchors, at, objective=self.config.npn_objective, workspace=self.workspace, passes=self.passes
+            anchors, at, objective=self.config.npn_objective, workspace=self.workspace, passes=self._passes
         )
         if self.sharded:
             total = self.context.world.all_reduce(gradient.product.to(at.weight.dtype))
@@ -188,24 +204,23 @@ class PrototypeNpn(Npn):
         return gradient, alpha
 
     def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
-        slots = {slot: self.state.working[slot][side, : self._next_live] for slot in self.optimizer.slots}
-        after = self.passes.descend(gradient, slots, optimizer=self.optimizer, number=number, space=self.workspace)
+        """The prototypes after the optimizer's update `number`."""
+        slots = {name: slot[: self._next_live] for name, slot in self.network.slots(side, "weight").items()}
+        optimizer, space = self.network.optimizer, self.workspace
+        after = self._passes.descend(gradient, slots, optimizer=optimizer, number=number, space=space)
         if not self.config.renormalize:
             return after
         unit = after.weight.div_(after.weight.norm(dim=1, keepdim=True))
-        return self.passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=self.workspace)
+        return self._passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=space)
 
     def _fill(self, batch: AnchorBatch) -> int:
-        """Fill the working buffers for this step; returns the number of live prototypes."""
-        self.state.begin()
-        m, live, weight = self.config.prototypes, int(self.live), self.state.working["weight"]
+        """Write features to the working prototypes where a restart or growth is due; returns how many are live."""
+        m, live, weight = self.config.prototypes, int(self.live), self.network.working["weight"]
         from_queue = self.config.restart_with == "previous" and int(self.queued) > 0
         if not self.restarts_at(batch.step):
             return self._grow(batch, live=live, from_queue=from_queue)
         if self.config.reset_accumulator and live:
-            self._next_updates = 0
-            for slot in self.optimizer.slots:
-                self.state.working[slot].zero_()
+            self.network.clear_slots()
         if from_queue:
             weight.copy_(self.queue)
             return min(m, int(self.queued))
@@ -222,7 +237,7 @@ class PrototypeNpn(Npn):
 
     def _grow(self, batch: AnchorBatch, *, live: int, from_queue: bool) -> int:
         """Add features as further prototypes while fewer than m are live."""
-        m, weight = self.config.prototypes, self.state.working["weight"]
+        m, weight = self.config.prototypes, self.network.working["weight"]
         if from_queue:
             ready = max(live, min(m, int(self.queued)))
             weight[:, live:ready] = self.queue[:, live:ready]
@@ -233,7 +248,7 @@ class PrototypeNpn(Npn):
         return live + added
 
     def _push(self, buffer: Tensor, batch: AnchorBatch) -> None:
-        """Write the batch over the oldest entries of a ring [2, m, d] that stands where the queue stands."""
+        """Write the batch over the oldest entries of a ring, [2, m, d], at the queue's position."""
         m, start, count = buffer.shape[1], int(self.queued) % buffer.shape[1], min(batch.size, buffer.shape[1])
         head = min(count, m - start)
         for side in (0, 1):
@@ -242,12 +257,13 @@ class PrototypeNpn(Npn):
             buffer[side, : count - head] = features[head:count]
 
     def _subset(self, batch: AnchorBatch) -> Tensor | slice:
+        """Indices of m samples of the batch, drawn with the seed of this step."""
         if self.config.prototypes == batch.size:
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
         chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
         if self.context.device.type == "cuda":
-            chosen = chosen.pin_memory()  # a copy that nobody waits for
+            chosen = chosen.pin_memory()  # an asynchronous copy needs it
         return chosen.to(self.context.device, non_blocking=True)
 
 

@@ -1,13 +1,13 @@
-"""Maths of the normalizer-prediction network (NPN) of prototypes, in closed form: pure functions, no autograd graph.
+"""Maths of the NPN of prototypes in closed form: pure functions, no autograd graph.
 
     alpha_i = log( eps + (1/m) sum_j exp( (e_i . W_j / |W_j| - s_ii) / tau ) )          NeuCLIP, equations (10) and (11)
 
 Shape legend: B anchors, d feature dimension, m prototypes, R rows of a block. Anchors are unit-norm features.
 
-What an update costs beside its two GEMMs are passes over [B, m] and [m, d], and on a CPU they are the part that is easy
-to do badly. So whatever is constant along a row or a column makes no pass of its own: 1/(|W_j| tau) joins a pass over
-the prototypes or over the product, s_ii the scalars of the row, and the anchors (small) carry the residuals r_i into
-the second GEMM. What is left is in `passes`: softmax, the prototypes' norms, and the optimizer's step on the tangent.
+Beside its two matrix products an update costs passes over [B, m] and [m, d]. Factors that are constant along a row or a
+column get no pass of their own: 1/(|W_j| tau) is applied in a pass over the prototypes or the product, s_ii is
+subtracted from the scalars of the row, and the residuals r_i are multiplied into the anchors, the smallest factor of
+the second product. The remaining passes are in `kernels`: softmax, the prototypes' norms, and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.objectives.npn.kernels import FUSED, Passes, Prototypes, UnitGradient, pieces
+from pipeline.objectives.npn.kernels import FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.workspace import Workspace
 
-# exp(30) is about 1e13: a ratio beyond it saturates, so that its square stays finite in fp32.
 MAX_LOG_RATIO = 30.0
-# Elements of one [R, m] block, which bounds the memory and feeds a GEMM.
+"""Ratios saturate at exp(30), about 1e13, so that their squares stay finite in fp32."""
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
+"""Elements of one [R, m] block: bounds the memory, and is large enough for efficient products."""
 
 NpnObjective = Literal["unified", "separate"]
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """One side of a batch as an NPN sees it.
-
-    features: [B, d] unit-norm. positive: s_ii, [B]. log_target: log(eps + g_i), [B]. tau: scalar. log_eps: number.
-    low: the features in bf16 where GEMMs run in bf16, else None.
-    """
+    """One side of a batch as an NPN sees it."""
 
     features: Tensor
+    """[B, d], unit-norm."""
     positive: Tensor
+    """s_ii, [B]."""
     log_target: Tensor
+    """log(eps + g_i), [B]."""
     tau: Tensor
+    """Scalar."""
     log_eps: float
     low: Tensor | None = None
+    """The features in bf16 where matrix products run in bf16."""
 
     def __len__(self) -> int:
         return self.positive.shape[0]
@@ -75,21 +76,8 @@ def log_normalizer(
     return torch.cat(found)
 
 
-def loss_gradient(anchors: Anchors, weight_md: Tensor, *, objective: NpnObjective = "unified") -> tuple[Tensor, Tensor]:
-    """dL/dW, [m, d], and alpha under this W, [B].
-
-    unified: L of equation (12), dL/d alpha_i = tau r_i / B, r_i = 1 - (eps + g_i) / exp(alpha_i).
-    separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2.
-    With P_ij = r_i exp(z_ij - log m - alpha_i) / B and G_j = sum_i P_ij e_i, both are
-    dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|, U_j = W_j / |W_j|; for `separate` r_i = (alpha_i - log(eps + g_i)) / tau.
-    """
-    space = Workspace()
-    gradient, alpha = unit_gradient(anchors, prepare(anchors, weight_md, space), objective=objective, workspace=space)
-    return torch.cat([gradient.tangent(rows) for rows in pieces(weight_md)]), alpha
-
-
 def prepare(anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passes = FUSED) -> Prototypes:
-    """The prototypes for GEMMs in the precision of the anchors."""
+    """The prototypes, ready for matrix products in the precision of the anchors."""
     dtype = weight_md.dtype if anchors.low is None else torch.bfloat16
     return passes.prepare(weight_md, anchors.tau, dtype=dtype, space=space)
 
@@ -97,11 +85,24 @@ def prepare(anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passe
 def unit_gradient(
     anchors: Anchors, at: Prototypes, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
 ) -> tuple[UnitGradient, Tensor]:
-    """G of `loss_gradient`, from which its tangent is dL/dW, and alpha. Args: at: as from `prepare`."""
+    """G = dL/dU, [m, d], whose `tangent` is dL/dW, and alpha at these prototypes, [B].
+
+    unified: L of equation (12), dL/d alpha_i = tau r_i / B, r_i = 1 - (eps + g_i) / exp(alpha_i).
+    separate: L = mean_i (alpha_i - log(eps + g_i))^2 / 2, as in section 5.2; r_i = (alpha_i - log(eps + g_i)) / tau.
+    Both: P_ij = r_i exp(z_ij - log m - alpha_i) / B, z_ij = (cos(e_i, W_j) - s_ii) / tau, G_j = sum_i P_ij e_i, and
+    dL/dW_j = (G_j - (G_j . U_j) U_j) / |W_j|.
+
+    Args:
+        anchors: One side of the batch.
+        at: As from `prepare`.
+        objective: The network's own objective.
+        workspace: Buffers.
+        passes: Implementation of the passes over memory.
+    """
     total, alphas = None, []
     for part, z in _products(anchors, at, workspace):
         powers, shift, sums = passes.exponentials(z, at, workspace)
-        del z  # on a GPU no buffer of the workspace: its memory is free for the product
+        del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
         pull, alpha = passes.run(_pull, shift, sums, part, len(at.weight), objective, len(anchors))
         total = _add_product(total, powers, pull, at, workspace, whole=part is anchors)
         alphas.append(alpha)
@@ -112,7 +113,7 @@ def unit_gradient(
 def _add_product(
     total: Tensor | None, powers: Tensor, pull: Tensor, at: Prototypes, space: Workspace, *, whole: bool
 ) -> Tensor:
-    """total + p^T pull, [m, d]. Sums over blocks are in the precision of W; `whole`: there is one block, and no sum."""
+    """total + p^T pull, [m, d], summed over blocks in the precision of W; `whole`: there is one block and no sum."""
     shape = tuple(at.weight.shape)
     if pull.dtype == at.weight.dtype:
         if total is None:
@@ -127,9 +128,15 @@ def _add_product(
 def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and the temperature.
 
-    The anchor's feature counts as unit-norm: the normalisation in the encoder removes the radial part.
-    Args: partners_bd: the features of the anchors' partners, [b, d].
-    Returns: d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
+    The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
+
+    Args:
+        anchors: [b] of them.
+        weight_md: The prototypes.
+        partners_bd: The features of the anchors' partners, [b, d].
+
+    Returns:
+        d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
@@ -148,9 +155,9 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
 
 
 def _products(anchors: Anchors, at: Prototypes, space: Workspace) -> Iterator[tuple[Anchors, Tensor]]:
-    """Blocks of R anchors and their products with the prototypes' directions, [R, m], still without `at.scale`.
+    """Blocks of R anchors and their products with the prototypes' directions, [R, m], before `at.scale` is applied.
 
-    On a CPU a buffer that the next block overwrites: memory O(R m).
+    On a CPU the products are in a buffer that the next block overwrites: memory O(R m).
     """
     m = at.weight.shape[0]
     step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // m)
@@ -164,7 +171,7 @@ def _products(anchors: Anchors, at: Prototypes, space: Workspace) -> Iterator[tu
 
 
 def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
-    """alpha, [R], and the share of the prototypes in the sum of which it is the logarithm, the rest being eps, [R]."""
+    """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps."""
     log_mean = shift + total.log() - math.log(m) - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)
@@ -173,7 +180,7 @@ def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Te
 def _pull(
     shift: Tensor, total: Tensor, anchors: Anchors, m: int, objective: NpnObjective, size: int
 ) -> tuple[Tensor, Tensor]:
-    """r_i share_i e_i / (sum_j p_ij size), [R, d], by which p is multiplied in the gradient's GEMM; and alpha, [R]."""
+    """r_i share_i e_i / (sum_j p_ij size), [R, d], the other factor of p in the gradient's product; and alpha, [R]."""
     alpha, share = _predict(shift, total, anchors, m)
     if objective == "unified":
         residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
@@ -184,7 +191,7 @@ def _pull(
 
 
 def _matmul_low(a: Tensor, b: Tensor, name: str, space: Workspace) -> Tensor:
-    """A product of bf16 matrices, accumulated in fp32; it comes as fp32 on a GPU, on a CPU there is only bf16."""
+    """A product of bf16 matrices, accumulated in fp32; the result is fp32 on a GPU and bf16 on a CPU."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b, out=space.take(name, (a.shape[0], b.shape[1]), like=a))

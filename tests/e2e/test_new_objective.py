@@ -1,0 +1,54 @@
+"""One new file in `pipeline/objectives/` adds a method: the tests about all methods pass, with nothing else changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+TESTS = (
+    "tests/unit/test_imports.py",
+    "tests/unit/test_objectives_drift.py",
+    "tests/unit/test_objectives_limits.py",
+    "tests/unit/test_objectives_registry.py",
+    "tests/unit/test_objectives_state.py",
+    "tests/unit/test_readme.py",
+    "tests/unit/test_recipes.py",
+    "tests/unit/test_settings_page.py",
+    "tests/e2e/test_train.py::test_every_objective_trains_and_resumes_to_the_same_bits",
+)
+KEPT = ("pipeline", "data_prep", "jobs", "tests", "docs", "ds_configs", "pyproject.toml", "Makefile", "CITATION.cff")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["in_batch_toy.py", "toys/in_batch_toy.py"])
+def test_one_file_adds_a_method(tmp_path: Path, place: str) -> None:
+    names = {*KEPT, *(path.name for path in ROOT.glob("*.md")), *(path.name for path in ROOT.glob("*.txt"))}
+    for name in sorted(names):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    target = tmp_path / "pipeline" / "objectives" / place
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests" / "toy_objective.py", target)
+    if target.parent.name == "toys":
+        (target.parent / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    show = (
+        "from pipeline.objectives import objective_names as names; import pipeline; print(*names(), pipeline.__path__)"
+    )
+    shown = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "in_batch_toy" in shown.stdout
+    assert str(tmp_path) in shown.stdout
+    if target.parent.name == "toys":
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

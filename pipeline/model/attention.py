@@ -22,9 +22,10 @@ class PackedAttention(nn.MultiheadAttention):
     causal = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **_: Any) -> Any:  # type: ignore[override]
-        """[B, L, D] -> ([B, L, D], None). `key` and `value` must be `query` itself."""
-        assert key is query, "a packed projection is self-attention"
-        assert value is query, "a packed projection is self-attention"
+        """[B, L, D] -> ([B, L, D], None). `key` and `value` must equal `query`, and are not read.
+
+        They need not be the same objects: ZeRO-3 passes every argument through a function of its own.
+        """
         qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         attended = attend(qkv, heads=self.num_heads, mask=attn_mask, causal=self.causal)
         return self.out_proj(attended), None

@@ -58,10 +58,9 @@ def summary(manifest: Manifest, folder: Path) -> str:
     """What a finished download gave, as lines for the terminal."""
     from data_prep.reasons import is_transient
 
-    size = sum(shard.bytes for shard in manifest.shards)
     head = (
         f"{manifest.n:,} of {manifest.attempted:,} URLs gave a sample ({manifest.n / manifest.attempted:.1%}), "
-        f"{len(manifest.shards):,} shards, {size / 1e6:,.1f} MB in {folder}"
+        f"{len(manifest.shards):,} shards, {manifest.bytes / 1e6:,.1f} MB in {folder}"
     )
     lines = [head]
     failures = Counter(manifest.failures)

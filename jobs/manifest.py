@@ -50,8 +50,10 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )
     manifest = indexed.manifest
-    size = sum(shard.bytes for shard in manifest.shards)
-    click.echo(f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {size / 1e6:,.1f} MB: {folder}/manifest.json")
+    click.echo(
+        f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: "
+        f"{folder}/manifest.json"
+    )
     for name, problem in indexed.left_out.items():
         click.echo(f"  left out: {name} {problem}")
     for reason, count in indexed.unusable.most_common():

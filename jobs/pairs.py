@@ -74,7 +74,7 @@ def command(
     with _Progress() as show:
         outcome = make_shards(config, on_rows=show)
     manifest = outcome.manifest
-    megabytes = sum(shard.bytes for shard in manifest.shards) / 1e6
+    megabytes = manifest.bytes / 1e6
     click.echo(
         f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {len(manifest.shards):,} shards, "
         f"{megabytes:,.1f} MB in {output}"

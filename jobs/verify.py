@@ -54,8 +54,9 @@ def command(
         click.echo(str(problem))
     manifest = load_manifest(folder)
     if not problems:
-        size = sum(shard.bytes for shard in manifest.shards)
-        click.echo(f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {size / 1e6:,.1f} MB: all as promised.")
+        click.echo(
+            f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: all as promised."
+        )
         return 0
     wrong = len({problem.shard for problem in problems})
     click.echo(f"{wrong:,} of {len(manifest.shards):,} shards have a problem.")

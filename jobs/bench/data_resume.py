@@ -66,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         folder = make_shards(Path(one), shards=options.shards, samples=options.shard_samples, shorter=112)
         manifest = load_manifest(folder)
-        total = sum(shard.bytes for shard in manifest.shards)
+        total = manifest.bytes
         for shard in manifest.shards:
             with open_shard(manifest.url(shard)) as file:
                 while file.read(1 << 20):

@@ -263,7 +263,7 @@ def check_data(manifest: str) -> list[NodeFinding]:
         if time.perf_counter() - start > READ_SECONDS or count > READ_LIMIT:
             break
     speed = count / (time.perf_counter() - start)
-    per_sample = sum(s.bytes for s in loaded.shards) / loaded.n
+    per_sample = loaded.bytes / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
     return [NodeFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")]
 

@@ -84,12 +84,11 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
     """The figures of every source of the data."""
     rows = []
     for manifest in run.manifests:
-        size = sum(shard.bytes for shard in manifest.shards)
         rows += [
             ("shards of", str(manifest.root)),
             ("URLs tried", f"{manifest.attempted:,}"),
             ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f} %)"),
-            ("shards", f"{len(manifest.shards):,}, {size / 1e6:,.1f} MB"),
+            ("shards", f"{len(manifest.shards):,}, {manifest.bytes / 1e6:,.1f} MB"),
             ("digest", manifest.digest[:16]),
         ]
     return rows

@@ -21,7 +21,7 @@ from pipeline.data.loading.stream_reader import TRUNCATED, SequentialReader, Str
 from pipeline.data.order.mixture import Segments, make_mixture, plan_epoch
 from pipeline.data.order.streams import stream_order
 from pipeline.data.shards.check_shards import check_shards
-from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, make_manifest
+from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records, open_shard
 from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset, split_name
 from pipeline.distributed.world import World
@@ -33,7 +33,7 @@ DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
 def reader(manifest: Manifest, *, retries: int = 0) -> SequentialReader:
     mixture = make_mixture([manifest])
-    starts = np.array(manifest.offsets)
+    starts = manifest.offsets
     segments = Segments(
         shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
     )
@@ -259,7 +259,7 @@ def test_shards_that_do_not_match_are_refused(tmp_path: Path) -> None:
     (tmp_path / "00001.tar").write_bytes(b"short")
     with pytest.raises(UserError, match=r"1 are\s+missing \(00000.tar\) and 1 differ \(00001.tar has 5 bytes, not"):
         check_shards(manifest, World())
-    only = Manifest(shards=(Shard("00002.tar", 5, manifest.shards[2].bytes, "", 0),), root=str(tmp_path))
+    only = make_manifest([("00002.tar", 5, manifest.shards[2].bytes, "")], root=tmp_path)
     with pytest.raises(UserError, match="holds 4 samples, but its manifest lists 5"):
         check_shards(only, World())
 
@@ -293,7 +293,7 @@ def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> No
     for place in order.places(turn, 200).tolist():
         assert stream.take(place).caption == f"caption {place}".encode()
         kept.append(stream.kept_bytes)
-    sample_bytes = sum(shard.bytes for shard in manifest.shards) / 200
+    sample_bytes = manifest.bytes / 200
     assert max(kept) < 20 * sample_bytes
     assert kept[-1] == 0
 

@@ -136,12 +136,12 @@ def test_captions_in_json_are_not_reported_as_damage(tmp_path: Path) -> None:
 
 
 def test_the_error_for_a_missing_manifest_names_the_command(shards: Path) -> None:
-    with pytest.raises(UserError, match=rf"run `neuclip manifest {shards}`"):
+    with pytest.raises(UserError, match=rf"`neuclip manifest {shards}` writes one"):
         load_manifest(shards)
     (shards / "manifest.json").write_text("[]")
-    with pytest.raises(UserError, match="is damaged: it holds a list"):
+    with pytest.raises(UserError, match=r"not a manifest \(there is '\[' in place of \{\). It is damaged"):
         load_manifest(shards)
-    with pytest.raises(UserError, match="is a shard, not a manifest: name its folder"):
+    with pytest.raises(UserError, match="It is a shard: give its folder"):
         load_manifest(shards / "a" / "00000.tar")
 
 

@@ -26,6 +26,7 @@ from data_prep.settings.download_config import DownloadConfig
 from jobs.verify import command
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.shard_table import ShardTableBuilder
 from pipeline.errors import UserError
 from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
 from tests.web import Site, encoded, jpeg, picture
@@ -71,8 +72,9 @@ def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
     members[3] = (members[3][0], b"\xff\xd8\xff not an image")
     size, digest = canonical_tar.write(path, members)
     manifest = load_manifest(copied)
-    shards = [replace(s, bytes=size, sha256=digest) if s.name == "shards/00001.tar" else s for s in manifest.shards]
-    replace(manifest, shards=tuple(shards)).save(copied)
+    rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    rows[1] = ("shards/00001.tar", manifest.shards[1].samples, size, digest)
+    replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
     assert next(str(problem) for problem in verify(copied, decode=SHARD)).startswith(
         "shards/00001.tar: undecodable: sample 0000000007"
     )
@@ -164,8 +166,9 @@ def test_a_list_that_cannot_be_written_is_refused_before_the_search(copied: Path
 @pytest.mark.parametrize("option", [[], ["--rebuild"], ["--duplicates", "list"]])
 def test_shards_that_lie_elsewhere_are_refused_in_plain_words(copied: Path, option: list[str]) -> None:
     manifest = load_manifest(copied)
-    shards = (replace(manifest.shards[0], name="s3://bucket/00000.tar"), *manifest.shards[1:])
-    replace(manifest, shards=shards).save(copied)
+    rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
+    replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
     with pytest.raises(UserError, match=r"1 of 4 shards .* 's3://bucket/00000.tar'; only local folders are checked"):
         CliRunner().invoke(command, [str(copied), *option], catch_exceptions=False)
     with pytest.raises(UserError, match="is not a folder on this machine"):

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.data.loading.accounting import Position, Tally, merge
 from pipeline.data.loading.worker import StreamDataset
 from pipeline.data.order.canonical_order import Order, order_hash, planned_ids
+from pipeline.data.order.hashing import MASK
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
@@ -28,7 +29,7 @@ def save_position(position: Position, dataset: StreamDataset, *, world: World) -
         "batch": position.batch,
         "order_hash": f"{hashed:016x}",
         "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
-        "proof": _proof(dataset.order, position),
+        "proof": _shared_proof(dataset, position, world),
         "order": _order_identity(dataset.order),
         "pixels": _pixel_identity(dataset),
     }
@@ -55,7 +56,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
         corrupt=Tally().plus(corrupt if world.is_main else Counter()),
     )
-    if _proof(dataset.order, position) != state["proof"]:
+    if _proof(dataset.order, position, range(dataset.order.layout.streams)) != state["proof"]:
         raise UserError(
             f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
             "all settings are equal: this program computes another order. Resume with the version that wrote the "
@@ -67,13 +68,19 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     return position
 
 
-def _proof(order: Order, position: Position) -> str:
-    """The order hash of the last batch before a position, computed without reading data."""
+def _shared_proof(dataset: StreamDataset, position: Position, world: World) -> str:
+    """`_proof` of the whole batch: a collective in which every rank computes the rows of its own streams."""
+    parts = world.gather_objects(_proof(dataset.order, position, dataset.streams))
+    return f"{sum(int(part, 16) for part in parts) & MASK:016x}" if position.batch else ""
+
+
+def _proof(order: Order, position: Position, streams: range) -> str:
+    """The order hash of some streams' rows in the last batch before a position, computed without reading data."""
     if not position.batch:
         return ""
     epoch, batch = position.epoch, position.batch - 1
-    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1)[0]
-    return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=0):016x}"
+    ids = planned_ids(order, epoch=epoch, first=batch, last=batch + 1, streams=streams)[0]
+    return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=streams.start * order.layout.rows):016x}"
 
 
 def _order_identity(order: Order) -> dict[str, Any]:

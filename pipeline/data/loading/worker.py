@@ -21,7 +21,7 @@ from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order, order_hash
 from pipeline.data.order.hashing import Purpose, draw, key
-from pipeline.data.order.mixture import plan_epoch
+from pipeline.data.order.mixture import shared_epoch
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 from pipeline.errors import UserError
@@ -166,7 +166,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     def _parts(self, streams: range) -> Iterator[Part]:
         epoch, first = self.epoch, self.batch
         while True:
-            segments = plan_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
+            segments = shared_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
             mixture = self.order.mixture
             source = SequentialReader(
                 mixture.manifest, segments, self.retries, captions=self.captions, bounds=mixture.bounds[:-1]

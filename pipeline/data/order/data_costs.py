@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, planned_ids
-from pipeline.data.order.mixture import Mixture, load_mixture, plan_epoch
+from pipeline.data.order.mixture import Mixture, load_mixture, shared_epoch
 from pipeline.data.order.shuffle_quality import ShuffleQuality, shuffle_quality
 from pipeline.data.order.streams import Layout, make_layout
 from pipeline.data.shards.storage import is_local
@@ -60,15 +60,15 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
     )
     manifest = mixture.manifest
     order = Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer)
-    sample_bytes = sum(shard.bytes for shard in manifest.shards) / manifest.n
-    local = all(is_local(manifest.url(shard)) for shard in manifest.shards)
+    sample_bytes = manifest.bytes / manifest.n
+    local = manifest.shards.all_relative or all(is_local(manifest.url(shard)) for shard in manifest.shards)
     passed_samples, passed_bytes = _passed(mixture, layout, seed=seed)
     buffered = min(config.shuffle_buffer, layout.stream_length)
     reread = (0 if local else passed_bytes) + buffered * layout.streams * sample_bytes
     return DataPlan(
         samples=manifest.n,
         shards=len(manifest.shards),
-        bytes=sum(shard.bytes for shard in manifest.shards),
+        bytes=manifest.bytes,
         layout=layout,
         ranks=ranks,
         workers=config.workers,
@@ -85,7 +85,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
 
 def _passed(mixture: Mixture, layout: Layout, *, seed: int) -> tuple[int, int]:
     """Samples and bytes before the streams' first samples, within the same shards."""
-    segments = plan_epoch(mixture, seed=seed, epoch=0)
+    segments = shared_epoch(mixture, seed=seed, epoch=0)
     samples = total = 0
     for c in range(layout.streams):
         number, start, _ = segments.locate(c * layout.stream_length)

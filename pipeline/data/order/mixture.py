@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
+from pipeline.data.shards.node_cache import Arrays, shared
+from pipeline.data.shards.shard_table import ShardTableBuilder, shared_table
 from pipeline.errors import UserError
 
 Int64 = NDArray[np.int64]
+SHARED_SHARDS = 1000
+"""From so many shards on, the processes of a node share the joined manifest and the plan of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,10 @@ class Mixture:
     """Hash of each source's contents, independent of where the shards are stored."""
     replacement: bool = False
 
-    @functools.cached_property
+    @property
     def sizes(self) -> Int64:
         """Samples in each shard."""
-        return np.array([shard.samples for shard in self.manifest.shards], dtype=np.int64)
+        return self.manifest.shards.samples
 
     @functools.cached_property
     def quotas(self) -> tuple[int, ...]:
@@ -98,24 +102,38 @@ def make_mixture(
         manifest=whole,
         bounds=(0, *np.cumsum([len(manifest.shards) for manifest in manifests]).tolist()),
         weights=weights,
-        digests=tuple(_content_digest(manifest) for manifest in manifests),
+        digests=tuple(manifest.shards.content_digest for manifest in manifests),
         replacement=replacement,
     )
 
 
-def _content_digest(manifest: Manifest) -> str:
-    """Equal for the same samples under the same ids, so that shards may be moved during a run."""
-    lines = "\n".join(f"{shard.samples} {shard.sha256 or shard.name}" for shard in manifest.shards)
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def _join(manifests: Sequence[Manifest]) -> Manifest:
-    rows = [
+    """One manifest of all shards, whose names are absolute."""
+    rows = (
         (m.url(s) if ":" in s.name else os.path.abspath(m.url(s)), s.samples, s.bytes, s.sha256)
         for m in manifests
         for s in m.shards
-    ]
-    return make_manifest(rows)
+    )
+    if sum(len(manifest.shards) for manifest in manifests) < SHARED_SHARDS:
+        return make_manifest(rows)
+    sources = [(os.path.abspath(manifest.root), manifest.digest) for manifest in manifests]
+    topic = "mixture-" + hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
+    return Manifest(shards=shared_table(topic, "1", lambda: (ShardTableBuilder(rows).build(), {}))[0])
+
+
+def shared_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
+    """`plan_epoch`, computed once per node if there are many shards; its processes share the result."""
+    if len(mixture.sizes) < SHARED_SHARDS:
+        return plan_epoch(mixture, seed=seed, epoch=epoch)
+    identity = (mixture.digests, mixture.bounds, mixture.weights, mixture.replacement, seed)
+    topic = "epochs-" + hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+    def make() -> Arrays:
+        plan = plan_epoch(mixture, seed=seed, epoch=epoch)
+        return Arrays({"shard": plan.shard, "start": plan.start, "position": plan.position}, {"length": plan.length})
+
+    stored = shared(topic, str(epoch), make)
+    return Segments(**stored.arrays, length=stored.facts["length"])
 
 
 def plan_epoch(mixture: Mixture, *, seed: int, epoch: int) -> Segments:
@@ -148,10 +166,10 @@ def _source_segments(mixture: Mixture, *, source: int, seed: int, epoch: int) ->
         begin -= first * total
         passes = range(first, last + 1)
         chosen = np.concatenate([permutation(key(seed, Purpose.PERMUTE, p, source), len(sizes)) for p in passes])
-    ends = np.cumsum(sizes[chosen])
-    starts = ends - sizes[chosen]
-    cut_low = np.clip(begin - starts, 0, sizes[chosen])
-    cut_high = np.clip(begin + quota - starts, 0, sizes[chosen])
+    counts = sizes[chosen]
+    starts = np.cumsum(counts) - counts
+    cut_low = np.clip(begin - starts, 0, counts)
+    cut_high = np.clip(begin + quota - starts, 0, counts)
     kept = cut_high > cut_low
     return chosen[kept] + low, cut_low[kept], (cut_high - cut_low)[kept]
 

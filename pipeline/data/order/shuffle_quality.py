@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ class ShuffleQuality:
     ideal_same_shard_pairs: float
 
 
-def shuffle_quality(ids: Int64, *, offsets: Sequence[int], samples: int) -> ShuffleQuality:
+def shuffle_quality(ids: Int64, *, offsets: Int64, samples: int) -> ShuffleQuality:
     """How diverse batches are.
 
     Args:
@@ -31,10 +30,10 @@ def shuffle_quality(ids: Int64, *, offsets: Sequence[int], samples: int) -> Shuf
         offsets: first id of each shard.
         samples: n, the number of all samples.
     """
-    shard = np.searchsorted(np.asarray(offsets), ids, side="right") - 1
+    shard = np.searchsorted(offsets, ids, side="right") - 1
     batch = ids.shape[1]
     counts = [np.unique(row, return_counts=True)[1] for row in shard]
-    share = np.diff([*offsets, samples]) / samples
+    share = np.diff(offsets, append=samples) / samples
     pairs = batch * (batch - 1)
     return ShuffleQuality(
         shards_per_batch=float(np.mean([len(c) for c in counts])),

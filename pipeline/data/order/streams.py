@@ -97,10 +97,10 @@ class StreamOrder:
     places, and a reader that goes through the places in order keeps about S / 2 of them in memory.
     """
 
-    def __init__(self, *, state: int, length: int, buffer: int) -> None:
+    def __init__(self, *, state: int, length: int, buffer: int, block: int = BLOCK) -> None:
         self.length, self.buffer = length, min(buffer, length)
         self._state = state
-        self._block = max(BLOCK, self.buffer)
+        self._block = max(block, self.buffer)
         self._cached: tuple[int, int, Int64] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def places(self, first: int, last: int) -> Int64:
@@ -151,6 +151,16 @@ class StreamOrder:
         return self._cached[1:]
 
 
-def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int) -> StreamOrder:
-    """The shuffle of stream `stream` in an epoch."""
-    return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer)
+def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int, block: int = BLOCK) -> StreamOrder:
+    """The shuffle of stream `stream` in an epoch.
+
+    Args:
+        seed: of the run.
+        epoch: number of the epoch.
+        stream: number of the stream.
+        length: its samples, L.
+        buffer: the shuffle buffer, S.
+        block: places whose keys are sorted at a time; without influence on the order. Large blocks are fastest for
+            reading a stream, small ones for looking up a few turns.
+    """
+    return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer, block=block)

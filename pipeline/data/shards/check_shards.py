@@ -9,13 +9,14 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.data.order.hashing import Purpose, key, permutation
-from pipeline.data.shards.manifest_format import Manifest, Shard
+from pipeline.data.shards.manifest_format import Manifest, Shard, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import DamagedTar, count_records
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
 REMOTE_CHECKED = 32
+CHECKED_TOGETHER = 4096
 THREADS = 16
 SHOWN = 5
 
@@ -33,30 +34,37 @@ def check_shards(manifest: Manifest, world: World) -> int:
         UserError: shards are missing, differ from the manifest or cannot be read; the message names them.
     """
     local, remote = _own_share(manifest, world)
+    checked, missing, other = local + remote, [], []
     with ThreadPoolExecutor(THREADS) as pool:
-        sizes = list(pool.map(lambda shard: _size(manifest.url(shard)), local + remote))
-    found = list(zip(local + remote, sizes, strict=True))
-    missing = [shard.name for shard, size in found if size is None]
-    other = [f"{s.name} has {size} bytes, not {s.bytes}" for s, size in found if size not in (None, s.bytes)]
+        for first in range(0, len(checked), CHECKED_TOGETHER):  # a million shards at once would fill the memory
+            part = [manifest.shards[number] for number in checked[first : first + CHECKED_TOGETHER]]
+            sizes = list(pool.map(lambda shard: _size(manifest.url(shard)), part))
+            found = list(zip(part, sizes, strict=True))
+            missing += [shard.name for shard, size in found if size is None]
+            other += [f"{s.name} has {size} bytes, not {s.bytes}" for s, size in found if size not in (None, s.bytes)]
     if missing or other:
         raise UserError(
-            f"The shards in {manifest.root} do not match their manifest: of {len(found)} checked, {len(missing)} are "
+            f"The shards in {manifest.root} do not match their manifest: of {len(checked)} checked, {len(missing)} are "
             f"missing ({', '.join(missing[:SHOWN]) or 'none'}) and {len(other)} differ "
             f"({'; '.join(other[:SHOWN]) or 'none'}). Download them again (`neuclip verify --rebuild`), or write a new "
             "manifest (`neuclip manifest --replace`)."
         )
-    for shard in remote[:1]:
-        _read(manifest.url(shard))
+    for number in remote[:1]:
+        _read(manifest.url(manifest.shards[number]))
     if local:
-        _count(manifest, min(local, key=lambda shard: shard.bytes))
-    return len(found)
+        smallest = local[int(manifest.shards.bytes[local].argmin())]
+        _count(manifest, manifest.shards[smallest])
+    return len(checked)
 
 
-def _own_share(manifest: Manifest, world: World) -> tuple[list[Shard], list[Shard]]:
-    """This rank's local shards, and a sample of its remote ones, chosen by hash."""
-    own = manifest.shards[world.rank :: world.size]
-    local = [shard for shard in own if is_local(manifest.url(shard))]
-    remote = [shard for shard in own if not is_local(shard.name) and not shard.name.startswith("pipe:")]
+def _own_share(manifest: Manifest, world: World) -> tuple[list[int], list[int]]:
+    """Numbers of this rank's local shards, and of a sample of its remote ones, chosen by hash."""
+    own = range(world.rank, len(manifest.shards), world.size)
+    if manifest.shards.all_relative:
+        return list(own), []
+    names = {number: manifest.shards[number].name for number in own}
+    local = [number for number, name in names.items() if is_local(shard_url(manifest.root, name))]
+    remote = [number for number, name in names.items() if not is_local(name) and not name.startswith("pipe:")]
     chosen = permutation(key(Purpose.PROBE, world.rank), len(remote))[:REMOTE_CHECKED]
     return local, [remote[number] for number in chosen.tolist()]
 

@@ -6,44 +6,41 @@ positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, 
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.shards.json_stream import read_object, write_object
 from pipeline.data.shards.other_forms import advice
+from pipeline.data.shards.shard_table import Shard as Shard
+from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import replacing
+
+Int64 = NDArray[np.int64]
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "neuclip-manifest"
 VERSION = 1
+SHARED_BYTES = 1 << 18
+"""A manifest of this size, about 1,400 shards, is parsed once per node; its processes share the result."""
 # The image formats that PIL may open. Shards hold untrusted bytes, and PIL supports more formats, one of which (EPS)
 # would run Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One tar file. `name` is a path relative to the manifest's folder, a URL, or a `pipe:` command."""
-
-    name: str
-    samples: int
-    bytes: int
-    sha256: str
-    offset: int
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Shards in id order, and their provenance."""
 
-    shards: tuple[Shard, ...]
+    shards: ShardTable
     root: str = "."
     """The folder that relative names refer to."""
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -54,22 +51,27 @@ class Manifest:
     @functools.cached_property
     def n(self) -> int:
         """Number of samples."""
-        return sum(shard.samples for shard in self.shards)
+        return int(self.shards.samples.sum())
 
     @functools.cached_property
-    def offsets(self) -> list[int]:
-        return [shard.offset for shard in self.shards]
+    def bytes(self) -> int:
+        """Size of all shards."""
+        return int(self.shards.bytes.sum())
+
+    @property
+    def offsets(self) -> Int64:
+        """Id of each shard's first sample."""
+        return self.shards.offsets
 
     @property
     def attempted(self) -> int:
         """Number of URLs that ingestion tried: samples and failures."""
         return self.n + sum(self.failures.values())
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the shard list: manifests with equal digests give the same ids to the same samples."""
-        lines = "\n".join(f"{s.name} {s.samples} {s.sha256}" for s in self.shards)
-        return hashlib.sha256(lines.encode()).hexdigest()
+        return self.shards.digest
 
     def locate(self, sample_id: int) -> tuple[Shard, int]:
         """The shard of a sample and the sample's position in it.
@@ -79,7 +81,7 @@ class Manifest:
         """
         if not 0 <= sample_id < self.n:
             raise IndexError(f"sample id {sample_id} is outside [0, {self.n})")
-        shard = self.shards[bisect.bisect_right(self.offsets, sample_id) - 1]
+        shard = self.shards[int(np.searchsorted(self.offsets, sample_id, side="right")) - 1]
         return shard, sample_id - shard.offset
 
     def url(self, shard: Shard) -> str:
@@ -88,7 +90,8 @@ class Manifest:
 
     def save(self, folder: str | Path) -> Path:
         """Write `manifest.json` atomically; `root` is not stored, so that the folder can be moved."""
-        tree = {
+        path = Path(folder) / MANIFEST_NAME
+        header = {
             "format": FORMAT,
             "version": VERSION,
             "samples": self.n,
@@ -96,9 +99,10 @@ class Manifest:
             "digest": self.digest,
             "failures": dict(sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))),
             "facts": dict(self.facts),
-            "shards": [asdict(shard) for shard in self.shards],
         }
-        return write_json(Path(folder) / MANIFEST_NAME, tree)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            write_object(file, header, items_of="shards", items=(asdict(shard) for shard in self.shards))
+        return path
 
 
 def shard_url(root: str | Path, name: str) -> str:
@@ -107,18 +111,15 @@ def shard_url(root: str | Path, name: str) -> str:
 
 
 def make_manifest(
-    entries: Sequence[tuple[str, int, int, str]],
+    entries: Iterable[tuple[str, int, int, str]],
     *,
     root: str | Path = ".",
     failures: Mapping[str, int] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """A manifest from `(name, samples, bytes, sha256)` rows in order; `load_manifest` refuses empty shards."""
-    shards, offset = [], 0
-    for name, samples, size, sha256 in entries:
-        shards.append(Shard(name=name, samples=samples, bytes=size, sha256=sha256, offset=offset))
-        offset += samples
-    return Manifest(shards=tuple(shards), root=str(root), failures=failures or {}, facts=facts or {})
+    table = ShardTableBuilder(entries).build()
+    return Manifest(shards=table, root=str(root), failures=failures or {}, facts=facts or {})
 
 
 def load_manifest(path: str | Path) -> Manifest:
@@ -136,37 +137,59 @@ def load_manifest(path: str | Path) -> Manifest:
     if path.is_dir():
         path = path / MANIFEST_NAME
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        status = path.stat()
+        if status.st_size < SHARED_BYTES:
+            table, about = _read(path)
+        else:
+            topic = "manifest-" + hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]
+            table, about = shared_table(topic, f"{status.st_size}-{status.st_mtime_ns}", lambda: _read(path))
     except OSError as error:
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a manifest. {advice(path)}") from error
-    if path.name != MANIFEST_NAME and (not isinstance(tree, dict) or "format" not in tree):
-        raise UserError(f"{path} is not a manifest. {advice(path)}")
-    if not isinstance(tree, dict):
-        raise UserError(f"The manifest {path} is damaged: it holds a {type(tree).__name__}, not a mapping.")
-    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
-        raise UserError(
-            f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
-            f"this program reads {FORMAT!r}, version {VERSION}."
-        )
+    return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
+
+
+def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
+    """Parse and check a manifest; a large one never is in memory as a whole.
+
+    Returns:
+        The shards, and the mappings `failures` and `facts`.
+    """
+    builder, tree, consistent = ShardTableBuilder(), dict[str, Any](), True
+    total = 0
     try:
-        rows = [(s["name"], s["samples"], s["bytes"], s["sha256"]) for s in tree["shards"]]
-        manifest = make_manifest(rows, root=path.parent, failures=tree["failures"], facts=tree["facts"])
-        _check(manifest, tree, path)
+        with path.open(encoding="utf-8") as file:
+            for key, value in read_object(file, items_of="shards"):
+                if key != "shards":
+                    tree[key] = value
+                    continue
+                if not total:
+                    _check_format({"format": FORMAT, "version": VERSION, **tree}, path)
+                builder.add(value["name"], value["samples"], value["bytes"], value["sha256"])
+                consistent &= value["offset"] == total and value["samples"] > 0
+                total += value["samples"]
+        _check_format(tree, path)
+        table = builder.build()
+        if not len(table) or min(table.samples) < 1:
+            empty = [shard.name for shard in table if shard.samples < 1]
+            raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
+        if not consistent or tree["samples"] != total or tree["digest"] != table.digest:
+            raise UserError(
+                f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
+            )
+        return table, {"failures": tree["failures"], "facts": tree["facts"]}
+    except ValueError as error:
+        raise UserError(f"{path} is not a manifest ({error}). {advice(path)}") from error
     except (KeyError, TypeError) as error:
         raise UserError(
             f"The manifest {path} is damaged: it lacks {error}. `neuclip manifest` writes a new one."
         ) from error
-    return manifest
 
 
-def _check(manifest: Manifest, tree: Mapping[str, Any], path: Path) -> None:
-    empty = [shard.name for shard in manifest.shards if shard.samples < 1]
-    if empty or not manifest.shards:
-        raise UserError(f"{path} lists {len(manifest.shards)} shards, of which {len(empty)} are empty ({empty[:3]}).")
-    stored = [s["offset"] for s in tree["shards"]]
-    if stored != manifest.offsets or tree["samples"] != manifest.n or tree["digest"] != manifest.digest:
+def _check_format(tree: Mapping[str, Any], path: Path) -> None:
+    if "format" not in tree and path.name != MANIFEST_NAME:
+        raise UserError(f"{path} is not a manifest. {advice(path)}")
+    if tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise UserError(
-            f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
+            f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
+            f"this program reads {FORMAT!r}, version {VERSION}."
         )

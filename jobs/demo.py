@@ -125,7 +125,7 @@ def make_suite(scenes: Any, folder: Path) -> None:
 
 def train(run: Any) -> int:
     """Train, or continue, or say that it is done."""
-    from pipeline.checkpoint.writer import finished_checkpoints, step_of
+    from pipeline.checkpoint.layout import finished_checkpoints, step_of
     from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))
@@ -138,7 +138,7 @@ def train(run: Any) -> int:
 
 def evaluate(run: str, suite: Path) -> None:
     """Score every checkpoint that the run kept."""
-    from pipeline.checkpoint.writer import finished_checkpoints
+    from pipeline.checkpoint.layout import finished_checkpoints
     from pipeline.evaluation import evaluate as evaluate_run
 
     checkpoints = [str(path) for path in finished_checkpoints(Path(run))]

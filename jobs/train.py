@@ -11,7 +11,7 @@ import click
 from jobs.recipe_path import TRAINING, RecipePath
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank stands still or "
+    "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank hangs or "
     "is gone (printed: which rank, at which step and phase)."
 )
 

@@ -1,7 +1,7 @@
 """Typed configuration: defaults < recipe YAML < dotted overrides, checked before anything is loaded.
 
-Every component keeps its own section (a frozen dataclass made with `section`) beside its code; this file only
-knows how to merge the layers, check them, and say in plain words what is wrong.
+Every component has its section (a frozen dataclass made with `section`) beside its code. This module merges the layers,
+checks them, and explains what is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 
 T = TypeVar("T")
 
-# Names that an error lists: all of a few, the nearest of many.
+# An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
 _MANY, _NEAR = 40, 6
 Tree = dict[str, Any]
 
@@ -38,7 +38,7 @@ def section(cls: type[T]) -> type[T]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: a key stands once, 1e6 is a number, 2024-11-01 is text."""
+    """YAML as people expect it: duplicate keys are errors, 1e6 is a number, 2024-11-01 is text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (as the base class has it)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if sum(str(key.value) == str(other.value) for other in keys) > 1:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice in one mapping", key.start_mark
+                    None, None, f"the key {key.value!r} is given twice in one mapping", key.start_mark
                 )
         return super().construct_mapping(node, deep)
 
@@ -63,17 +63,20 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises: UserError when the file is missing, is not YAML or does not hold a mapping.
+    Raises:
+        UserError: The file is missing, is not YAML or is not a mapping.
     """
     path = Path(path)
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
-        raise UserError(f"Cannot read the recipe {path}: {error.strerror}. Recipes live in jobs/recipes/.") from error
+        raise UserError(
+            f"Cannot read the recipe {path}: {error.strerror}. The shipped recipes are in jobs/recipes/."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold a mapping of sections, but holds a {type(tree).__name__}.")
+        raise UserError(f"{path} must be a mapping of sections, but is a {type(tree).__name__}.")
     return tree
 
 
@@ -95,7 +98,7 @@ def parse_overrides(overrides: Iterable[str]) -> Tree:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Both trees, `above` winning; mappings are merged key by key, everything else is replaced."""
+    """Merge two trees: mappings key by key, and for everything else the value of `above` replaces that of `below`."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -108,9 +111,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 def parse(cls: type[T], tree: Mapping[str, Any], *, prefix: str = "", extra_keys: Iterable[str] = ()) -> T:
     """Build `cls` from a tree of plain values.
 
-    Args: prefix: dotted path of this section, put before the keys in messages.
-      extra_keys: dotted keys outside `cls` that are also offered as the nearest valid key.
-    Raises: UserError that names every wrong key, its value, what is allowed and the nearest valid key.
+    Args:
+        cls: A section.
+        tree: Its values.
+        prefix: Dotted path of this section, put before the keys in messages.
+        extra_keys: Dotted keys outside `cls` that are suggested, too, when a key is unknown.
+
+    Raises:
+        UserError: It names every wrong key, its value, what is allowed and the nearest valid key.
     """
     try:
         return pydantic.TypeAdapter(cls).validate_python(dict(tree))
@@ -118,7 +126,7 @@ def parse(cls: type[T], tree: Mapping[str, Any], *, prefix: str = "", extra_keys
         dot = f"{prefix}." if prefix else ""
         valid = [dot + key for key in keys(cls)] + list(extra_keys)
         problems = [_explain(problem, dot=dot, valid=valid) for problem in error.errors()]
-        raise UserError("The configuration is refused. " + " ".join(problems)) from error
+        raise UserError("The configuration is not valid. " + " ".join(problems)) from error
 
 
 def keys(cls: Any) -> list[str]:
@@ -178,12 +186,12 @@ def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
 
 @functools.cache
 def suggest(given: str, allowed: tuple[str, ...]) -> str:
-    """`allowed` as a sentence, with the nearest one to `given` named first: for unknown names of anything.
+    """A sentence for messages about an unknown name: the nearest allowed name, then all of them.
 
-    Of a list that would fill the screen only what is near is shown.
+    Of a long list only the nearest names are given.
     """
     near = difflib.get_close_matches(given, allowed, n=_NEAR, cutoff=0.0)
     hint = f"The nearest is {near[0]}. " if near else ""
     if len(allowed) > _MANY:
-        return f"{hint}Near it are {', '.join(near[1:])}, of {len(allowed)} that are allowed."
+        return f"{hint}Near it are {', '.join(near[1:])}, out of {len(allowed)} allowed names."
     return f"{hint}Allowed: {', '.join(allowed)}."

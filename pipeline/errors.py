@@ -1,13 +1,13 @@
-"""The one exception type whose message is written for the person at the terminal, and what else is theirs to mend."""
+"""Errors that the user can fix, whose messages are written for the terminal."""
 
 
 class UserError(ValueError):
-    """Something the user can mend: says what was given, what is allowed and what to do next.
+    """An error that the user can fix. The message says what was given, what is allowed and what to do.
 
-    The command line prints its message as one paragraph, without a traceback, and exits with 2.
+    The command line prints it as one paragraph, without a traceback, and exits with 2.
     """
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory was full, by the name of torch's exception: torch need not be imported to ask."""
+    """Whether a GPU ran out of memory; compares the name of torch's exception, so that torch is not imported."""
     return type(error).__name__ == "OutOfMemoryError"

@@ -1,4 +1,4 @@
-"""fp32 that is fp32."""
+"""fp32 arithmetic without TF32."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @contextmanager
 def true_fp32() -> Iterator[None]:
-    """No TF32 or bf16 shortcuts in fp32 products and convolutions inside, whatever the process allows outside.
+    """Inside, fp32 matrix products and convolutions do not use TF32 or bf16, whatever the process allows otherwise.
 
-    At tau = 0.01, TF32 would put an error of about 0.05 on a similarity's exponent.
+    At tau = 0.01, TF32 would cause an error of about 0.05 in the exponent of a similarity.
     """
     backends: Any = torch.backends
     operators = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)

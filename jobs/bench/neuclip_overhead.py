@@ -32,10 +32,11 @@ from torch import Tensor
 from jobs.bench.train import DATASET, OPTIMIZER, SEED, Data, Rounds, make_data, prototypes_of, seconds
 from pipeline.data.loading.decode import normalize
 from pipeline.distributed.world import World, start_world
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
+from pipeline.training.step import TrainStep, micro_batches
 from pipeline.versions import versions
 
 
@@ -118,7 +119,7 @@ def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, w
         global_batch=local,
     )
     engine.train()
-    take_step = TrainStep(engine, method, world=world, seed=SEED, local_batch=local, micro_batch=micro)
+    take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(local, micro))
     ids, taken = torch.arange(local, device=world.device), 0
 
     def run(steps: int) -> None:

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from pipeline.data.loading.decode import normalize
 from pipeline.distributed.world import World, start_world
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
+from pipeline.training.step import TrainStep, micro_batches
 from pipeline.versions import versions
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
@@ -130,7 +131,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         compile_towers=args.compile,
     )
     engine.train()
-    take_step = TrainStep(engine, method, world=world, seed=SEED, local_batch=args.batch, micro_batch=micro)
+    take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro))
     ids = torch.arange(args.batch)
     taken = 0
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
-from pipeline.checkpoint.writer import finished_checkpoints
+from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError

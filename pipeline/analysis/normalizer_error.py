@@ -12,7 +12,6 @@ Shape legend: n pairs encoded, K ranks, B global batch, b this rank's part of it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,8 @@ import torch
 from torch import Tensor
 
 from pipeline import config as cfg
-from pipeline.checkpoint.writer import META_NAME, Checkpoint, damage, finished_checkpoints
+from pipeline.checkpoint.layout import finished_checkpoints
+from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
@@ -266,11 +266,10 @@ def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Check
     """
     found = []
     for path in finished_checkpoints(run) or [run]:
-        problem = damage(path)
-        if problem is None:
-            found.append(Checkpoint(path, json.loads((path / META_NAME).read_text(encoding="utf-8"))))
-        else:
-            on_damage(f"{path} is left out: {problem}")
+        try:
+            found.append(open_checkpoint(path))
+        except UserError as error:
+            on_damage(f"{path} is left out: {error}")
     if not found:
         raise UserError(f"There are no good checkpoints in {run}: give a run's folder, or one of its checkpoints.")
     return sorted(found, key=lambda checkpoint: checkpoint.step)

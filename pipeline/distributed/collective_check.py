@@ -1,4 +1,4 @@
-"""One rank of `neuclip doctor`'s test of the collectives; started under torchrun."""
+"""One rank of the test of collectives that `neuclip doctor` starts under torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE, REPEATS = 2**22, 5
 
 
 def main(device: str) -> None:
-    """Sum and gather known numbers, time an all-reduce of 16 MiB; the main rank prints one line."""
+    """Sum and gather known numbers, and time an all-reduce of 16 MiB; rank 0 prints one line."""
     with start_world(timeout_minutes=2.0, device=device) as world:
         own = torch.full((4,), float(world.rank + 1), device=world.device)
         total = world.size * (world.size + 1) / 2

@@ -1,10 +1,10 @@
-"""Signs of life of every rank, so that a stalled or lost rank is named instead of guessed.
+"""Heartbeats of every rank, so that a rank that hangs or has died is named instead of guessed.
 
-The training thread marks where it is: step and phase. A thread beside it writes that every few seconds to
-`RUN/heartbeats/rank-R.json`, also while the training thread stands still in a collective or elsewhere. When a rank has
-made no progress for `engine.timeout_minutes`, it reads all ranks' files twice: whose file no longer changes is gone or
-frozen, and who has made the fewest marks is the one that the others wait for. It prints this and where its own threads
-are, and ends with EXIT_STALLED. The rank that the others wait for prints the same and gives them a head start.
+A thread on every rank writes step and phase of the training thread to `RUN/heartbeats/rank-R.json` every few seconds,
+also while the training thread waits in a collective or elsewhere. When a rank has made no progress for
+`engine.timeout_minutes`, it reads all ranks' files twice: a rank whose file has not changed is dead or frozen, and the
+rank that has entered the fewest phases is the one that the others wait for. The rank prints this and the stacks of its
+own threads, and exits with EXIT_STALLED. The rank that is behind prints the same, but exits later than the others.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
 from pipeline.files import write_text
 
+FOLDER_NAME = "heartbeats"
 EXIT_STALLED = 76
-"""Another rank stands still or is gone. The newest checkpoint is intact: start again with --resume latest."""
+"""Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
 HEAD_START = 1.25
-"""The rank that is behind waits this many times the limit: the others' words are heard first."""
+"""The rank that is behind waits this many times the limit, so that the others report it first."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank's training thread is. marks: how many phases it has entered; seconds: since the last of them;
-    beat: number of this sign of life."""
+    """Where a rank's training thread is."""
 
     rank: int
     host: str
@@ -41,26 +42,30 @@ class Beat:
     step: int
     phase: str
     marks: int
+    """Phases entered so far."""
     seconds: float
+    """Time in this phase."""
     beat: int
+    """Number of this heartbeat."""
 
 
 class Heartbeat:
-    """Context manager around a training loop; does nothing for a single rank."""
+    """Context manager around a training loop; does nothing for a single rank.
 
-    def __init__(self, run: Path, *, world: World, timeout_seconds: float) -> None:
-        self._folder, self._world, self._limit = run / "heartbeats", world, timeout_seconds
+    Args:
+        run: The run's folder, which the ranks share.
+        world: The ranks.
+        phases: Where the training thread is.
+        timeout_seconds: Limit for one phase.
+    """
+
+    def __init__(self, run: Path, *, world: World, phases: Phases, timeout_seconds: float) -> None:
+        self._folder, self._world, self._phases, self._limit = run / FOLDER_NAME, world, phases, timeout_seconds
         self._interval = min(10.0, timeout_seconds / 10)
-        self._step, self._phase, self._marks, self._since = 0, "start", 0, time.monotonic()
-        self._beats, self._told = 0, False
+        self._beats, self._reported = 0, False
         self._host = socket.gethostname()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
-
-    def mark(self, phase: str, *, step: int | None = None) -> None:
-        """The training thread enters a phase (of another step)."""
-        self._step = self._step if step is None else step
-        self._phase, self._marks, self._since = phase, self._marks + 1, time.monotonic()
 
     def __enter__(self) -> Heartbeat:
         if self._world.size > 1:
@@ -82,19 +87,20 @@ class Heartbeat:
     def _watch(self) -> None:
         while not self._end.wait(self._interval):
             self._write()
-            stood = time.monotonic() - self._since
-            if stood < self._limit:
-                self._told = False
-            elif not self._told or stood > HEAD_START * self._limit:
-                self._told = True
-                self._stop_the_run(f"no progress for {stood:.0f} s", unless_behind=stood < HEAD_START * self._limit)
+            waited = time.monotonic() - self._phases.latest.since
+            if waited < self._limit:
+                self._reported = False
+            elif not self._reported or waited > HEAD_START * self._limit:
+                self._reported = True
+                self._stop_the_run(f"no progress for {waited:.0f} s", unless_behind=waited < HEAD_START * self._limit)
 
     def _stop_the_run(self, what: str, *, unless_behind: bool = False) -> None:
+        """Report who is behind and exit. Args: unless_behind: continue if this rank is the one behind, or has moved."""
         before = self._read()
-        marks = self._marks
+        count = self._phases.latest.count
         time.sleep(2 * self._interval)
-        if unless_behind and self._marks != marks:
-            return  # it went on meanwhile
+        if unless_behind and self._phases.latest.count != count:
+            return
         self._write()
         after = self._read()
         text = diagnosis(after, alive=[a is not None and a != b for a, b in zip(after, before, strict=True)])
@@ -105,9 +111,17 @@ class Heartbeat:
 
     def _write(self) -> None:
         self._beats += 1
-        rank = self._world.rank
-        beat = Beat(rank=rank, host=self._host, pid=os.getpid(), step=self._step, phase=self._phase, marks=self._marks,
-                    seconds=round(time.monotonic() - self._since, 1), beat=self._beats)  # fmt: skip
+        rank, latest = self._world.rank, self._phases.latest
+        beat = Beat(
+            rank=rank,
+            host=self._host,
+            pid=os.getpid(),
+            step=latest.step,
+            phase=latest.phase,
+            marks=latest.count,
+            seconds=round(time.monotonic() - latest.since, 1),
+            beat=self._beats,
+        )
         write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
 
     def _read(self) -> list[Beat | None]:
@@ -118,7 +132,7 @@ class Heartbeat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """A rank's last sign of life; None when there is none that can be read."""
+    """A rank's last heartbeat; None when the file is missing or damaged."""
     try:
         return Beat(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -126,26 +140,33 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def behind(beats: Sequence[Beat | None]) -> list[int]:
-    """The ranks that the others wait for: those with the fewest marks, when some have more; else nobody."""
+    """The ranks that have entered fewer phases than others, so that the others wait for them."""
     marks = [-1 if beat is None else beat.marks for beat in beats]
     return [rank for rank, count in enumerate(marks) if count == min(marks) < max(marks)]
 
 
 def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
-    """Who is where, one line per rank, and who is behind. Args: alive: whose sign of life has changed just now."""
+    """Where each rank is, one line per rank, and which rank is to blame.
+
+    Args:
+        beats: The last heartbeat of every rank.
+        alive: Whether each rank's heartbeat has changed just now.
+    """
     waited_for = behind(beats)
     gone = [rank for rank, lives in enumerate(alive) if not lives]
     if gone:
-        verdict = f"{_ranks(gone)} without any sign of life: the process or its node is gone or frozen."
+        verdict = f"{_ranks(gone)} without a heartbeat: the process or its node is dead or frozen."
     elif waited_for:
         verdict = f"The others wait for {_ranks(waited_for)}."
     else:
-        verdict = "All ranks wait at the same place: a GPU or the network between them stands still, not one rank."
+        verdict = "All ranks wait at the same place: a GPU or the network between the ranks hangs, not one rank."
     lines = []
     for rank, (beat, lives) in enumerate(zip(beats, alive, strict=True)):
-        where = "never seen" if beat is None else f"step {beat.step}, {beat.phase}, for {beat.seconds:.0f} s"
+        where = "no heartbeat was ever written" if beat is None else ""
+        if beat is not None:
+            where = f"step {beat.step}, {beat.phase}, for {beat.seconds:.0f} s"
         who = "" if beat is None else f" ({beat.host}, process {beat.pid})"
-        remarks = [word for word, holds in (("BEHIND", rank in waited_for), ("no sign of life", not lives)) if holds]
+        remarks = [word for word, holds in (("BEHIND", rank in waited_for), ("no heartbeat", not lives)) if holds]
         lines.append(f"  rank {rank}{who}: {where}" + "".join(f"; {word}" for word in remarks))
     return "\n".join([verdict, *lines, f"Exit code {EXIT_STALLED}; the newest checkpoint is intact (--resume latest)."])
 

@@ -1,34 +1,52 @@
-"""Where the time of a run goes: data wait and the phases of a step, read at logging steps only."""
+"""Where a run is and where its time goes: the phases of a step and the data wait, read at logging steps only."""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 
-class Phases:
-    """Seconds spent in named phases since the last reading.
+@dataclass(frozen=True)
+class Mark:
+    """The phase that a rank has entered last."""
 
-    On CUDA the phases are bracketed by events and summed when read, so that timing never waits for the device. Every
-    phase also bears its name in torch's profiler.
+    step: int = 0
+    phase: str = "start"
+    count: int = 0
+    """Phases entered so far."""
+    since: float = 0.0
+    """When, on the clock of `time.monotonic`."""
+
+
+class Phases:
+    """The phase that this rank is in, and the seconds spent in each phase since the last reading.
+
+    On CUDA the phases are bracketed by events and summed when read, so that timing never waits for the device. Phases
+    appear under their names in torch's profiler.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.on_enter: Callable[[str], None] | None = None
-        """Is told every phase's name when it begins."""
+        self.latest = Mark(since=time.monotonic())
+        """Replaced as a whole, so that another thread may read it."""
+
+    def mark(self, phase: str, *, step: int | None = None) -> None:
+        """Enter a phase that is not timed, optionally of another step."""
+        before = self.latest
+        self.latest = Mark(before.step if step is None else step, phase, before.count + 1, time.monotonic())
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if self.on_enter is not None:
-            self.on_enter(name)
+        """Time a phase."""
+        self.mark(name)
         with torch.profiler.record_function(name):
             if self._cuda:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,8 +73,8 @@ class Phases:
 class Meter:
     """Samples per second, and the shares of time in data wait and in each phase, since the last reading.
 
-    forward, objective, backward and optimizer follow each other; npn and communication (our own collectives; the
-    engine's are in backward and optimizer) are parts of them.
+    The phases forward, objective, backward and optimizer follow each other. npn and communication (our own collectives;
+    DeepSpeed's are in backward and optimizer) overlap with them.
     """
 
     def __init__(self, batch_size: int, phases: Phases) -> None:
@@ -65,7 +83,7 @@ class Meter:
 
     @contextmanager
     def waiting(self, *, hidden_by: torch.device | None = None) -> Iterator[None]:
-        """Around the wait for a batch; it counts unless that device still has work queued when it ends."""
+        """Time the wait for a batch. It does not count when the device `hidden_by` still has queued work at its end."""
         start = time.perf_counter()
         queued = None
         if hidden_by is not None and hidden_by.type == "cuda":
@@ -75,11 +93,17 @@ class Meter:
         if queued is None or queued.query():
             self._waited += time.perf_counter() - start
 
+    def start(self) -> None:
+        """Begin here: what was measured before is dropped."""
+        self._phases.read()
+        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+
     def count(self) -> None:
-        """A step was taken."""
+        """Count one step."""
         self._steps += 1
 
     def read(self) -> dict[str, float]:
+        """Samples per second, shares of time (data_wait, time_PHASE) and peak memory since the last reading."""
         phases = self._phases.read()
         elapsed = time.perf_counter() - self._since
         rates = {

@@ -1,7 +1,7 @@
-"""The ranks of a run and their collectives: the only importer of torch.distributed.
+"""The ranks of a run and their collectives. Only this module imports torch.distributed.
 
-`World` is an object handed to whoever needs it, so that code for many ranks is tested in one process, and so that
-every collective is counted: `world.traffic` holds calls and payload bytes per collective.
+`World` is an object that is passed to the code that needs it, so that code for many ranks can be tested in one process.
+It counts the calls and payload bytes of every collective in `world.traffic`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """`size` ranks of which this process is `rank`; size 1 needs no process group and moves no bytes."""
+    """The ranks of a run, of which this process is one. A world of size 1 needs no process group."""
 
     rank: int = 0
     size: int = 1
@@ -36,14 +36,14 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Counter[str] = field(default_factory=Counter, compare=False)
     phases: Phases | None = field(default=None, compare=False)
-    """Where the time of collectives is counted, and of other parts that have no clock of their own."""
+    """Times collectives and the parts of a step; None: nothing is timed."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def all_gather(self, x_b: Tensor) -> Tensor:
-        """`[b, ...]` of every rank, concatenated in rank order to `[K b, ...]`; carries no gradient."""
+        """`[b, ...]` of every rank, concatenated in rank order to `[K b, ...]`, without gradient."""
         x_b = x_b.detach().contiguous()
         if self.size == 1:
             return x_b
@@ -53,7 +53,7 @@ class World:
         return gathered.flatten(0, 1) if x_b.dim() else gathered
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """The sum, max or min of `x` over the ranks, as a new tensor; the same bits on every rank."""
+        """The sum, max or min of `x` over the ranks, as a new tensor; bit-identical on all ranks."""
         x = x.detach().clone()
         if self.size > 1:
             with self._communication("all_reduce", x):
@@ -61,7 +61,7 @@ class World:
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Rank `source`'s `x`, written into `x` on every rank."""
+        """Copy rank `source`'s `x` into `x` on every rank."""
         if self.size > 1:
             with self._communication("broadcast", x):
                 dist.broadcast(x, source)
@@ -85,7 +85,7 @@ class World:
         return slice(self.rank * local, (self.rank + 1) * local)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time inside under `name`, where this world has a clock; a range in torch's profiler anyway."""
+        """Time a block under `name`, if `phases` is set; in torch's profiler it is a range of that name in any case."""
         return self.phases(name) if self.phases is not None else torch.profiler.record_function(name)
 
     def _communication(self, collective: str, x: Tensor) -> AbstractContextManager[None]:
@@ -95,9 +95,9 @@ class World:
 
 
 def joined_world() -> World:
-    """The ranks of the process group that this process has joined, whoever started it; else one rank on the CPU.
+    """The ranks of the process group that this process has already joined, or one rank on the CPU if there is none.
 
-    Its device is the current one of CUDA where the group communicates there.
+    Its device is the current CUDA device if the group's backend communicates on GPUs.
     """
     if not dist.is_initialized():
         return World()
@@ -108,11 +108,16 @@ def joined_world() -> World:
 
 @contextmanager
 def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Iterator[World]:
-    """Join the process group named by the launcher's environment, or be a group of one, and leave it at the end.
+    """Join the process group that the launcher's environment describes, and leave it at the end.
 
-    Works under `deepspeed`, `torchrun` and as one plain process.
-    Args: device: "auto" (CUDA where there is one), "cpu" or "cuda".
-    Raises: UserError when the launcher's environment is incomplete or the device is not there.
+    Works under `deepspeed`, `torchrun` and `srun`, and in a plain process, which is a group of one.
+
+    Args:
+        timeout_minutes: Limit for a collective.
+        device: "auto" (CUDA if there is a GPU), "cpu" or "cuda".
+
+    Raises:
+        UserError: The launcher's environment is incomplete, or there is no such device.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in os.environ]
@@ -143,15 +148,16 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
         failed = False
     finally:
-        # NCCL waits here for its peers, who wait in a collective for the rank that failed: nobody would hear its error.
+        # NCCL would wait here for its peers, which wait in a collective for this rank, and its error would not be seen.
         if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
             dist.destroy_process_group()
 
 
 def limit_collectives(minutes: float) -> None:
-    """Let every process group of this process, whoever made it, time out after `minutes`.
+    """Set the time limit of all process groups of this process, including those of libraries.
 
-    DeepSpeed makes groups of its own with NCCL's limit of 10 minutes, before which nobody would tell who is behind.
+    DeepSpeed creates groups with NCCL's default limit of 10 minutes, which would end a run before the heartbeats report
+    which rank is behind.
     """
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
@@ -159,30 +165,30 @@ def limit_collectives(minutes: float) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, one rank of several without taking its interpreter apart.
+    """Exit this process; if it is one of several ranks, without the interpreter's usual cleanup.
 
-    Where the process group still stands, destructors would wait for other ranks. Where it does not, whoever refers to
-    it, as DeepSpeed does, keeps gloo's threads alive, and one that lets go of its last tensor too late for the
-    interpreter aborts the process (PyTorch issue 190489).
+    While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it, such
+    as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter shuts
+    down aborts the process (PyTorch issue 190489).
     """
-    standing = dist.is_available() and dist.is_initialized()
+    joined = dist.is_available() and dist.is_initialized()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and not standing:
+    if several and not joined:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if several or standing:
+    if several or joined:
         os._exit(code)
     sys.exit(code)
 
 
 def ranks_here(world_size: int) -> int:
-    """Ranks of this run on this machine, as torchrun or deepspeed tell; without them, all."""
+    """Ranks of this run on this machine, from the variables of torchrun or deepspeed; without them, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error came from a collective: another rank is gone, or it timed out."""
+    """Whether an error came from a collective: another rank is gone, or the collective timed out."""
     names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
     said = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
     return said or isinstance(error, dist.DistError)

@@ -1,1 +1,1 @@
-"""Forward, backward and optimizer step of the towers, under DeepSpeed."""
+"""Forward, backward and optimizer step of the towers: the `Engine` protocol, DeepSpeed, optimizers, schedule."""

@@ -1,6 +1,6 @@
-"""The engine's weights and moments as full fp32 tensors by parameter name, whatever the ZeRO stage.
+"""A DeepSpeed engine's weights and moments as full fp32 tensors by parameter name, at every ZeRO stage.
 
-Reading and writing are collective at stages 1 to 3: every rank calls them with the same names in the same order.
+Reading and writing are collective at stages 1 to 3: every rank accesses the same names in the same order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
-# State of torch's optimizers that is one number per parameter rather than one per weight.
+# The entry of torch's optimizer state that is one number per parameter rather than one per weight.
 COUNTER = "step"
 
 
-class EngineState:
-    """Full state of a DeepSpeed engine, independent of its stage and of the number of ranks."""
+class DeepSpeedState:
+    """The `EngineState` of a DeepSpeed engine, independent of its stage and of the number of ranks."""
 
     def __init__(self, engine: Any, *, stage: int, world: World) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class EngineState:
         return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """fp32 master weights and buffers, on the CPU: what open_clip calls the state dict."""
+        """See `EngineState.weights`."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         trained = dict(self.named_parameters())
@@ -57,7 +57,7 @@ class EngineState:
                 yield name, (full.float() if full.is_floating_point() else full).cpu().clone()
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU."""
+        """See `EngineState.moments`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_states()
@@ -70,12 +70,12 @@ class EngineState:
                 yield name, key, value.detach().float().cpu().reshape(self._shape(p)).clone()
 
     def counter(self) -> int:
-        """How many updates the optimizer has made; 0 before the first."""
+        """See `EngineState.counter`."""
         states = [state for state in self._torch_optimizer.state.values() if COUNTER in state]
         return int(states[0][COUNTER]) if states else 0
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
-        """Restore weights, moments and the update counter. Raises: UserError on missing names or other shapes."""
+        """See `EngineState.load`."""
         expected = {name: tuple(self._shape(value)) for name, value in self._state_dict_items()}
         given = {name: tuple(value.shape) for name, value in weights.items()}
         if given != expected:
@@ -93,14 +93,14 @@ class EngineState:
                     value.copy_(weights[name])
             if counter:
                 self._load_moments(moments, counter)
-            else:  # from before the first update: there are no moments, whatever has come since
+            else:  # a checkpoint from before the first update has no moments; this engine may have some by now
                 for state in self._torch_optimizer.state.values():
                     for value in state.values():
                         if isinstance(value, Tensor):
                             value.zero_()
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
-        """Live tensors by name, in the order of open_clip's state dict (a state dict proper is detached at stage 3)."""
+        """Live tensors by name, in the order of open_clip's state dict (whose own values are detached at stage 3)."""
         live: dict[str, Tensor] = dict(self._clip.named_parameters())
         persistent = self._clip.state_dict().keys()
         live.update((name, b) for name, b in self._clip.named_buffers() if name in persistent)
@@ -114,7 +114,7 @@ class EngineState:
         return [] if not states else sorted(key for key, v in states[0].items() if key != COUNTER and v is not None)
 
     def _set_weight(self, p: nn.Parameter, value: Tensor) -> None:
-        """Set master and working copy alike: the engine would refresh the latter only at its next step."""
+        """Set the fp32 master and the working copy; DeepSpeed would refresh the latter only at its next step."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param
 
@@ -147,20 +147,23 @@ class EngineState:
                 state[COUNTER] = torch.full_like(torch.as_tensor(state[COUNTER], dtype=torch.float32), counter)
 
     def _flat_masters(self) -> list[Tensor]:
-        """The flat fp32 partitions that the wrapped optimizer really steps; each wrapper has its own name for them."""
+        """The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them."""
         attributes = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         wrapper = self._engine.optimizer
         return next(list(getattr(wrapper, name)) for name in attributes if hasattr(wrapper, name))
 
     def _link_states(self) -> None:
-        """Stages 1 and 2 find moments through links made once, right after the first group's first step: too early
-        for the second group, and never when a checkpoint is loaded before any step. Make them again."""
+        """Renew the links through which stages 1 and 2 find moments.
+
+        DeepSpeed makes them once, right after the first group's first step: too early for the second group, and too
+        late for a checkpoint that is loaded before any step.
+        """
         if self._stage in (1, 2):
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _make_states(self, optimizer: torch.optim.Optimizer, keys: list[str]) -> None:
-        """Optimizer state comes into being at the first step; a checkpoint is loaded before it."""
+        """Create the optimizer state, which otherwise appears at the first step: a checkpoint is loaded before it."""
         for master in self._flat_masters():
             state = optimizer.state[master]
             state.setdefault(COUNTER, torch.tensor(0.0))

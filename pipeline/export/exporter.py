@@ -10,7 +10,6 @@ Towers of the last line map normalised images [B, 3, H, W] or tokens [B, L] to u
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoint.writer import META_NAME, Checkpoint, damage, finished_checkpoints
+from pipeline.checkpoint.layout import META_NAME, finished_checkpoints
+from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
@@ -50,10 +50,10 @@ def choose_checkpoint(source: Path) -> Checkpoint:
         if not finished:
             raise UserError(f"{source} is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints.")
         path = finished[-1]
-    problem = damage(path)
-    if problem:
-        raise UserError(f"{path} is damaged and not exported: {problem} Name another checkpoint of the run.")
-    return Checkpoint(path, json.loads((path / META_NAME).read_text(encoding="utf-8")))
+    try:
+        return open_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{path} is damaged and not exported: {error} Name another checkpoint of the run.") from error
 
 
 def export(checkpoint: Checkpoint, output: Path, *, card: str, programs: Iterable[str] = ()) -> Exported:

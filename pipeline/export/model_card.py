@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.writer import Checkpoint
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.model_folder import WEIGHTS_NAME

@@ -1,1 +1,1 @@
-"""What a run reports: metrics and their sinks, model FLOP utilisation."""
+"""What a run reports: metrics, the sinks they go to, and model FLOP utilization."""

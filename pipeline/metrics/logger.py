@@ -1,33 +1,33 @@
-"""What a run tells: metrics.jsonl, TensorBoard and the terminal, all from the same records, on rank 0 only."""
+"""What a run reports, on rank 0 only: the same records to every sink."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pipeline.config import section
+from pipeline.config import section, suggest
+from pipeline.errors import UserError
+from pipeline.metrics.sinks import SINKS, Distribution, Sink, SinkContext
 
-METRICS_NAME = "metrics.jsonl"
-STEPWISE = ("train", "evaluation", "distribution")
-"""Kinds of records that belong to a step, and go when the run goes back before it."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @section
 class TelemetryConfig:
-    """How often to tell. Counted in steps; every record is one host synchronisation."""
+    """What is reported, how often, and where. Every record makes the host wait for the device once."""
 
     every: int = Field(default=10, ge=1)
+    """Steps between records of training."""
     tensorboard: bool = True
+    """Write RUN/tensorboard/ beside RUN/metrics.jsonl."""
+    trackers: tuple[str, ...] = ()
+    """Further sinks, by the names under which pipeline/metrics/sinks.py registers them."""
     progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
     """"auto": a bar on a terminal, plain lines elsewhere."""
     histograms_every: int | None = Field(default=1000, ge=1)
@@ -35,195 +35,93 @@ class TelemetryConfig:
     images_every: int | None = Field(default=1000, ge=1)
     """A grid of the batch's first images with their captions, in TensorBoard; None: never."""
     images: int = Field(default=16, ge=1)
+    """Images in that grid."""
     profile: tuple[int, int] | None = None
-    """torch's profiler from the first to the last of these steps (counted from 0): RUN/profile/, on rank 0."""
+    """Run torch's profiler from the first to the last of these steps (counted from 0), on rank 0: RUN/profile/."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak of one device, for the MFU; None: of the GPU's data sheet where it is known, else there is no MFU."""
+    """Peak of one device, for the MFU. None: from the GPU's data sheet where it is known, else no MFU is reported."""
+
+
+def sink_names(config: TelemetryConfig) -> list[str]:
+    """The sinks that a configuration turns on.
+
+    Raises:
+        UserError: `trackers` has a name that no sink is registered under.
+    """
+    for name in config.trackers:
+        if name not in SINKS:
+            raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, tuple(SINKS))}")
+    built_in = ["jsonl", *(["tensorboard"] if config.tensorboard else []), "progress"]
+    return list(dict.fromkeys([*built_in, *config.trackers]))
 
 
 class Telemetry:
-    """Writes records of training and events. On ranks other than 0 every call is free and does nothing."""
+    """Reports metrics and events to the sinks. Without sinks, as on ranks other than 0, every call does nothing.
 
-    def __init__(self, run: Path, *, config: TelemetryConfig, total_steps: int, first_step: int, is_main: bool) -> None:
-        self._is_main, self._run = is_main, run
-        self._total, self._progress = total_steps, None
-        if not is_main:
-            return
-        self._file: TextIO = _open_at(run / METRICS_NAME, first_step)
-        self._board = _tensorboard(run, first_step) if config.tensorboard else None
-        self._progress = _progress(config.progress, total=total_steps, first=first_step)
+    Args:
+        sinks: Where everything goes, in this order.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
 
     def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
-        """One record of training after `step` steps."""
-        if not self._is_main:
-            return
-        self._write({"kind": "train", "step": step, "time": round(time.time(), 3), **_rounded(scalars)})
-        if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(f"train/{name}", value, step)
-        if self._progress is not None:
-            self._progress.update(step, scalars)
+        """Metrics of training after `step` steps."""
+        for sink in self._sinks:
+            sink.scalars("train", step=step, values=scalars)
 
     def evaluation(self, *, step: int, scores: Mapping[str, float]) -> None:
         """Scores of the weights after `step` steps."""
-        if not self._is_main:
-            return
-        self._write({"kind": "evaluation", "step": step, "time": round(time.time(), 3), **_rounded(scores)})
-        if self._board is not None:
-            for name, value in scores.items():
-                self._board.add_scalar(f"evaluation/{name}", value, step)
-        if self._progress is not None:
-            self._progress.say(f"Evaluation at step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+        for sink in self._sinks:
+            sink.scalars("evaluation", step=step, values=scores)
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
-        """Histograms in TensorBoard, quantiles (of the finite values) in the records. values: tensors on the CPU."""
-        if not self._is_main:
+        """Distributions of the finite values. values: CPU tensors of any shape; those without any are left out."""
+        if not self._sinks:
             return
-        quantiles = {}
+        found = {}
         for name, value in values.items():
             finite = value[torch.isfinite(value)].flatten()
             if finite.numel():
-                found = np.quantile(finite.numpy(), QUANTILES)
-                quantiles[name] = [float(f"{q:.6g}") for q in found]
-                if self._board is not None:
-                    self._board.add_histogram(f"distribution/{name}", finite, step)
-        self._write({"kind": "distribution", "step": step, "quantiles": list(QUANTILES), **quantiles})
+                found[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
+        for sink in self._sinks:
+            sink.distributions(step=step, levels=QUANTILES, values=found)
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
         """One uint8 [H, W, 3] picture of some of the batch, and its captions."""
-        if not self._is_main or self._board is None:
-            return
-        self._board.add_image("batch/images", grid, step, dataformats="HWC")
-        self._board.add_text("batch/captions", "\n".join(f"{i}. {text}" for i, text in enumerate(captions, 1)), step)
+        for sink in self._sinks:
+            sink.pictures(step=step, grid=grid, captions=captions)
 
     def event(self, message: str, **facts: Any) -> None:
-        """Something that happened, for the terminal and the record."""
-        if not self._is_main:
-            return
-        self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})
-        if self._progress is not None:
-            self._progress.say(message)
+        """Something that happened; `facts` are added to its record."""
+        for sink in self._sinks:
+            sink.event(message, facts=facts)
 
     def rewind(self, step: int) -> None:
-        """The run went back to `step`: forget the figures of later steps, keep the events."""
-        if not self._is_main:
-            return
-        self._file.close()
-        self._file = _open_at(self._run / METRICS_NAME, step)
-        if self._board is not None:
-            self._board.close()
-            self._board = _tensorboard(self._run, step)
+        """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def close(self) -> None:
-        if not self._is_main:
-            return
-        if self._progress is not None:
-            self._progress.close()
-        if self._board is not None:
-            self._board.close()
-        self._file.close()
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        for sink in self._sinks:
+            sink.close()
 
 
-class BarProgress:
-    """A rich progress bar with the figures that matter."""
+def open_telemetry(
+    run: Path, *, config: TelemetryConfig, total_steps: int, first_step: int, is_main: bool
+) -> Telemetry:
+    """The telemetry of one rank.
 
-    def __init__(self, *, total: int, first: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    Args:
+        run: The run's folder.
+        config: The telemetry section.
+        total_steps: Steps of the whole run.
+        first_step: The step at which it continues.
+        is_main: Whether this is rank 0; others report nothing.
 
-        columns = (
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, refresh_per_second=4)
-        self._task = self._bar.add_task("train", total=total, completed=first, figures="")
-        self._bar.start()
-
-    def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, figures=figures(scalars))
-
-    def say(self, message: str) -> None:
-        self._bar.console.print(message, highlight=False)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-
-class LineProgress:
-    """One plain line a record, at most one every few seconds: for logs."""
-
-    def __init__(self, *, total: int, first: int, seconds: float = 5.0) -> None:
-        self._total, self._seconds, self._last = total, seconds, 0.0
-        self._first, self._start = first, time.monotonic()
-
-    def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        if now - self._last < self._seconds and step < self._total:
-            return
-        self._last = now
-        left = (now - self._start) / max(1, step - self._first) * (self._total - step)
-        print(f"step {step}/{self._total}  {figures(scalars)}  ETA {_clock(left)}", flush=True)
-
-    def say(self, message: str) -> None:
-        print(message, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-def figures(scalars: Mapping[str, float]) -> str:
-    """The figures of the progress line, those that are there."""
-    shown = (
-        ("samples_per_second", "{:,.0f} samples/s"),
-        ("loss", "loss {:.4f}"),
-        ("tau", "tau {:.4f}"),
-        ("normalizer_gap", "gap {:.3f}"),
-        ("data_wait", "data wait {:.0%}"),
-    )
-    return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
-
-
-def _progress(kind: str, *, total: int, first: int) -> BarProgress | LineProgress | None:
-    if kind == "quiet":
-        return None
-    if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
-        return BarProgress(total=total, first=first)
-    return LineProgress(total=total, first=first)
-
-
-def _tensorboard(run: Path, first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
-
-
-def _open_at(path: Path, first_step: int) -> TextIO:
-    """Append to the records, without those of steps that a resumed run takes again (and a line cut by a crash)."""
-    kept: list[str] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record.get("kind") not in STEPWISE or record["step"] <= first_step:
-                kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
-    return path.open("a", encoding="utf-8")
-
-
-def _rounded(scalars: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.9g}") for name, value in scalars.items()}
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    Raises:
+        UserError: As `sink_names`.
+    """
+    names = sink_names(config)
+    context = SinkContext(run, total_steps=total_steps, first_step=first_step, progress=config.progress)
+    return Telemetry([SINKS[name](context) for name in names] if is_main else [])

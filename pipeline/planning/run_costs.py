@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.engine.deepspeed_engine import BUCKET
+from pipeline.engine.engine_config import BUCKET
 from pipeline.model.tower_costs import TowerCosts
 from pipeline.training.plan_config import PlanConfig
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
-from pipeline.engine.deepspeed_engine import BUCKET, deepspeed_settings
+from pipeline.engine.engine_config import BUCKET, deepspeed_settings
 from pipeline.errors import UserError
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers

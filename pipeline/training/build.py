@@ -1,4 +1,4 @@
-"""A run's loader and objective, built from its configuration: for training, and for whoever looks at a run later."""
+"""A run's loader and objective, built from its configuration: for training, and for analyzing a run afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from pipeline.training.recipe import RunConfig
 
 
 def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Loader:
-    """The loader of this rank at the start of epoch 0. Raises: UserError as `build_loader`."""
+    """The loader of this rank, at the start of epoch 0.
+
+    Raises:
+        UserError: As `build_loader`.
+    """
     return build_loader(
         run.data,
         world=world,

@@ -1,4 +1,4 @@
-"""A closer look at a run, at intervals and on request: pictures, distributions and profiles. Rank 0 only."""
+"""Pictures, distributions and profiles of a run, at the intervals that `telemetry` sets. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.metrics.logger import Telemetry, TelemetryConfig
 from pipeline.training.step import StepResult
 
 CELL, LINES, COLUMNS = 160, 3, 4
-"""Pixels of a picture in the grid, lines of caption below it, pictures in a row."""
+"""Pixels of an image's side in the grid, lines of caption below it, images in a row."""
 
 
 class Observer:
-    """Writes pictures and distributions of a step when they are due, and profiles the steps asked for."""
+    """Reports pictures and distributions of a step when they are due, and profiles the configured steps."""
 
     def __init__(
         self, run: Path, *, config: TelemetryConfig, telemetry: Telemetry, world: World, tokenizer: Any
@@ -28,15 +28,28 @@ class Observer:
         self._profile = StepProfiler(run / "profile", config.profile, telemetry) if world.is_main else None
 
     def before(self, step: int) -> None:
-        """Step number `step` (from 0) begins."""
+        """Call it before step number `step` (from 0)."""
         if self._profile is not None:
             self._profile.before(step)
 
     def after(
-        self, step: int, *, result: StepResult, image: Tensor, text: Tensor, lasting: Callable[[], Mapping[str, Tensor]]
+        self,
+        step: int,
+        *,
+        result: StepResult,
+        image: Tensor,
+        text: Tensor,
+        state_distributions: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        """`step` steps are taken. Args: image: uint8 [b, 3, H, W] and text: [b, L] of this rank.
-        lasting: the objective's own distributions, asked for when they are due."""
+        """Call it when `step` steps have been taken.
+
+        Args:
+            step: Number of steps.
+            result: Of the last step.
+            image: uint8 [b, 3, H, W] of this rank.
+            text: Tokens [b, L] of this rank.
+            state_distributions: Returns the distributions of the objective's state; called when they are due.
+        """
         if self._profile is not None:
             self._profile.after(step)
         if not self._world.is_main:
@@ -44,9 +57,11 @@ class Observer:
         every, pictures = self._config.histograms_every, self._config.images_every
         if every and step % every == 0:
             output = result.output
-            norms = {f"gradient_of_{side}_feature": g.norm(dim=1)
-                     for side, g in (("image", output.grad_image), ("text", output.grad_text))}  # fmt: skip
-            found = {**output.distributions, **lasting(), **norms}
+            norms = {
+                "gradient_of_image_feature": output.grad_image.norm(dim=1),
+                "gradient_of_text_feature": output.grad_text.norm(dim=1),
+            }
+            found = {**output.distributions, **state_distributions(), **norms}
             self._telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
         if pictures and step % pictures == 0:
             rows = slice(0, self._config.images)
@@ -55,7 +70,7 @@ class Observer:
 
 
 class StepProfiler:
-    """torch's profiler around the steps FIRST..LAST (numbered from 0), as a chrome trace and a table."""
+    """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None, telemetry: Telemetry) -> None:
         self._folder, self._steps, self._telemetry = folder, steps, telemetry
@@ -71,7 +86,7 @@ class StepProfiler:
         self._running.start()
 
     def after(self, step: int) -> None:
-        """`step` steps are taken; the one before was number step - 1."""
+        """Call it when `step` steps have been taken."""
         if self._running is None or self._steps is None or step <= self._steps[1]:
             return
         profiler, self._running, self._steps = self._running, None, None
@@ -87,7 +102,7 @@ class StepProfiler:
 
 
 def captions_of(tokens_bL: Tensor, tokenizer: Any) -> list[str]:
-    """The texts of [b, L] tokens as the model reads them; empty where the tokenizer cannot decode."""
+    """The texts of tokens [b, L] as the model reads them; empty strings if the tokenizer cannot decode."""
     plain = getattr(tokenizer, "tokenizer", tokenizer)  # open_clip's wrapper of a Hugging Face tokenizer
     if not hasattr(plain, "decode"):
         return [""] * len(tokens_bL)
@@ -101,7 +116,7 @@ def captions_of(tokens_bL: Tensor, tokenizer: Any) -> list[str]:
 
 
 def captioned_grid(image_bCHW: Tensor, captions: list[str]) -> np.ndarray:
-    """uint8 [b, 3, H, W] and b captions -> one uint8 picture [H', W', 3] with each caption below its image."""
+    """Images uint8 [b, 3, H, W] and b captions -> one uint8 picture [H', W', 3] with each caption below its image."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()

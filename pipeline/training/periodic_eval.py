@@ -1,4 +1,4 @@
-"""Evaluation inside a training run: the code of `neuclip evaluate`, on the run's own ranks, every so many steps."""
+"""Evaluation at intervals while training, by the code of `neuclip evaluate` on the run's own ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 from torch import Tensor
 
-from pipeline.checkpoint.writer import name_of
+from pipeline.checkpoint.layout import name_of
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.evaluation import evaluate
@@ -22,31 +22,43 @@ from pipeline.model.towers import ModelConfig, build_towers
 
 @section
 class InTrainingConfig:
-    """A small suite that is evaluated while training; the ranks share its work. Larger ones: `neuclip watch`."""
+    """Evaluation of a small suite while training; the ranks share the work. For larger suites use `neuclip watch`."""
 
     suite: str | None = None
-    """A folder of tasks; None: no evaluation while training."""
+    """Folder of the suite; None: no evaluation while training."""
     every: int = Field(default=1000, ge=1)
-    """Steps between evaluations; the last step is always one."""
+    """Steps between evaluations; the weights of the last step are always evaluated."""
     workers: int | None = Field(default=None, ge=0)
-    """Processes that decode images on each rank (None: one per core; 0: the rank itself, quickest for tiny suites)."""
+    """Processes that decode images on each rank. None: one per core; 0: the rank itself, fastest for tiny suites."""
 
 
-class InTraining:
-    """Evaluates the weights of a run as they are. A second copy of the towers exists only while it does."""
+class PeriodicEvaluation:
+    """Evaluates a run's current weights. A second copy of the towers exists only during an evaluation.
+
+    Args:
+        config: The evaluation section.
+        run: The run's folder.
+        model: The model section.
+        world: The ranks.
+
+    Raises:
+        UserError: The suite is missing or incomplete.
+    """
 
     def __init__(self, config: InTrainingConfig, *, run: Path, model: ModelConfig, world: World) -> None:
-        """Raises: UserError when the suite is not there or incomplete, before any training."""
         self._suite = open_suite(config.suite or "")
         self._run, self._world, self._settings = run, world, EvaluationConfig(workers=config.workers)
         # Attention as `neuclip evaluate` computes it: a score must not depend on who computed it.
         self._model = replace(model, pretrained=None, packed_attention=False)
 
     def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
-        """Scores by task, and by aggregate where it is complete. Collective.
+        """Scores by task, and by aggregate where all its tasks are there. Collective.
 
-        Args: weights: fp32 state dict by open_clip's names. The results are those of the step's checkpoint, so that
-          `neuclip evaluate` finds them done.
+        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them.
+
+        Args:
+            weights: fp32 state dict by open_clip's names.
+            step: The step of these weights.
         """
         towers, architecture = build_towers(self._model, seed=0)
         towers.clip.load_state_dict(dict(weights))

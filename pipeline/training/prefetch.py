@@ -1,4 +1,4 @@
-"""The next batch, put together while the device is busy instead of after the step, when it is idle."""
+"""The next batch is prepared while the device is busy, instead of after the step, when it is idle."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from collections.abc import Iterator
 import torch
 
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed.timing import Meter
+from pipeline.distributed.timing import Meter, Phases
 
 
-class BatchesAhead:
-    """A loader's batches in their order, of which one may be prepared ahead.
+class PrefetchedBatches:
+    """A loader's batches in their order, of which one may be fetched ahead.
 
-    What goes wrong with that one is told at its own turn: the step before it, and its checkpoint, are none the worse.
+    An error while fetching ahead is raised by the call of `next` for that batch: the step before it, and its
+    checkpoint, are not affected.
+
+    Args:
+        loader: The batches.
+        steps: Steps of the run; nothing is fetched ahead of the last one.
+        meter: Counts the wait for batches.
+        phases: Where the phase "data" is marked.
+        device: Whose queued work hides the wait.
     """
 
-    def __init__(self, loader: Iterator[Batch], *, meter: Meter, device: torch.device) -> None:
-        self._loader, self._meter, self._device = loader, meter, device
+    def __init__(
+        self, loader: Iterator[Batch], *, steps: int, meter: Meter, phases: Phases, device: torch.device
+    ) -> None:
+        self._loader, self._steps, self._meter, self._phases, self._device = loader, steps, meter, phases, device
         self._ahead: Batch | Exception | None = None
 
     def next(self) -> Batch:
-        """The next batch, prepared or not. Raises: what the loader raised."""
+        """The next batch, fetched ahead or now. Raises: what the loader raised."""
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead
@@ -30,8 +40,11 @@ class BatchesAhead:
         with self._meter.waiting():
             return next(self._loader)
 
-    def prepare(self) -> None:
-        """Get the batch after the last one given out."""
+    def fetch_ahead(self, step: int) -> None:
+        """Fetch the batch that follows step number `step` (from 0)."""
+        if step + 1 >= self._steps:
+            return
+        self._phases.mark("data")
         try:
             with self._meter.waiting(hidden_by=self._device):
                 self._ahead = next(self._loader)

@@ -1,4 +1,4 @@
-"""A run's whole configuration: every component's section in one tree, and the checks between sections."""
+"""A run's configuration: the sections of all components in one tree, and the checks between sections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig
-from pipeline.engine.deepspeed_engine import EngineConfig, deepspeed_settings, zero_stage
-from pipeline.engine.optim import OptimizerConfig, ScheduleConfig, check_stage
+from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, zero_stage
+from pipeline.engine.lr_schedule import ScheduleConfig
+from pipeline.engine.optim import OptimizerConfig, check_stage
 from pipeline.errors import UserError
-from pipeline.metrics.logger import TelemetryConfig
+from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.training.budget import resolve_budget
@@ -30,19 +31,21 @@ SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
 
 @section
 class RunConfig:
-    """One training run. `samples` is the budget of the papers: samples seen = steps x batch_size."""
+    """One training run."""
 
     output: str
     """The run's folder: configuration, metrics, checkpoints, evaluation, report."""
     samples: int = Field(ge=1)
+    """Samples to train on, counting repetitions, as the papers state their budgets: steps x batch_size."""
     batch_size: int = Field(ge=2)
     """Global batch B, over all ranks."""
     seed: int = Field(default=0, ge=0)
+    """Seed of initial weights, data order, augmentation and dropout."""
     max_skipped_steps: int = Field(default=10, ge=0)
-    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    """Stop when more than this many steps in a row were skipped because loss or gradient was not finite."""
     max_rollbacks: int = Field(default=0, ge=0)
-    """Instead of stopping, go back to the newest good checkpoint from before those steps and train on with the data
-    behind them, at most this many times in a run; the step count goes back too, the data does not."""
+    """Instead of stopping, roll back to the newest undamaged checkpoint from before the skipped steps and continue with
+    the data after them, at most this many times in a run. The step count is rolled back, too; the data is not."""
     data: DataConfig
     objective: ObjectiveConfig
     model: ModelConfig = ModelConfig()
@@ -63,7 +66,8 @@ class RunConfig:
 def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     """Defaults < recipe YAML < the recipe's part for the chosen method < dotted overrides, checked.
 
-    Raises: UserError naming every key at fault.
+    Raises:
+        UserError: It names every wrong key.
     """
     tree = cfg.read_yaml(path) if path is not None else {}
     above = cfg.parse_overrides(overrides)
@@ -71,10 +75,12 @@ def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
 
 
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds what is particular to each.
+    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds the settings of each.
 
-    The part of the chosen method (`objective.name` of the overrides, else of the recipe) is laid over the rest.
-    Raises: UserError when the recipe has such parts, but none for this method: no setting would be meant for it.
+    Those of the chosen method (`objective.name` of the overrides, else of the recipe) override the rest of the recipe.
+
+    Raises:
+        UserError: The recipe has such parts, but none for this method.
     """
     tree = dict(recipe)
     methods = tree.pop("methods", None)
@@ -92,10 +98,10 @@ def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 
 
 def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's rates for another batch size: linear in it, as FastCLIP (appendix B) scales over numbers of nodes.
+    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
 
-    Where a recipe states `reference_batch`, the batch size that its `optimizer.lr` and `objective.tau_lr` were chosen
-    for, both are multiplied by batch_size / reference_batch. A rate given as an override is taken as it is.
+    If a recipe has `reference_batch`, the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen,
+    both are multiplied by batch_size / reference_batch. A rate that is given as an override is not scaled.
     """
     tree = dict(recipe)
     reference = tree.pop("reference_batch", None)
@@ -117,7 +123,7 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
-    """A tree of plain values as a `RunConfig`, with all checks that need no data and no launcher."""
+    """A tree of plain values as a `RunConfig`, after all checks that need neither data nor a launcher."""
     tree = dict(tree)
     given = tree.pop("objective", {})
     if not isinstance(given, Mapping):
@@ -130,7 +136,12 @@ def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def check_run(run: RunConfig, *, world_size: int) -> None:
-    """The combinations that can be judged without data. Raises: UserError with the numbers."""
+    """Check the combinations of settings that can be checked without data.
+
+    Raises:
+        UserError: Settings contradict each other or the number of ranks.
+    """
+    sink_names(run.telemetry)
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)

@@ -1,82 +1,158 @@
-"""Training a run: `setup` puts the parts together, checks before work; `train` is the whole of it on one rank."""
+"""Training a run: `setup` checks everything and builds the parts; `train` is all of it on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint.writer import Checkpoint, CheckpointWriter
+from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
+from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.metrics.logger import Telemetry
+from pipeline.engine.engine_protocol import Engine
+from pipeline.evaluation.watch.watcher import forget_after
+from pipeline.metrics.logger import Telemetry, open_telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers
 from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
-from pipeline.training.gradient_check import GradientProbe
+from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.observer import Observer
-from pipeline.training.periodic_eval import InTraining
+from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_folder import hold_folder, prepare_folder
-from pipeline.training.step import TrainStep
-from pipeline.training.trainer import Trainer, agreed_checkpoint
+from pipeline.training.run_state import RunState
+from pipeline.training.skipped_steps import SkippedSteps
+from pipeline.training.step import StepHooks, TrainStep, micro_batches
+from pipeline.training.trainer import Trainer
 
 
 @contextmanager
 def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Trainer]:
-    """Build every part of a run and, when asked, continue it. Checks come before work, cheap ones first.
+    """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
-    Args: resume: None (the output folder must hold no checkpoints), "latest" (start fresh when there are none) or a
-      checkpoint's folder.
+    Args:
+        run: The configuration.
+        world: The ranks.
+        resume: None (the output folder must have no checkpoints), "latest" (a new run when there are none), or the
+            folder of a checkpoint.
+
+    Raises:
+        UserError: Anything that keeps the run from starting.
     """
     check_run(run, world_size=world.size)
     folder = Path(run.output)
     notes: list[str] = []
-    checkpoint = agreed_checkpoint(folder, resume, world, notes)
+    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append)
     with ExitStack() as stack:
-        towers, architecture = build_towers(run.model, seed=run.seed)
-        trimming, untrimmed = text_trimming(towers.clip, wanted=run.model.trim_text), why_not_trimmed(towers.clip)
-        loader = stack.enter_context(loader_of(run, architecture=architecture, world=world))
-        objective = objective_of(run, loader=loader, architecture=architecture, world=world)
-        engine = DeepSpeedEngine(towers.to(world.device), config=run.engine, optimizer=run.optimizer, world=world,
-                        global_batch=run.batch_size, compile_towers=run.model.compile)  # fmt: skip
-        limit_collectives(_collectives_limit(run))
-        engine.train()
-        take_step = TrainStep(engine, objective, world=world, seed=run.seed, local_batch=run.batch_size // world.size,
-                              micro_batch=run.engine.micro_batch)  # fmt: skip
-        telemetry = Telemetry(folder, config=run.telemetry, total_steps=run.total_steps,
-                              first_step=checkpoint.step if checkpoint else 0, is_main=world.is_main)  # fmt: skip
+        state, architecture = stack.enter_context(_build_state(run, world=world))
+        telemetry = open_telemetry(
+            folder,
+            config=run.telemetry,
+            total_steps=run.total_steps,
+            first_step=checkpoint.step if checkpoint else 0,
+            is_main=world.is_main,
+        )
         stack.callback(telemetry.close)
-        observer = Observer(folder, config=run.telemetry, telemetry=telemetry, world=world,
-                            tokenizer=architecture.tokenize)  # fmt: skip
-        utilization = Utilization(run.model, device=world.device, ranks=world.size, bf16=engine.bf16,
-                                  peak_tflops=run.telemetry.peak_tflops)  # fmt: skip
-        writer = CheckpointWriter(folder, config=run.checkpoint, world=world, architecture=architecture,
-                                  on_event=telemetry.event)  # fmt: skip
-        stack.callback(writer.wait)
-        trainer = Trainer(run, world, loader, architecture, engine, objective, take_step, telemetry, observer,
-                          utilization, writer, trimming=trimming)  # fmt: skip
-        if untrimmed:
+        trainer = _build_trainer(state, architecture, telemetry=telemetry, resumed=checkpoint)
+        stack.callback(trainer.writer.wait)
+        if untrimmed := why_not_trimmed(trainer.engine.module.clip):
             telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
-        if run.evaluation.suite is not None:
-            trainer.in_training = InTraining(run.evaluation, run=folder, model=run.model, world=world)
         for note in notes:
             telemetry.event(note)
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            state.restore(checkpoint)
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
-            _tell_changes(trainer, checkpoint)
-        if run.engine.probe and trainer.step < run.total_steps:
-            trainer.probe = _arm_probe(trainer)
+            _report_changes(trainer, checkpoint)
+        if trainer.gradient_check is not None:
+            trainer.gradient_check.begin()
         yield trainer
 
 
 @contextmanager
+def _build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Architecture]]:
+    """The parts of a run that have state, in their initial state."""
+    towers, architecture = build_towers(run.model, seed=run.seed)
+    with loader_of(run, architecture=architecture, world=world) as loader:
+        objective = objective_of(run, loader=loader, architecture=architecture, world=world)
+        engine = DeepSpeedEngine(
+            towers.to(world.device),
+            config=run.engine,
+            optimizer=run.optimizer,
+            world=world,
+            global_batch=run.batch_size,
+            compile_towers=run.model.compile,
+        )
+        limit_collectives(_collectives_limit(run))
+        engine.train()
+        yield (
+            RunState(run=run, world=world, loader=loader, engine=engine, objective=objective, skipped=SkippedSteps()),
+            architecture,
+        )
+
+
+def _build_trainer(
+    state: RunState, architecture: Architecture, *, telemetry: Telemetry, resumed: Checkpoint | None
+) -> Trainer:
+    """The training loop around the state of a run."""
+    run, world, engine, folder = state.run, state.world, state.engine, Path(state.run.output)
+    chunks = micro_batches(run.batch_size // world.size, run.engine.micro_batch)
+    phases = world.phases
+    assert phases is not None
+    meter = Meter(run.batch_size, phases)
+    batches = PrefetchedBatches(state.loader, steps=run.total_steps, meter=meter, phases=phases, device=world.device)
+    first_step = resumed.step if resumed else 0
+    check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < run.total_steps else None
+    hooks = StepHooks(on_gradients=check.reference if check else None, before_update=batches.fetch_ahead)
+    evaluation = None
+    if run.evaluation.suite is not None:
+        evaluation = PeriodicEvaluation(run.evaluation, run=folder, model=run.model, world=world)
+    return Trainer(
+        state=state,
+        batches=batches,
+        take_step=TrainStep(engine, state.objective, world=world, seed=run.seed, chunks=chunks, hooks=hooks),
+        architecture=architecture,
+        telemetry=telemetry,
+        observer=Observer(
+            folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
+        ),
+        meter=meter,
+        utilization=Utilization(
+            run.model,
+            device=world.device,
+            ranks=world.size,
+            bf16=engine.bf16,
+            peak_tflops=run.telemetry.peak_tflops,
+        ),
+        writer=CheckpointWriter(
+            folder, config=run.checkpoint, world=world, architecture=architecture, on_event=telemetry.event
+        ),
+        gradient_check=check,
+        evaluation=evaluation,
+        trimming=text_trimming(engine.module.clip, wanted=run.model.trim_text),
+        on_rollback=partial(forget_after, folder),
+    )
+
+
+def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: list[slice]) -> GradientCheck | None:
+    """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
+    if not run.engine.probe:
+        return None
+    model = replace(run.model, pretrained=None, grad_checkpointing=True, packed_attention=False)
+    plain, _ = build_towers(model, seed=run.seed)
+    return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
+
+
+@contextmanager
 def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
-    """One rank's part of a run, from process group to trainer, ready to `fit`."""
+    """One rank's part of a run, from the process group to a trainer that is ready to `fit`."""
     with (
         start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world,
         hold_folder(run, world=world),
@@ -87,30 +163,23 @@ def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
 
 
 def _collectives_limit(run: RunConfig) -> float:
-    """Minutes. The collectives' own limit is the second line: by then the heartbeats have told who is behind."""
+    """Minutes until a collective times out. The heartbeats come first: they report which rank is behind."""
     return 1.5 * run.engine.timeout_minutes + 1.0
 
 
 def train(run: RunConfig, *, resume: str | None = None) -> int:
-    """Train one run on this rank to its last checkpoint. Returns the exit code."""
+    """Train one run on this rank to its last checkpoint. Returns: the exit code."""
     with open_run(run, resume=resume) as trainer:
         return trainer.fit()
 
 
-def _arm_probe(trainer: Trainer) -> GradientProbe:
-    """A probe that listens to the next step: an fp32 copy of the towers with open_clip's own attention.
-
-    It uses activation checkpointing, because there is no memory for the activations of a second model.
-    """
-    model = replace(trainer.run.model, pretrained=None, grad_checkpointing=True, packed_attention=False)
-    plain, _ = build_towers(model, seed=trainer.run.seed)
-    return GradientProbe(plain, trainer.take_step, world=trainer.world)
-
-
-def _tell_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Name every setting that differs from the checkpoint's: a longer budget, say, also changes the schedule."""
+def _report_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Report every setting that differs from the checkpoint's: a longer budget, for one, changes the schedule."""
     before, now = flatten(checkpoint.meta["config"]), flatten(to_tree(trainer.run))
-    changed = [f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(before.keys() | now.keys())
-               if before.get(key) != now.get(key) and key != "output"]  # fmt: skip
+    changed = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key != "output"
+    ]
     if changed:
         trainer.telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changed)}.")

@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time in it, and its settings."""
+"""A run's folder: a lock, so that one run at a time trains in it, and the run's settings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from pipeline.files import write_text
 from pipeline.training.recipe import CONFIG_NAME, RunConfig
 
 LOCK_NAME = ".lock"
-LOCK_SECONDS = 100  # a file server may keep a dead machine's lock for 90
+LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
 
 
 @contextmanager
 def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
-    """Make the run's folder and keep others from training in it, on every machine whose file system has locks.
+    """Create the run's folder and lock it against other runs, also on other machines if the file system has locks.
 
-    Raises: UserError on every rank when another run is there.
+    Raises:
+        UserError: Another run is training in the folder. On every rank.
     """
     folder, problem = Path(run.output), ""
     with ExitStack() as stack:
@@ -42,10 +43,10 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
 
 
 def _lock(file: IO[str], folder: Path) -> str:
-    """Take the lock, waiting for a run that is just ending or died; what is wrong when somebody keeps it."""
+    """Take the lock, waiting for a run that is ending or has died. Returns: the problem if another run keeps it."""
     for second in range(LOCK_SECONDS):
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: its loading processes do not keep it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this kind of lock
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return ""  # a file system without locks

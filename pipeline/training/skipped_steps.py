@@ -1,10 +1,10 @@
-"""Steps that could not be applied: how many, and what a run does when they do not end.
+"""Skipped steps: how many there were, and when a run rolls back or stops because of them.
 
-A step whose loss or gradient is not finite changes nothing. When more than `max_skipped_steps` follow each other the
-run stops, or, where `max_rollbacks` allows it, goes back: weights, moments, objective and step count become those of
-the newest good checkpoint from before the first of these steps, while the data goes on behind the last of them. So the
-batches between that checkpoint and here, good and bad, are not seen again in this epoch, and the budget of updates is
-kept. Later checkpoints and figures are removed. A run killed before its next checkpoint does all of this once more.
+A step whose loss or gradient is not finite is skipped: it changes nothing. After more than `max_skipped_steps` in a row
+the run stops or, if `max_rollbacks` allows it, rolls back: weights, moments, objective and step count are restored from
+the newest undamaged checkpoint from before these steps, while the data continues after the last of them. The batches
+since that checkpoint, good and bad, are not seen again in this epoch, and the number of updates stays as planned. Later
+checkpoints and metrics are removed. A run that is killed before its next checkpoint does all of this again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pipeline.errors import UserError
 
 
 @dataclass
-class Faults:
-    """Counts of a run, over all of its resumptions. in_a_row: skipped steps since the last applied one."""
+class SkippedSteps:
+    """Counts of a run, which survive resuming."""
 
     skipped: int = 0
     rollbacks: int = 0
     in_a_row: int = 0
+    """Skipped steps since the last applied one."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -30,7 +31,7 @@ class Faults:
         self.skipped, self.rollbacks, self.in_a_row = (int(state[k]) for k in ("skipped", "rollbacks", "in_a_row"))
 
     def note(self, *, applied: bool) -> None:
-        """One more step was taken."""
+        """Count one more step."""
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1
 
@@ -38,18 +39,22 @@ class Faults:
         return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
 
     def check(self, *, step: int, max_skipped_steps: int, max_rollbacks: int) -> bool:
-        """Whether to go back now, after step number `step` (from 0). Raises: UserError when that is not allowed."""
+        """Whether to roll back now, after step number `step` (from 0).
+
+        Raises:
+            UserError: Too many steps were skipped, and no further rollback is allowed.
+        """
         if self.in_a_row <= max_skipped_steps:
             return False
         if self.rollbacks < max_rollbacks:
             return True
         advice = (
-            f"It went back {self.rollbacks} times already, as often as max_rollbacks allows."
+            f"The run has already rolled back {self.rollbacks} times, as often as max_rollbacks allows."
             if self.rollbacks
-            else "max_rollbacks=1 would go back to the checkpoint before them and on behind their data."
+            else "With max_rollbacks=1 the run would return to the checkpoint before them and skip their data."
         )
         raise UserError(
-            f"{self.in_a_row} steps in a row could not be applied, up to step {step} (max_skipped_steps = "
+            f"{self.in_a_row} steps in a row were skipped, up to step {step} (max_skipped_steps = "
             f"{max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. {advice} Resume from "
             "an earlier checkpoint with a smaller optimizer.lr."
         )

@@ -1,16 +1,16 @@
-"""One training step: features, one exact gradient of the global loss, and backward, whole or in micro-batches.
+"""One training step: features, the exact gradient of the global loss, and backward, whole or in micro-batches.
 
-Feature-cached accumulation: with `engine.micro_batch` below the local batch, the features of all micro-batches are
-computed without graph, the objective sees the whole global batch once, and every micro-batch is then forwarded again
-with graph and given its rows of the feature gradient. The result is the gradient of the whole batch, in the memory
-of one micro-batch and for one more forward pass.
+Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): with `engine.micro_batch` below the local batch,
+the features of all micro-batches are computed without a graph, the objective sees the whole global batch once, and
+every micro-batch then goes through the model again, with a graph, to receive its rows of the feature gradient. The
+result is the gradient of the whole batch in the memory of one micro-batch, at the cost of one more forward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective, ObjectiveOutput
@@ -26,40 +26,56 @@ from pipeline.objectives.base import Objective, ObjectiveOutput
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, the same on every rank.
-
-    finite: loss and feature gradients held no inf or NaN. applied: the weights moved. stop: some rank was asked to.
-    text_tokens: tokens per text that this rank's towers computed.
-    """
+    """What one step did, the same on every rank."""
 
     output: ObjectiveOutput
     finite: bool
+    """Loss and feature gradients held no inf or NaN."""
     applied: bool
+    """The weights were updated."""
     stop: bool
+    """Some rank has received a signal to stop."""
     text_tokens: float
+    """Tokens per text that this rank's towers computed."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What is called in the middle of a step."""
+
+    on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
+    """Called with the inputs, the feature gradients and the step's number, between backward and update."""
+    before_update: Callable[[int], None] | None = None
+    """Called with the step's number when backward is queued on the device, before the update waits for it: the host has
+    time then. Not called in a step that ends the run by a signal."""
 
 
 class TrainStep:
-    """Runs steps on one rank. Dropout and patch dropout draw from a stream named by (seed, step, rank, micro-batch)."""
+    """Takes steps on one rank. Dropout and patch dropout draw from a stream named by (seed, step, rank, micro-batch).
+
+    Args:
+        engine: Runs the towers.
+        objective: Gives loss and feature gradients.
+        world: The ranks.
+        seed: Names the random streams.
+        chunks: The rows of each micro-batch, from `micro_batches`.
+        hooks: What is called in the middle of a step.
+    """
 
     def __init__(
         self,
-        engine: DeepSpeedEngine,
+        engine: Engine,
         objective: Objective,
         *,
         world: World,
         seed: int,
-        local_batch: int,
-        micro_batch: int | None,
+        chunks: Sequence[slice],
+        hooks: StepHooks | None = None,
     ) -> None:
         self.engine, self.objective, self.world, self.seed = engine, objective, world, seed
-        size = micro_batch or local_batch
-        self.chunks = [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
+        self.chunks, self.hooks = chunks, hooks or StepHooks()
         self.cached = len(self.chunks) > 1
         self.phases = world.phases or Phases(world.device)
-        self.on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
-        self.before_update: Callable[[], None] = lambda: None
-        """Called when backward is queued, before the update waits for it: time of the host that costs nothing."""
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def __call__(
@@ -72,9 +88,15 @@ class TrainStep:
         stop: bool = False,
         text_lengths: Tensor | None = None,
     ) -> StepResult:
-        """Take one step on this rank's [b, 3, H, W] normalised images and [b, L] tokens, and their [b] sample ids.
+        """Take one step. Collective.
 
-        With the [b] lengths of the texts (on the host, from `TextTrimming`), the towers read trimmed texts.
+        Args:
+            inputs: This rank's normalized images [b, 3, H, W] and tokens [b, L].
+            sample_ids: int64 [b].
+            step: Number of the step, from 0.
+            lr_scale: The learning rate as a share of its peak.
+            stop: Whether this rank has received a signal to stop.
+            text_lengths: int64 [b] on the host, from `TextTrimming`: the towers read trimmed texts. None: whole texts.
         """
         image, text = inputs
         texts = TextChunks(text, self.chunks, lengths=text_lengths)
@@ -86,15 +108,15 @@ class TrainStep:
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids)
             finite, stop = self._agree(output, stop)
         tokens = texts.computed_tokens / len(text)
-        if not finite:  # known before backward: some engines keep what a backward pass left until they have used it
+        if not finite:  # decided before backward: some engines keep a gradient until they have applied it
             self.objective.discard()
             return StepResult(output, finite=False, applied=False, stop=stop, text_tokens=tokens)
         with self.phases("backward"):
             self._backward(features, output, (image, texts), step)
-        if self.on_gradients is not None:
-            self.on_gradients(inputs, (output.grad_image, output.grad_text), step)
-        if not stop:
-            self.before_update()
+        if self.hooks.on_gradients is not None:
+            self.hooks.on_gradients(inputs, (output.grad_image, output.grad_text), step)
+        if self.hooks.before_update is not None and not stop:
+            self.hooks.before_update(step)
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:
@@ -104,7 +126,7 @@ class TrainStep:
         return StepResult(output, finite=True, applied=applied, stop=stop, text_tokens=tokens)
 
     def _features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
-        """[b, d] features of both sides: with graph when they fit at once, without when they are cached."""
+        """[b, d] features of both sides: with a graph when there is one micro-batch, else without."""
         if not self.cached:
             with seeded(self.seed, step, self.world.rank, 0):
                 return self.engine.forward(image, texts.tokens(0))
@@ -141,9 +163,9 @@ class TrainStep:
 
 @contextlib.contextmanager
 def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
-    """Global random state as a pure function of its arguments inside, and as it was before outside.
+    """Inside, the global random state is a function of the arguments only; it is restored at the end.
 
-    A re-forward under the same arguments drops the same units, and nothing about it needs to be in a checkpoint.
+    A second forward pass under the same arguments drops the same units, and no random state is in a checkpoint.
     """
     name = f"forward {seed} {step} {rank} {micro_batch}".encode()
     value = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
@@ -155,7 +177,7 @@ def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_statistics(batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """Batch norms normalise with the batch's statistics inside, but their running statistics do not move."""
+    """Inside, batch norms normalize with the batch's statistics, but do not update their running statistics."""
     before = [(norm.track_running_stats, norm.running_mean, norm.running_var) for norm in batch_norms]
     counters = [norm.num_batches_tracked for norm in batch_norms]
     for norm in batch_norms:
@@ -169,8 +191,18 @@ def frozen_statistics(batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> Ite
             norm.num_batches_tracked = counter
 
 
+def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
+    """The rows of each micro-batch of a rank; None makes one of the whole local batch."""
+    size = micro_batch or local_batch
+    return [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
+
+
 def check_micro_batch(*, global_batch: int, world_size: int, micro_batch: int | None) -> int:
-    """The local batch. Raises: UserError when ranks or micro-batches do not divide it."""
+    """The local batch.
+
+    Raises:
+        UserError: The global batch is not divisible by the ranks, or the local batch not by the micro-batch.
+    """
     if global_batch % world_size:
         raise UserError(
             f"batch_size = {global_batch} is not divisible by the {world_size} ranks of this run: use a multiple of "

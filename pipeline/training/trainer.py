@@ -1,231 +1,252 @@
-"""The training loop: one rank's parts, and what happens to each batch. It names no objective and no dataset."""
+"""The training loop: load, step, record, save, validate. It names no objective and no dataset."""
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pipeline.checkpoint.writer import Checkpoint, CheckpointWriter, Snapshot, abandon_after, find_checkpoint
-from pipeline.config import to_tree
+from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.distributed.heartbeat import Heartbeat
-from pipeline.distributed.timing import Meter
+from pipeline.distributed.signals import stop_signals
+from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.engine.optim import lr_scale
+from pipeline.engine.engine_protocol import Engine
+from pipeline.engine.lr_schedule import lr_scale
 from pipeline.errors import UserError
-from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import TextTrimming
 from pipeline.objectives import Objective
-from pipeline.training.gradient_check import TOLERANCE, GradientProbe
+from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.observer import Observer
-from pipeline.training.periodic_eval import InTraining
-from pipeline.training.prefetch import BatchesAhead
+from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
-from pipeline.training.skipped_steps import Faults
+from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult, TrainStep
-from pipeline.versions import versions
 
 EXIT_DONE, EXIT_PREEMPTED = 0, 75
-"""75 (EX_TEMPFAIL): asked to stop by a signal, checkpoint written, start again with --resume latest."""
+"""75 (EX_TEMPFAIL): stopped by a signal after writing a checkpoint; start again with --resume latest."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """All parts of one rank of a run, and where the run stands: `step` updates have been taken."""
+    """The training loop of one rank, made by `setup`."""
 
-    run: RunConfig
-    world: World
-    loader: Loader
-    architecture: Architecture
-    engine: DeepSpeedEngine
-    objective: Objective
+    state: RunState
+    batches: PrefetchedBatches
     take_step: TrainStep
+    architecture: Architecture
     telemetry: Telemetry
     observer: Observer
+    meter: Meter
     utilization: Utilization
     writer: CheckpointWriter
-    probe: GradientProbe | None = None
-    in_training: InTraining | None = None
-    trimming: TextTrimming | None = None
-    faults: Faults = field(default_factory=Faults)
-    step: int = 0
+    gradient_check: GradientCheck | None
+    """Checks the first step that is applied; None: no check."""
+    evaluation: PeriodicEvaluation | None
+    """None: no evaluation while training."""
+    trimming: TextTrimming | None
+    """None: the towers read whole texts, padding included."""
+    on_rollback: Callable[[int], None]
+    """Called on rank 0 with the step to which the run has rolled back."""
+
+    @property
+    def run(self) -> RunConfig:
+        return self.state.run
+
+    @property
+    def world(self) -> World:
+        return self.state.world
+
+    @property
+    def loader(self) -> Loader:
+        return self.state.loader
+
+    @property
+    def engine(self) -> Engine:
+        return self.state.engine
+
+    @property
+    def objective(self) -> Objective:
+        return self.state.objective
+
+    @property
+    def phases(self) -> Phases:
+        return self.take_step.phases
+
+    @property
+    def step(self) -> int:
+        """Updates taken."""
+        return self.state.step
 
     def fit(self) -> int:
-        """Train to the end of the budget, or until a signal asks to stop. Returns the exit code."""
-        meter = Meter(self.run.batch_size, self.take_step.phases)
-        asked_to_stop = False
+        """Train until the sample budget is used up or a signal arrives. Returns: the exit code."""
         limit = 60 * self.run.engine.timeout_minutes
+        stop = False
         with (
             stop_signals() as signals,
-            Heartbeat(Path(self.run.output), world=self.world, timeout_seconds=limit) as heartbeat,
+            Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
         ):
-            self.take_step.phases.on_enter = heartbeat.mark
-            batches = BatchesAhead(self.loader, meter=meter, device=self.world.device)
-
-            def look_ahead() -> None:
-                if self.step + 1 < self.run.total_steps:
-                    heartbeat.mark("data")
-                    batches.prepare()
-
-            self.take_step.before_update = look_ahead
-            while self.step < self.run.total_steps and not asked_to_stop:
-                heartbeat.mark("data", step=self.step)
-                batch = batches.next()
-                self.observer.before(self.step)
-                scale = lr_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
-                result = self._take(batch, scale, stop=bool(signals))
-                meter.count()
-                heartbeat.mark("records")
-                if batch.position.batch == self.loader.steps_per_epoch:
-                    self._tell_epoch(batch)
-                if self._must_go_back():
-                    self._go_back()
+            self.meter.start()
+            while self.step < self.run.total_steps and not stop:
+                batch = self._load()
+                result = self.train_step(batch, stop=bool(signals))
+                if self._must_roll_back():
+                    self._roll_back()
                     continue
-                self.step += 1
-                asked_to_stop = result.stop
-                self.observer.after(self.step, result=result, image=batch.image, text=batch.text,
-                                    lasting=self.objective.distributions)  # fmt: skip
-                done = self.step == self.run.total_steps
-                ends = done or asked_to_stop
-                if ends or self.step % self.run.telemetry.every == 0:
-                    self.telemetry.train(step=self.step, scalars=self._scalars(result, batch, scale, meter))
-                if ends or self.step % self.run.checkpoint.every == 0:
-                    heartbeat.mark("checkpoint")
-                    self.save(batch)
-                due = done or (self.step % self.run.evaluation.every == 0 and not asked_to_stop)
-                if self.in_training and due:  # who asks to stop gives minutes
-                    heartbeat.mark("evaluation")
-                    scores = self.in_training(dict(self.engine.state.weights()), step=self.step)
-                    self.telemetry.evaluation(step=self.step, scores=scores)
-            heartbeat.mark("last checkpoint")
-            self.writer.wait()
-            self.world.barrier()  # nobody leaves, and is missed by a launcher, while rank 0 publishes
+                self.state.step += 1
+                stop = result.stop
+                self._record(batch, result)
+                self._save(batch, stop=stop)
+                self._validate(stop=stop)
+            self._finish()
         if self.step < self.run.total_steps:
-            self.telemetry.event(f"Stopped after step {self.step} as asked; continue with --resume latest.")
+            self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
 
-    def save(self, batch: Batch) -> None:
-        """Write a checkpoint of the state after `batch`; collective."""
-        state, main = self.engine.state, self.world.is_main  # all ranks gather, one keeps
-        moments = {(name, key): value for name, key, value in state.moments() if main}
-        scale, bias = self.objective.logit_parameters()
-        snapshot = Snapshot(
-            step=self.step,
-            weights={name: value for name, value in state.weights() if main},
-            moments=moments,
-            counter=state.counter(),
-            objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
-            rows=self.objective.row_blocks(),
-            logit=(scale, bias),
-            facts={
-                "samples": self.step * self.run.batch_size,
-                "data": self.loader.state_dict(batch.position),
-                "faults": self.faults.state_dict(),
-                "config": to_tree(self.run),
-                "world_size": self.world.size,
-                "versions": versions(),
-            },
-        )
-        self.writer.save(snapshot)
+    def _load(self) -> Batch:
+        self.phases.mark("data", step=self.step)
+        batch = self.batches.next()
+        self.observer.before(self.step)
+        return batch
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of any ZeRO stage and number of ranks."""
-        self.loader.load_state_dict(checkpoint.meta["data"])
-        self.faults.load_state_dict(checkpoint.meta.get("faults", Faults().state_dict()))
-        self._restore_training(checkpoint)
+    def train_step(self, batch: Batch, *, stop: bool = False) -> StepResult:
+        """Take one step and count it, but do not advance `step`. Collective.
 
-    def _restore_training(self, checkpoint: Checkpoint) -> None:
-        self.engine.state.load(
-            weights=checkpoint.weights(), moments=checkpoint.moments(), counter=checkpoint.meta["counter"]
-        )
-        self.objective.load_state_dict(checkpoint.objective())
-        self.objective.load_row_state_dict(checkpoint.read_rows)
-        self.step = checkpoint.step
-
-    def _take(self, batch: Batch, scale: float, *, stop: bool = False) -> StepResult:
+        Args:
+            batch: This rank's part of the global batch.
+            stop: Whether this rank has received a signal to stop.
+        """
         device, architecture = self.world.device, self.architecture
         image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
         text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
-        lengths = self.trimming.lengths(batch.text) if self.trimming else None
-        result = self.take_step((image, text), sample_ids=ids, step=self.step, lr_scale=scale, stop=stop,
-                                text_lengths=lengths)  # fmt: skip
+        result = self.take_step(
+            (image, text),
+            sample_ids=ids,
+            step=self.step,
+            lr_scale=self._lr_scale(self.step),
+            stop=stop,
+            text_lengths=self.trimming.lengths(batch.text) if self.trimming else None,
+        )
         self.utilization.count(text_tokens=result.text_tokens)
-        self.faults.note(applied=result.applied)
+        self.state.skipped.note(applied=result.applied)
         if result.applied:
-            self._check_probe()
+            self._check_gradient()
         else:
-            self._tell_skipped(batch, result)
+            self._report_skipped(batch, result)
+        self.meter.count()
+        self.phases.mark("records")
+        if batch.position.batch == self.loader.steps_per_epoch:
+            self._report_epoch(batch)
         return result
 
-    def _check_probe(self) -> None:
-        if self.probe is not None:
-            distance = self.probe.check(clipping=self.run.engine.gradient_clipping)
-            self.probe = None
+    def _record(self, batch: Batch, result: StepResult) -> None:
+        """Pictures, distributions and metrics that are due after this step."""
+        self.observer.after(
+            self.step,
+            result=result,
+            image=batch.image,
+            text=batch.text,
+            state_distributions=self.objective.distributions,
+        )
+        if self._is_last(result.stop) or self.step % self.run.telemetry.every == 0:
+            self.telemetry.train(step=self.step, scalars=self._scalars(batch, result))
+
+    def _save(self, batch: Batch, *, stop: bool) -> None:
+        """Start writing a checkpoint if one is due."""
+        if self._is_last(stop) or self.step % self.run.checkpoint.every == 0:
+            self.phases.mark("checkpoint")
+            self.writer.save(self.state.snapshot(batch))
+
+    def _validate(self, *, stop: bool) -> None:
+        """Evaluate the weights if that is due. Not after a signal: the machine is taken away within minutes."""
+        done = self.step == self.run.total_steps
+        due = done or (self.step % self.run.evaluation.every == 0 and not stop)
+        if self.evaluation is not None and due:
+            self.phases.mark("evaluation")
+            scores = self.evaluation(dict(self.engine.state.weights()), step=self.step)
+            self.telemetry.evaluation(step=self.step, scores=scores)
+
+    def _finish(self) -> None:
+        """Wait for the last checkpoint on every rank."""
+        self.phases.mark("last checkpoint")
+        self.writer.wait()
+        self.world.barrier()  # a launcher takes a rank that exits before rank 0 has finished writing for a failure
+
+    def _is_last(self, stop: bool) -> bool:
+        return stop or self.step == self.run.total_steps
+
+    def _lr_scale(self, step: int) -> float:
+        return lr_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
+
+    def _check_gradient(self) -> None:
+        if self.gradient_check is not None:
+            distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
+            self.gradient_check = None
             self.telemetry.event(
                 f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
                 f"({TOLERANCE[self.engine.bf16]:g} allowed)."
             )
 
-    def _tell_skipped(self, batch: Batch, result: StepResult) -> None:
+    def _report_skipped(self, batch: Batch, result: StepResult) -> None:
         ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
         what = (
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )
         self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
 
-    def _must_go_back(self) -> bool:
-        return self.faults.check(
+    def _must_roll_back(self) -> bool:
+        return self.state.skipped.check(
             step=self.step, max_skipped_steps=self.run.max_skipped_steps, max_rollbacks=self.run.max_rollbacks
         )
 
-    def _go_back(self) -> None:
-        """To the newest good checkpoint from before the steps that could not be applied; the data goes on."""
-        here, bad = self.step + 1, self.faults.in_a_row
-        self.writer.wait()  # its last checkpoint may be the one
-        notes: list[str] = []
+    def _roll_back(self) -> None:
+        """Return to the newest good checkpoint from before the skipped steps; the data continues after them."""
+        skipped, here = self.state.skipped, self.step + 1
+        count = skipped.in_a_row
+        self.writer.wait()  # the checkpoint may be the one that is being written
         folder = Path(self.run.output)
-        checkpoint = agreed_checkpoint(folder, "latest", self.world, notes, not_after=here - bad)
-        for note in notes:
-            self.telemetry.event(note)
+        checkpoint = agreed_checkpoint(
+            folder, "latest", world=self.world, on_event=self.telemetry.event, not_after=here - count
+        )
         if checkpoint is None:
             raise UserError(
-                f"{bad} steps in a row could not be applied, and no checkpoint is older than step {here - bad}, the "
-                "first of them: there is nothing to go back to. Start again with a smaller optimizer.lr."
+                f"{count} steps in a row were skipped, and there is no checkpoint from before step {here - count}, the "
+                "first of them, to roll back to. Start again with a smaller optimizer.lr."
             )
-        self._restore_training(checkpoint)
-        self.faults.in_a_row = 0
-        self.faults.rollbacks += 1
-        self.world.barrier()  # all have read it
+        self.state.restore_training(checkpoint)
+        skipped.in_a_row = 0
+        skipped.rollbacks += 1
+        self.world.barrier()  # all ranks have read it
         if self.world.is_main:
             abandon_after(folder, self.step)
-            forget_after(folder, self.step)
+            self.on_rollback(self.step)
         self.telemetry.rewind(self.step)
         self.telemetry.event(
-            f"Rolled back to {checkpoint.path.name} after {bad} steps that could not be applied; the data goes on "
-            f"behind them (roll-back {self.faults.rollbacks} of {self.run.max_rollbacks}).",
-            step=here, rollbacks=self.faults.rollbacks, checkpoint=checkpoint.path.name,
-        )  # fmt: skip
+            f"Rolled back to {checkpoint.path.name} after {count} skipped steps in a row; the data continues after "
+            f"them (rollback {skipped.rollbacks} of {self.run.max_rollbacks}).",
+            step=here,
+            rollbacks=skipped.rollbacks,
+            checkpoint=checkpoint.path.name,
+        )
 
-    def _scalars(self, result: StepResult, batch: Batch, scale: float, meter: Meter) -> dict[str, float]:
-        """This step's figures, read from the device in one go."""
+    def _scalars(self, batch: Batch, result: StepResult) -> dict[str, float]:
+        """This step's metrics, read from the device in one go."""
         metrics = dict(result.output.metrics)
         values = torch.stack([value.float() for value in metrics.values()]).tolist()
         norm = self.engine.gradient_norm()
         position = batch.position
-        rates = meter.read()
+        scale = self._lr_scale(self.step - 1)
+        rates = self.meter.read()
         return {
             "samples": self.step * self.run.batch_size,
             "epoch": position.epoch + position.batch / self.loader.steps_per_epoch,
@@ -234,7 +255,7 @@ class Trainer:
             "lr": self.run.optimizer.lr * scale,
             **self.objective.learning_rates(lr_scale=scale),
             **({} if norm is None else {"gradient_norm": norm}),
-            **self.faults.scalars(),
+            **self.state.skipped.scalars(),
             **self.objective.counters(),
             "text_tokens": result.text_tokens,
             "corrupt_samples": self.loader.replaced(position),
@@ -242,52 +263,11 @@ class Trainer:
             **self.utilization.scalars(rates["samples_per_second"]),
         }
 
-    def _tell_epoch(self, batch: Batch) -> None:
-        """The accounts of a finished epoch: what was seen, and what was left out."""
+    def _report_epoch(self, batch: Batch) -> None:
+        """Report what was seen and what was left out in the epoch that ends with this batch."""
         report = self.loader.report(batch.position)
         self.telemetry.event(
             f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
             f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",
             data=asdict(report),
         )
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that is empty until SIGINT, SIGTERM or SIGUSR1 arrives; a second SIGINT interrupts at once."""
-    received: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        if number == signal.SIGINT and received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, note) for number in watched}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def agreed_checkpoint(
-    folder: Path, resume: str | None, world: World, notes: list[str], *, not_after: int | None = None
-) -> Checkpoint | None:
-    """Rank 0 chooses and verifies; all ranks take the same. Raises: UserError on every rank."""
-    found: Checkpoint | None = None
-    problem = ""
-    if world.is_main:
-        try:
-            if resume is not None:
-                found = find_checkpoint(folder, resume, on_event=notes.append, not_after=not_after)
-            elif any((folder / "checkpoints").glob("step-*")):
-                problem = f"{folder} holds checkpoints: add --resume latest to continue, or choose another output."
-        except UserError as error:
-            problem = str(error)
-    path, problem = world.gather_objects((str(found.path) if found else None, problem))[0]
-    if problem:
-        raise UserError(problem)
-    if path is None:
-        return None
-    return found or Checkpoint(Path(path), json.loads((Path(path) / "checkpoint.json").read_text()))

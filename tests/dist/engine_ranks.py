@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.world import World, leave, start_world
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
-from pipeline.training.gradient_check import GradientProbe
-from pipeline.training.step import TrainStep
+from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.step import StepHooks, TrainStep, micro_batches
 
 BATCH, STEPS, EACH = 16, 20, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -47,12 +48,18 @@ def make_objective(settings: dict[str, Any], world: World) -> Objective:
     return build_objective(settings, context=context)
 
 
-def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
+def make_engine(arch: str, name: str, world: World, micro_batch: int | None = None) -> DeepSpeedEngine:
     config = EngineConfig(deepspeed=name, micro_batch=micro_batch)
     engine = DeepSpeedEngine(towers(arch), config=config, optimizer=OPTIMIZER, world=world, global_batch=BATCH)
     engine.train()
+    return engine
+
+
+def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
+    engine = make_engine(arch, name, world, micro_batch)
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
-    return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH // world.size, micro_batch=micro_batch)
+    chunks = micro_batches(BATCH // world.size, micro_batch)
+    return TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
 
 
 def losses(step: TrainStep, first: int, last: int) -> list[float]:
@@ -94,12 +101,17 @@ def overflow(step: TrainStep) -> None:
 def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     """Train, take the state half-way, put it into a fresh engine, and train on; then again in micro-batches."""
     half = STEPS // 2
-    step = make_step(arch, name, world)
-    probe = GradientProbe(towers(arch), step, world=world)
+    engine = make_engine(arch, name, world)
+    chunks = micro_batches(BATCH // world.size, None)
+    check = GradientCheck(engine, towers(arch), world=world, seed=0, chunks=chunks)
+    objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
+    hooks = StepHooks(on_gradients=check.reference)
+    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, hooks=hooks)
+    check.begin()
     rows, ones = world.rows(BATCH // world.size), torch.ones(BATCH // world.size, 16)
-    probe._reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as of a first step that was skipped
+    check.reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as in a first step that is skipped
     first = losses(step, 0, 1)
-    distance = probe.check(clipping=0.0)
+    distance = check.finish(clipping=0.0)
     first += losses(step, 1, half)
     state = step.engine.state
     saved = {

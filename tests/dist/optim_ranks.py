@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.world import World, leave, start_world
-from pipeline.engine.deepspeed_engine import DeepSpeedEngine, EngineConfig
+from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, Towers, build_towers

@@ -1,6 +1,6 @@
 """`jobs.train` whose given rank kills itself (SIGKILL) at the n-th call of a given function: a crash right there.
 
-python -m tests.e2e.doomed_run pipeline.checkpoint.writer:_flush_and_hash 3 0 ARGUMENTS-OF-TRAIN
+python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256 3 0 ARGUMENTS-OF-TRAIN
 """
 
 from __future__ import annotations

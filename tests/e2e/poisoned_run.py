@@ -51,20 +51,20 @@ def main() -> None:
         with setup(run, world=world, resume=None) as trainer:
             POISON.update({2, 3})
             for step in range(2):
-                trainer._take(next(trainer.loader), 1.0)
-                trainer.step = step + 1
+                trainer.train_step(next(trainer.loader))
+                trainer.state.step = step + 1
             before = state_of(trainer)
             for step in (2, 3):
                 batch = next(trainer.loader)
-                assert not trainer._take(batch, 1.0).applied
+                assert not trainer.train_step(batch).applied
                 found[f"ids {step}"] = batch.sample_id.tolist()
-                trainer.step = step + 1
+                trainer.state.step = step + 1
             after = state_of(trainer)
             found["untouched"] = all(torch.equal(value, before[name]) for name, value in after.items())
-            assert trainer._take(next(trainer.loader), 1.0).applied
+            assert trainer.train_step(next(trainer.loader)).applied
             found["moved"] = not all(torch.equal(value, before[name]) for name, value in state_of(trainer).items())
             found["asked"] = list(ASKED)
-            trainer.step = 5
+            trainer.state.step = 5
             POISON.update(range(5, 20))
             try:
                 trainer.fit()

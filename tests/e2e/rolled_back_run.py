@@ -1,4 +1,4 @@
-"""A run with samples that turn the loss NaN: it goes back by itself, and ends as if somebody had done so by hand."""
+"""A run whose loss is NaN for some samples: it rolls back, and ends as if that had been done by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def main() -> None:
             shutil.copytree(run.output, limited.output, dirs_exist_ok=True)
         world.barrier()
         with setup(limited, world=world, resume="latest") as trainer:
-            found["restored"] = trainer.faults.state_dict()
+            found["restored"] = trainer.state.skipped.state_dict()
             try:
                 trainer.fit()
             except UserError as error:

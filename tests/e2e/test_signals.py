@@ -99,4 +99,4 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
                 os.kill(pid, signal.SIGKILL)
     written = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
     assert len(written) == 1
-    assert "as asked; continue with --resume latest" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "by a signal; continue with --resume latest" in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import writer as ck
-from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot, damage, find_checkpoint
+from pipeline.checkpoint import writer as writer_module
+from pipeline.checkpoint.layout import finished_checkpoints, name_of, step_of
+from pipeline.checkpoint.reader import abandon_after, damage, find_checkpoint, open_checkpoint
+from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.watcher import forget_after
@@ -81,12 +83,12 @@ def test_rows_of_several_ranks_join(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
     save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
-    assert ck.Checkpoint(path, {}).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert open_checkpoint(path, verify=False).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
 
 
 def test_what_is_kept(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
-    assert [ck.step_of(path) for path in ck.finished_checkpoints(tmp_path)] == [3, 5, 6]
+    assert [step_of(path) for path in finished_checkpoints(tmp_path)] == [3, 5, 6]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000006\n"
 
 
@@ -95,11 +97,11 @@ def test_what_evaluation_knows_of_abandoned_steps_goes_with_them(tmp_path: Path,
     folders = ("checkpoints", "evaluation", "evaluation-ledger/suite-1")
     for name in folders[1:]:
         for step in (1, 2, 3):
-            (tmp_path / name / ck.name_of(step)).mkdir(parents=True)
-    ck.abandon_after(tmp_path, 2)
+            (tmp_path / name / name_of(step)).mkdir(parents=True)
+    abandon_after(tmp_path, 2)
     forget_after(tmp_path, 2)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("**/step-0000000[123]"))
-    assert left == sorted(f"{name}/{ck.name_of(step)}" for name in folders for step in (1, 2))
+    assert left == sorted(f"{name}/{name_of(step)}" for name in folders for step in (1, 2))
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete", "meta"])
@@ -136,7 +138,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ck, "save_file", full)
+        patch.setattr(writer_module, "save_file", full)
         events = write(tmp_path, towers, [2])
     assert "could NOT be written" in events[0]
     assert "No space left" in events[0]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pipeline import config as cfg
-from pipeline.engine.deepspeed_engine import EngineConfig, deepspeed_settings
+from pipeline.engine.engine_config import EngineConfig, deepspeed_settings
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig, check_run, load_recipe, parse_recipe
 
@@ -77,7 +77,7 @@ def test_values_mean_what_people_mean(tmp_path: Path) -> None:
     assert run.output == "20241101"
     twice = tmp_path / "twice.yaml"
     twice.write_text("optimizer: {lr: 1e-3}\nsamples: 10\noptimizer: {weight_decay: 0.1}\n")
-    with pytest.raises(UserError, match="the key 'optimizer' stands twice"):
+    with pytest.raises(UserError, match="the key 'optimizer' is given twice"):
         load_recipe(twice, BASE)
     twice.write_bytes(b"samples: \xff\n")
     with pytest.raises(UserError, match="not valid YAML"):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
-from pipeline.training.step import StepResult, TrainStep, check_micro_batch, seeded
+from pipeline.training.step import StepHooks, StepResult, TrainStep, check_micro_batch, micro_batches, seeded
 
 BATCH, IDS = 8, torch.arange(8)
 
 
 class PlainEngine:
-    """What `TrainStep` asks of an engine, and every feature of images that it gave."""
+    """The methods of an engine that `TrainStep` uses; it keeps all image features that it has returned."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -45,11 +45,11 @@ class PlainEngine:
         return self.applies
 
 
-def make(*, micro_batch: int | None = None) -> tuple[TrainStep, Any]:
+def make(*, micro_batch: int | None = None, hooks: StepHooks | None = None) -> tuple[TrainStep, Any]:
     engine: Any = PlainEngine()
     objective = build_objective({"name": "openclip", "tau_lr": 0.1}, dim=8, batch_size=BATCH)
-    world = World()
-    return TrainStep(engine, objective, world=world, seed=0, local_batch=BATCH, micro_batch=micro_batch), engine
+    chunks = micro_batches(BATCH, micro_batch)
+    return TrainStep(engine, objective, world=World(), seed=0, chunks=chunks, hooks=hooks), engine
 
 
 def take(step: TrainStep, number: int, *, lr_scale: float = 0.0, stop: bool = False) -> StepResult:
@@ -110,12 +110,11 @@ def test_a_batch_that_is_not_finite_reaches_neither_backward_nor_the_objective(
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_the_next_batch_is_fetched_before_the_update_unless_the_run_ends(stop: bool) -> None:
-    step, _ = make()
-    called: list[bool] = []
-    step.before_update = lambda: called.append(True)
-    result = take(step, 0, stop=stop)
+    called: list[int] = []
+    step, _ = make(hooks=StepHooks(before_update=called.append))
+    result = take(step, 3, stop=stop)
     assert (result.stop, result.applied) == (stop, True)
-    assert called == ([] if stop else [True])
+    assert called == ([] if stop else [3])
 
 
 def test_running_statistics_move_once_a_step_with_the_first_micro_batch() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.writer import META_NAME, sha256
+from pipeline.checkpoint.layout import META_NAME, read_meta, sha256
 from pipeline.errors import UserError
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
@@ -30,7 +29,7 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
         ) from error
     folder = Path(model.source)
     if (folder / META_NAME).is_file():
-        meta = json.loads((folder / META_NAME).read_text(encoding="utf-8"))
+        meta = read_meta(folder)
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             expected = meta.get("files", {}).get(name, {}).get("sha256")
             if expected is not None and sha256(folder / name) != expected:

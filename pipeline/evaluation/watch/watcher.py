@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.writer import PREFIX, finished_checkpoints, step_of
+from pipeline.checkpoint.layout import PREFIX, finished_checkpoints, step_of
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.runner.checkpoint_model import load_checkpoint

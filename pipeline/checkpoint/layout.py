@@ -1,0 +1,61 @@
+"""The files of a checkpoint: one folder per step, independent of ZeRO stage and number of ranks.
+
+    RUN/checkpoints/step-00000500/
+        open_clip_config.json, open_clip_model.safetensors   the model, as open_clip loads it (fp32 master weights)
+        moments.safetensors       the encoders' optimizer state by parameter name
+        objective.safetensors     temperature, normalizer network, ...
+        rows-R-I.safetensors      per-sample state of rank R, one block of rows per file
+        checkpoint.json           step, samples, data position, recipe, versions; size and SHA-256 of every file
+    RUN/checkpoints/latest        name of the newest checkpoint
+
+A folder that has a `checkpoint.json` is finished. Nothing in a checkpoint is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER_NAME = "checkpoints"
+META_NAME = "checkpoint.json"
+LATEST_NAME = "latest"
+MOMENTS_NAME = "moments.safetensors"
+OBJECTIVE_NAME = "objective.safetensors"
+FORMAT, VERSION = "neuclip-checkpoint", 1
+PREFIX = "step-"
+
+
+def name_of(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
+    return f"{PREFIX}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a folder that is called as `name_of` says."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def finished_checkpoints(run: Path) -> list[Path]:
+    """Folders of the finished checkpoints of a run, oldest first; not verified."""
+    return sorted(path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if (path / META_NAME).is_file())
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's `checkpoint.json`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a JSON mapping.
+    """
+    meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+    if not isinstance(meta, dict):
+        raise ValueError("not a mapping")
+    return meta
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,200 @@
+"""Finding, verifying and opening checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.checkpoint.layout import (
+    FOLDER_NAME,
+    FORMAT,
+    LATEST_NAME,
+    META_NAME,
+    MOMENTS_NAME,
+    OBJECTIVE_NAME,
+    PREFIX,
+    VERSION,
+    name_of,
+    read_meta,
+    sha256,
+    step_of,
+)
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.files import flush, write_text
+from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk, made by `open_checkpoint`."""
+
+    path: Path
+    meta: Mapping[str, Any]
+    """The contents of `checkpoint.json`."""
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """fp32 weights by open_clip's names, without the logit scale and bias."""
+        state = load_file(self.path / WEIGHTS_NAME)
+        return {name: value for name, value in state.items() if name not in LOGIT_KEYS}
+
+    def moments(self) -> dict[tuple[str, str], Tensor]:
+        """The optimizer's state by (parameter name, key), for example `("visual.proj", "exp_avg")`."""
+        state = load_file(self.path / MOMENTS_NAME)
+        return {(name, key): value for (key, _, name), value in ((k.partition("/"), v) for k, v in state.items())}
+
+    def objective(self) -> dict[str, Tensor]:
+        """The objective's state dict, without per-sample tables."""
+        return load_file(self.path / OBJECTIVE_NAME)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a per-sample table, whichever ranks wrote them.
+
+        Raises:
+            UserError: The checkpoint lacks some of these rows.
+        """
+        pieces: list[tuple[int, Tensor]] = []
+        for path in sorted(self.path.glob("rows-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    table, _, first = key.rpartition("/")
+                    if table == name:
+                        view = file.get_slice(key)
+                        low, high = max(start, int(first)), min(stop, int(first) + view.get_shape()[0])
+                        if low < high:
+                            pieces.append((low, view[low - int(first) : high - int(first)]))
+        pieces.sort(key=lambda piece: piece[0])
+        rows = torch.cat([piece for _, piece in pieces]) if pieces else torch.empty(0)
+        if len(rows) != stop - start:
+            raise UserError(
+                f"{self.path} has {len(rows)} of the rows [{start}, {stop}) of the table {name!r}: "
+                "was it written by a run on another dataset?"
+            )
+        return rows
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint's folder.
+
+    Args:
+        path: The folder of one step.
+        verify: Compare the size and SHA-256 of every file with `checkpoint.json`.
+
+    Raises:
+        UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
+    """
+    problem = damage(path) if verify else None
+    if problem:
+        raise UserError(problem)
+    return Checkpoint(path, read_meta(path))
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written."""
+    try:
+        meta = read_meta(path)
+    except (OSError, ValueError) as error:
+        return f"{META_NAME} cannot be read ({error})."
+    if meta.get("format") != FORMAT or meta.get("version") != VERSION:
+        return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
+    for name, entry in meta["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing."
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}."
+        if sha256(file) != entry["sha256"]:
+            return f"the contents of {name} do not match their SHA-256."
+    return None
+
+
+def find_checkpoint(
+    run: Path, which: str, *, on_event: Callable[[str], None], not_after: int | None = None
+) -> Checkpoint | None:
+    """The checkpoint to resume from, verified.
+
+    Args:
+        run: The run's folder.
+        which: "latest" for the newest undamaged one, or the folder of a checkpoint.
+        on_event: Called with a message for every damaged checkpoint that is skipped.
+        not_after: With "latest", skip checkpoints of later steps than this one.
+
+    Returns:
+        None when "latest" finds no checkpoint at all.
+
+    Raises:
+        UserError: The named folder is damaged or not a checkpoint, or "latest" finds only damaged ones.
+    """
+    if which != "latest":
+        try:
+            return open_checkpoint(Path(which))
+        except UserError as error:
+            raise UserError(f"Cannot resume from {which}: {error}") from error
+    found = sorted((run / FOLDER_NAME).glob(f"{PREFIX}*"), reverse=True)
+    found = [path for path in found if not_after is None or step_of(path) <= not_after]
+    for path in found:
+        try:
+            return open_checkpoint(path)
+        except UserError as error:
+            on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
+    if found:
+        raise UserError(f"All {len(found)} checkpoints in {run} are damaged. Start again with a new output folder.")
+    return None
+
+
+def agreed_checkpoint(
+    run: Path, resume: str | None, *, world: World, on_event: Callable[[str], None], not_after: int | None = None
+) -> Checkpoint | None:
+    """The checkpoint that all ranks resume from: rank 0 finds and verifies it. Collective.
+
+    Args:
+        run: The run's folder.
+        resume: As `which` of `find_checkpoint`; None starts a new run.
+        world: The ranks.
+        on_event: As for `find_checkpoint`; called on rank 0.
+        not_after: As for `find_checkpoint`.
+
+    Raises:
+        UserError: As `find_checkpoint`, or `resume` is None and the folder has checkpoints. On every rank.
+    """
+    found: Checkpoint | None = None
+    problem = ""
+    if world.is_main:
+        try:
+            if resume is not None:
+                found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after)
+            elif any((run / FOLDER_NAME).glob(f"{PREFIX}*")):
+                problem = f"{run} has checkpoints: add --resume latest to continue, or choose another output."
+        except UserError as error:
+            problem = str(error)
+    path, problem = world.gather_objects((str(found.path) if found else None, problem))[0]
+    if problem:
+        raise UserError(problem)
+    if path is None:
+        return None
+    return found or open_checkpoint(Path(path), verify=False)
+
+
+def abandon_after(run: Path, step: int) -> None:
+    """Remove the checkpoints of later steps than `step`, to which the run has rolled back. Call it on one rank.
+
+    Otherwise `--resume latest` would continue from them.
+    """
+    folder = run / FOLDER_NAME
+    write_text(folder / LATEST_NAME, name_of(step) + "\n", durable=True)
+    for path in folder.glob(f"{PREFIX}*"):
+        if step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
+    flush(folder)

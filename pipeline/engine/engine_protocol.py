@@ -1,0 +1,83 @@
+"""What training needs of an engine. `DeepSpeedEngine` is one; another one is another class with these methods.
+
+Per step, training calls `forward` (features with their graph), `backward` (gradients of these features) and `step`
+(reduce, clip, update). An engine knows no objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.towers import Towers
+
+
+class EngineState(Protocol):
+    """An engine's weights and optimizer state as full fp32 tensors by parameter name, whatever the parallel layout.
+
+    All methods are collective: every rank calls them, and iterates over all of what they yield.
+    """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """fp32 master weights and buffers on the CPU, by the names of open_clip's state dict."""
+        ...
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU."""
+        ...
+
+    def counter(self) -> int:
+        """How many updates the optimizer has made; 0 before the first."""
+        ...
+
+    def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
+        """Restore weights, moments and the update counter.
+
+        Raises:
+            UserError: Names are missing, or shapes differ.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Forward, backward and optimizer step of the towers on one rank."""
+
+    optimizer_config: OptimizerConfig
+    bf16: bool
+    """Whether products are computed in bf16, by bf16 weights or by autocast."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def module(self) -> Towers: ...
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized images [b, 3, H, W] and tokens [b, L] -> two [b, d] unit-norm fp32 features."""
+        ...
+
+    def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+        """Accumulate d(global loss)/d(parameters), given d(global loss)/d(this rank's features)."""
+        ...
+
+    def step(self, *, lr_scale: float) -> bool:
+        """Reduce, clip and apply the accumulated gradient.
+
+        Args:
+            lr_scale: The learning rate as a share of `optimizer.lr`.
+
+        Returns:
+            False when the step was skipped because the gradient holds inf or NaN. The same on all ranks.
+        """
+        ...
+
+    def gradient_norm(self) -> float | None:
+        """Norm of the last step's gradient over all ranks, before clipping; None where it is not known."""
+        ...
+
+    def train(self) -> None:
+        """Put the towers in training mode."""
+        ...

@@ -1,0 +1,268 @@
+"""Where the metrics of a run go: one class per destination.
+
+To add a tracker, add a class with the methods of `Sink` and register it under a name; `telemetry.trackers` turns it on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+METRICS_NAME = "metrics.jsonl"
+STEPWISE = ("train", "evaluation", "distribution")
+"""Kinds of records that belong to a step. A run that continues from an earlier step writes them again."""
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """What a sink is made from."""
+
+    run: Path
+    """The run's folder."""
+    total_steps: int
+    first_step: int
+    """The step at which this process continues; records of later steps are outdated."""
+    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
+    """The setting `telemetry.progress`."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution at a step: its finite values (a CPU tensor [n], n > 0) and some of their quantiles."""
+
+    values: Tensor
+    quantiles: Sequence[float]
+
+
+class Sink(Protocol):
+    """A destination of metrics. Only rank 0 has sinks. All steps count the steps that have been taken."""
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of kind "train", or scores of kind "evaluation"."""
+
+    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+        """Distributions over a batch or of the objective's state. levels: of the quantiles, in [0, 1]."""
+
+    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
+        """Some of a batch: one uint8 [H, W, 3] picture, and the captions."""
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        """Something that happened."""
+
+    def rewind(self, step: int) -> None:
+        """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
+
+    def close(self) -> None: ...
+
+
+SINKS: dict[str, Callable[[SinkContext], Sink]] = {}
+S = TypeVar("S", bound=Callable[[SinkContext], Sink])
+
+
+def register_sink(name: str) -> Callable[[S], S]:
+    """Class decorator: make a sink known under a name."""
+
+    def add(make: S) -> S:
+        assert name not in SINKS, f"two sinks are called {name}"
+        SINKS[name] = make
+        return make
+
+    return add
+
+
+class QuietSink:
+    """Ignores everything: the base of sinks that take only a part."""
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+        pass
+
+    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
+        pass
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        pass
+
+    def rewind(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@register_sink("jsonl")
+class JsonLines(QuietSink):
+    """RUN/metrics.jsonl: one JSON object per line, which reports and plots read."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self._path = context.run / METRICS_NAME
+        self._file = _continue_at(self._path, context.first_step)
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        rounded = {name: float(f"{value:.9g}") for name, value in values.items()}
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **rounded})
+
+    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+        quantiles = {name: [float(f"{q:.6g}") for q in found.quantiles] for name, found in values.items()}
+        self._write({"kind": "distribution", "step": step, "quantiles": list(levels), **quantiles})
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._file = _continue_at(self._path, step)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def _continue_at(path: Path, first_step: int) -> TextIO:
+    """Open the records for appending, without those of later steps and without a line that a crash cut short."""
+    kept: list[str] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record.get("kind") not in STEPWISE or record["step"] <= first_step:
+                kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+@register_sink("tensorboard")
+class TensorBoard(QuietSink):
+    """RUN/tensorboard/: curves, histograms, pictures and captions."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self._run = context.run
+        self._board = self._open(context.first_step)
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
+        for name, found in values.items():
+            self._board.add_histogram(f"distribution/{name}", found.values, step)
+
+    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
+        self._board.add_image("batch/images", grid, step, dataformats="HWC")
+        self._board.add_text("batch/captions", "\n".join(f"{i}. {text}" for i, text in enumerate(captions, 1)), step)
+
+    def rewind(self, step: int) -> None:
+        self._board.close()
+        self._board = self._open(step)
+
+    def close(self) -> None:
+        self._board.close()
+
+    def _open(self, first_step: int) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+
+
+@register_sink("progress")
+def progress(context: SinkContext) -> Sink:
+    """The terminal: a bar where there is one, else plain lines, as `telemetry.progress` says."""
+    if context.progress == "quiet":
+        return QuietSink()
+    if context.progress == "bar" or (context.progress == "auto" and sys.stdout.isatty()):
+        return ProgressBarSink(context)
+    return ProgressLines(context)
+
+
+class ProgressBarSink(QuietSink):
+    """A progress bar with the most important metrics."""
+
+    def __init__(self, context: SinkContext) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, refresh_per_second=4)
+        self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
+        self._bar.start()
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        if kind == "train":
+            self._bar.update(self._task, completed=step, metrics=headline(values))
+        else:
+            self._print(score_line(step, values))
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        self._print(message)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _print(self, message: str) -> None:
+        self._bar.console.print(message, highlight=False)
+
+
+class ProgressLines(QuietSink):
+    """One plain line per record, at most one every few seconds: for log files."""
+
+    def __init__(self, context: SinkContext, *, seconds: float = 5.0) -> None:
+        self._total, self._seconds, self._last = context.total_steps, seconds, 0.0
+        self._first, self._start = context.first_step, time.monotonic()
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        if kind != "train":
+            print(score_line(step, values), flush=True)
+            return
+        now = time.monotonic()
+        if now - self._last < self._seconds and step < self._total:
+            return
+        self._last = now
+        left = (now - self._start) / max(1, step - self._first) * (self._total - step)
+        print(f"step {step}/{self._total}  {headline(values)}  ETA {_clock(left)}", flush=True)
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        print(message, flush=True)
+
+
+def headline(scalars: Mapping[str, float]) -> str:
+    """The metrics of the progress line, as far as they are given."""
+    shown = (
+        ("samples_per_second", "{:,.0f} samples/s"),
+        ("loss", "loss {:.4f}"),
+        ("tau", "tau {:.4f}"),
+        ("normalizer_gap", "gap {:.3f}"),
+        ("data_wait", "data wait {:.0%}"),
+    )
+    return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
+
+
+def score_line(step: int, scores: Mapping[str, float]) -> str:
+    """Scores of an evaluation on one line."""
+    return f"Evaluation at step {step}: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

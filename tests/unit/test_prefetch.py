@@ -1,0 +1,67 @@
+"""Prefetching of the next batch: the order of batches, and when an error is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.distributed.timing import Meter, Phases
+from pipeline.training.prefetch import PrefetchedBatches
+
+CPU = torch.device("cpu")
+
+
+def prefetched(batches: list[Any], *, steps: int = 99) -> tuple[PrefetchedBatches, Iterator[Any], Meter]:
+    """The batches, of which exceptions are raised; their source; and the meter of the wait for them."""
+
+    def loader() -> Iterator[Any]:
+        for batch in batches:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    source = loader()
+    phases = Phases(CPU)
+    meter = Meter(1, phases)
+    return PrefetchedBatches(source, steps=steps, meter=meter, phases=phases, device=CPU), source, meter
+
+
+@pytest.mark.parametrize("ahead", [[True] * 3, [False] * 3, [True, False, True]])
+def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]) -> None:
+    batches, source, _ = prefetched(["a", "b", "c", "d", "e"])
+    taken = []
+    for step, fetch in enumerate(ahead):
+        taken.append(batches.next())
+        if fetch:
+            batches.fetch_ahead(step)
+    assert [*taken, batches.next()] == ["a", "b", "c", "d"]
+    assert next(source) == "e", "a batch was fetched that was not given out"
+
+
+def test_nothing_is_fetched_ahead_of_the_last_step() -> None:
+    batches, source, _ = prefetched(["a", "b", "c"], steps=2)
+    batches.next()
+    batches.fetch_ahead(0)
+    assert batches.next() == "b"
+    batches.fetch_ahead(1)
+    assert next(source) == "c"
+
+
+def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
+    batches, _, _ = prefetched(["a", ValueError("the second")])
+    assert batches.next() == "a"
+    batches.fetch_ahead(0)
+    with pytest.raises(ValueError, match="the second"):
+        batches.next()
+
+
+def test_the_wait_for_a_batch_is_counted_fetched_ahead_or_not() -> None:
+    batches, _, meter = prefetched(["a", "b"])
+    batches.next()
+    first = meter.read()["data_wait"]
+    batches.fetch_ahead(0)
+    assert first > 0
+    assert meter.read()["data_wait"] > 0

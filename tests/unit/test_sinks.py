@@ -1,0 +1,126 @@
+"""Every sink receives the same records; only rank 0 has sinks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
+from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, register_sink
+
+
+class Diary(QuietSink):
+    """A tracker of one's own."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self.context, self.seen = context, []
+
+    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
+        self.seen.append((kind, step, dict(values)))
+
+    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
+        self.seen.append(("event", message, dict(facts)))
+
+    def rewind(self, step: int) -> None:
+        self.seen.append(("rewind", step))
+
+
+@pytest.fixture
+def diaries() -> Iterator[list[Diary]]:
+    """Registers the tracker, and collects those that are made."""
+    made: list[Diary] = []
+
+    @register_sink("diary")
+    def make(context: SinkContext) -> Diary:
+        made.append(Diary(context))
+        return made[-1]
+
+    yield made
+    del SINKS["diary"]
+
+
+def opened(run: Path, *, first_step: int = 0, is_main: bool = True, **settings: Any) -> Telemetry:
+    config = TelemetryConfig(progress="quiet", tensorboard=False, **settings)
+    return open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_another_tracker_receives_what_the_others_do(tmp_path: Path, diaries: list[Diary]) -> None:
+    telemetry = opened(tmp_path, first_step=3, trackers=("diary",))
+    telemetry.train(step=4, scalars={"loss": 1 / 3})
+    telemetry.evaluation(step=4, scores={"a": 0.5})
+    telemetry.event("Something.", facts_of=1)
+    telemetry.rewind(3)
+    telemetry.close()
+    (diary,) = diaries
+    assert (diary.context.run, diary.context.first_step, diary.context.total_steps) == (tmp_path, 3, 9)
+    assert diary.seen == [
+        ("train", 4, {"loss": 1 / 3}),
+        ("evaluation", 4, {"a": 0.5}),
+        ("event", "Something.", {"facts_of": 1}),
+        ("rewind", 3),
+    ]
+    assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [("event", "Something.")]
+
+
+def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"there is no sink 'wand'.*jsonl"):
+        sink_names(TelemetryConfig(trackers=("wand",)))
+    assert sink_names(TelemetryConfig(trackers=("jsonl",))) == ["jsonl", "tensorboard", "progress"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path, is_main=False)
+    telemetry.train(step=1, scalars={"loss": 1.0})
+    telemetry.distributions(step=1, values={"x": torch.ones(3)})
+    telemetry.pictures(step=1, grid=np.zeros((1, 1, 3), np.uint8), captions=[""])
+    telemetry.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    for step in (1, 2, 3):
+        telemetry.train(step=step, scalars={"loss": float(step)})
+    telemetry.event("Kept.")
+    telemetry.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # cut by a crash
+    telemetry = opened(tmp_path, first_step=2)
+    telemetry.train(step=3, scalars={"loss": 30.0})
+    telemetry.close()
+    assert [(line.get("step"), line.get("loss")) for line in lines(tmp_path)] == [
+        (1, 1.0), (2, 2.0), (None, None), (3, 30.0),
+    ]  # fmt: skip
+
+
+def test_distributions_are_of_the_finite_values(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+    telemetry.distributions(step=5, values={"x": values, "none": torch.tensor([torch.inf])})
+    telemetry.close()
+    (line,) = lines(tmp_path)
+    assert line["x"] == [1.0, 1.1, 1.5, 2.0, 2.5, 2.9, 3.0]
+    assert "none" not in line
+    assert line["quantiles"] == [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]
+
+
+def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TelemetryConfig(progress="lines", tensorboard=False)
+    telemetry = open_telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
+    telemetry.train(step=9, scalars={"loss": 0.5, "samples_per_second": 1234.0, "lr": 1.0})
+    telemetry.evaluation(step=9, scores={"a": 0.25})
+    telemetry.event("Something.")
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 9/9  1,234 samples/s  loss 0.5000  ETA ")
+    assert (second, third) == ("Evaluation at step 9: a 0.250", "Something.")

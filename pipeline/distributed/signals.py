@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The stop signals that have arrived so far, in a list that grows. SIGINT after another raises KeyboardInterrupt."""
+    """The signals that have arrived, in a list that grows. SIGINT after another signal raises KeyboardInterrupt."""
     received: list[int] = []
 
     def note(number: int, _: Any) -> None:

@@ -167,9 +167,9 @@ def limit_collectives(minutes: float) -> None:
 def leave(code: int) -> NoReturn:
     """Exit this process; if it is one of several ranks, without the interpreter's usual cleanup.
 
-    While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it, such
-    as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter shuts
-    down aborts the process (PyTorch issue 190489).
+    While the process group exists, destructors would wait for other ranks. After it was destroyed, references to it,
+    such as DeepSpeed's, keep gloo's threads alive, and a thread that releases its last tensor while the interpreter
+    shuts down aborts the process (PyTorch issue 190489).
     """
     joined = dist.is_available() and dist.is_initialized()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

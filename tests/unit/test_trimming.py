@@ -16,7 +16,7 @@ from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
+from pipeline.training.step import TrainStep, micro_batches
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
 TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attentional_pool"}
@@ -119,7 +119,7 @@ def test_a_step_on_trimmed_texts_has_the_loss_and_gradient_of_the_whole(
     for trims in (False, True):
         engine: Any = PlainEngine(towers_of(tmp_path, "CLIP", patch_dropout=0.5))
         objective = build_objective({"name": "openclip"}, dim=16, batch_size=4)
-        step = TrainStep(engine, objective, world=World(), seed=0, local_batch=4, micro_batch=micro_batch)
+        step = TrainStep(engine, objective, world=World(), seed=0, chunks=micro_batches(4, micro_batch))
         trimming = text_trimming(engine.module.clip, wanted=True)
         assert trimming is not None
         lengths = trimming.lengths(text) if trims else None

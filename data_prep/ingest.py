@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.dataset.disk_errors import explained
+from data_prep.dataset.fault_points import reach
 from data_prep.dataset.journal import Journal
-from data_prep.dataset.locks import alone
+from data_prep.dataset.locks import alone, one_of_several, whole_folder
 from data_prep.dataset.manifest_writer import write_manifest
-from data_prep.dataset.shard_plan import Plan, load_plan, make_plan
+from data_prep.dataset.removal import finish_removal
+from data_prep.dataset.rules import changes, rules_of
+from data_prep.dataset.shard_commit import recover
+from data_prep.dataset.shard_plan import Plan, check_parts, load_plan, make_plan, write_plan
 from data_prep.fetching import hash_check
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.reasons import is_transient
@@ -18,6 +24,7 @@ from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources import table_checks
 from data_prep.sources.hub import pin
+from data_prep.sources.table_identity import check_unchanged
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
@@ -37,46 +44,79 @@ def download(
 ) -> Manifest:
     """Fetch what is missing and write the manifest.
 
-    A run that was stopped, however, continues where it was and ends with the manifest of an undisturbed one.
-    Args: retry_failed: ask again for the rows that failed for a passing reason, and only for those.
-      on_progress: called a few times a second. on_note: called with one line for each thing a person should know.
-    Raises: UserError before the first URL when the settings, the table or its columns are wrong; Paused when
-      success collapses; PartDone when only the shards of other workers are left.
+    A run that was stopped, however that happened, continues where it was and ends with the manifest of an undisturbed
+    one.
+
+    Args:
+        config: All settings.
+        retry_failed: Ask again for the rows that failed for a passing reason, and only for those.
+        on_progress: Called a few times a second.
+        on_note: Called with one line for each thing that the user should know.
+
+    Raises:
+        UserError: The settings, the table or its columns are wrong, before the first URL; or the disk is full.
+        Paused: Success collapses, or the engine makes no progress any more.
+        PartDone: Only shards of other workers are left.
     """
-    table_checks.check_distributor(config.fetch)
-    config, plan = prepare(config, on_note=on_note)
-    folder = Folder(Path(config.output), config.fetch.worker)
-    with alone(folder, config.fetch.worker), Journal(folder, config.fetch) as journal:
-
-        def show(progress: Progress) -> None:
-            journal.beat()
-            on_progress(progress)
-
-        write_text(folder.config, dump(config))
-        if retry_failed:
-            _retry(config, folder, plan, show)
+    with explained(config.output):
+        table_checks.check_distributor(config.fetch)
+        config, plan = prepare(config, on_note=on_note)
+        folder = Folder(Path(config.output), config.fetch.worker)
         mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
-        finished = set(folder.finished())
-        missing = tuple(shard for shard in mine if shard not in finished)
-        if missing:
-            total = sum(plan.rows_of(shard) for shard in missing)
-            fetch(config, missing, total=total, on_progress=show)
-        left = plan.shards - len(folder.finished())
-        if left:
-            raise PartDone(
-                f"This worker's part is done; {left:,} of {plan.shards:,} shards are still with the other "
-                f"{config.fetch.workers - 1}. The one that ends last writes the manifest."
-            )
-        with alone(folder, "manifest", wait=True):
-            return write_manifest(config, folder, plan)
+        _finish_removal(folder, mine, on_note)
+        with (
+            one_of_several(folder),
+            alone(folder, config.fetch.worker),
+            Journal(folder, config.fetch) as journal,
+        ):
+
+            def show(progress: Progress) -> None:
+                journal.beat()
+                on_progress(progress)
+
+            recover(folder, mine)
+            check_parts(folder, mine)
+            reach("settings")
+            write_text(folder.config, dump(config))
+            if retry_failed:
+                _retry(config, folder, mine, show)
+            finished = set(folder.finished())
+            missing = tuple(shard for shard in mine if shard not in finished)
+            if missing:
+                total = sum(plan.rows_of(shard) for shard in missing)
+                fetch(config, missing, total=total, on_progress=show)
+            return _completed(config, folder, plan)
+
+
+def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
+    left = plan.shards - len(folder.finished())
+    if left:
+        raise PartDone(
+            f"This worker's part is done; {left:,} of {plan.shards:,} shards are still with the other "
+            f"{config.fetch.workers - 1}. The one that ends last writes the manifest."
+        )
+    with alone(folder, "manifest", wait=True):
+        return write_manifest(folder, plan)
+
+
+def _finish_removal(folder: Folder, mine: range, on_note: Callable[[str], None]) -> None:
+    if folder.pending_removal.exists():
+        with whole_folder(folder):
+            recover(folder, mine)
+            if finish_removal(folder):
+                on_note("A removal that had been interrupted was finished first.")
 
 
 def prepare(
     config: DownloadConfig, *, on_note: Callable[[str], None] = lambda note: None
 ) -> tuple[DownloadConfig, Plan]:
-    """Check the settings and the source, probe a few URLs where hashes are verified, and lay out the plan.
+    """Check the settings and the source, fetch a few URLs if hashes are verified, and lay out the plan.
 
-    Returns: the resolved config, the plan. Raises: UserError.
+    Returns:
+        The resolved config, and the plan.
+
+    Raises:
+        UserError: Something is wrong with the settings or the table, or they have changed since shards were made.
     """
     source = resolve(config.source)
     plan_path = Folder(Path(config.output)).plan / "plan.json"
@@ -87,20 +127,42 @@ def prepare(
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
     table_checks.check_blur(config)
     folder = Folder(Path(config.output), config.fetch.worker)
-    folder.make()
-    with alone(folder, "plan", wait=config.fetch.workers > 1):
-        is_new = not (folder.plan / "plan.json").exists()
-        if is_new:
-            for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
-                on_note(note)
-        plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size)
+    with explained(config.output):
+        folder.make()
+        with alone(folder, "plan", wait=config.fetch.workers > 1):
+            is_new = not plan_path.exists()
+            if is_new:
+                for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
+                    on_note(note)
+            plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
+            if not is_new and not check_unchanged(source, plan.files):
+                on_note(f"source.table = {source.table!r} is gone: continuing with the list in {folder.plan}.")
+            plan = _with_rules(folder, plan, rules_of(config))
     if is_new and plan.skipped:
-        on_note(f"{plan.skipped:,} of {plan.seen:,} lines have a wrong number of fields and were left out.")
+        on_note(
+            f"{plan.skipped:,} of {plan.seen:,} rows cannot be read (a wrong number of fields, or text that is not "
+            "UTF-8) and were left out."
+        )
     return config, plan
 
 
+def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
+    """The plan with these settings for images and guard; other ones only as long as no shard is made with them."""
+    differences = changes(plan.rules, rules) if plan.rules else []
+    is_begun = bool(folder.finished() or folder.numbered("meta", ".commit"))
+    if differences and is_begun:
+        raise UserError(
+            f"{folder.root} holds shards that were made with other settings ({'; '.join(differences)}). "
+            "Use another output folder, or the old settings to continue."
+        )
+    if differences or (not plan.rules and not is_begun):
+        plan = replace(plan, rules=rules)
+        write_plan(folder, plan)
+    return plan
+
+
 def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
-    """What was not pinned then and is not now is what the plan was made from: a branch may have moved since."""
+    """The source as the plan has it pinned, if it is not pinned now: a branch may have moved since."""
     made = plan.settings["source"]
     if source.hub and source.hub == made["hub"] and source.table is None:
         moving = source.revision is None or len(source.revision) != 40
@@ -108,12 +170,11 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
     return source
 
 
-def _retry(config: DownloadConfig, folder: Folder, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
-    mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
+def _retry(config: DownloadConfig, folder: Folder, mine: range, on_progress: Callable[[Progress], None]) -> None:
     records = [folder.read_record(shard) for shard in folder.finished() if shard in mine]
     passing = {record.shard: count for record in records if (count := _passing(record))}
     if passing:
-        fetch(config, tuple(passing), total=sum(passing.values()), retry=True, on_progress=on_progress)
+        fetch(config, tuple(passing), total=sum(passing.values()), mode="retry", on_progress=on_progress)
 
 
 def _passing(record: ShardRecord) -> int:

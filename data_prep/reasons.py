@@ -28,25 +28,19 @@ TOO_SMALL = "too small"
 EXTREME_ASPECT = "extreme aspect ratio"
 HASH_MISMATCH = "hash mismatch"
 UNDECODABLE = "undecodable"
+NOT_ENCODED = "not encoded"
+TOO_LITTLE_MEMORY = "too little memory"
+QUARANTINED = "quarantined"
 NO_CAPTION = "no caption"
 INTERNAL = "internal error"
-_KNOWN = frozenset(value for name, value in globals().items() if name.isupper() and isinstance(value, str))
+KNOWN = frozenset(value for name, value in globals().items() if name.isupper() and isinstance(value, str))
 
 # Added to messages about refused addresses.
 ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
 
 # What may work another time: a retry asks again for these and for nothing else.
-TRANSIENT = frozenset({TIMEOUT, DNS, CONNECTION, CUT_OFF, INTERNAL})
+TRANSIENT = frozenset({TIMEOUT, DNS, CONNECTION, CUT_OFF, TOO_LITTLE_MEMORY, INTERNAL})
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
-
-# The sentences of img2dataset's own checks.
-_ENGINE_MESSAGES = {
-    "hash mismatch": HASH_MISMATCH,
-    "image too small": TOO_SMALL,
-    "image area too large": TOO_MANY_PIXELS,
-    "aspect ratio too large": EXTREME_ASPECT,
-    "Use of image disallowed by X-Robots-Tag directive": OPTED_OUT,
-}
 
 _HTTP = re.compile(r"http \d{3}$")
 
@@ -65,13 +59,13 @@ def is_transient(reason: str) -> bool:
 
 
 def of_message(message: str) -> str:
-    """The reason in an error message of a row: ours, or one of img2dataset's; anything else failed to decode."""
+    """The reason in the error message of a row.
+
+    All our own messages begin with their reason. What else img2dataset passes on is the complaint of
+    `urllib.request.Request` about a URL that it cannot parse.
+    """
     head = message.partition(":")[0]
-    if head in _KNOWN or _HTTP.match(head):
-        return head
-    if message.startswith("unknown url type"):
-        return BAD_URL
-    return _ENGINE_MESSAGES.get(message, UNDECODABLE)
+    return head if head in KNOWN or _HTTP.match(head) else BAD_URL
 
 
 def of_exception(error: BaseException) -> FetchError:

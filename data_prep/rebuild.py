@@ -1,32 +1,123 @@
-"""`neuclip verify --rebuild`: fetch damaged shards again."""
+"""`neuclip verify --rebuild`: make damaged files of a data set anew, and fetch only what is really lost."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from data_prep.dataset.bookkeeping import Problem
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.shard_plan import load_plan
-from data_prep.dataset.verification import Problem
-from data_prep.ingest import download
+from data_prep.dataset.disk_errors import explained
+from data_prep.dataset.journal import read_sessions
+from data_prep.dataset.locks import whole_folder
+from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.removal import finish_removal
+from data_prep.dataset.rules import rules_of
+from data_prep.dataset.shard_commit import recover
+from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, read_shard
+from data_prep.fetching.supervisor import Progress, fetch
+from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
+from pipeline.files import write_text
 
 
-def rebuild(root: str | Path, problems: list[Problem]) -> Manifest:
-    """Fetch anew just the shards that have a problem, and write the manifest.
+def rebuild(
+    root: str | Path,
+    problems: list[Problem],
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Manifest:
+    """Mend what `verify` found, and write the manifest.
 
-    What the web serves may have changed meanwhile: the new manifest says what is there now.
-    Raises: UserError when the folder was not made by `neuclip download`.
+    Samples that are as they were stored are kept; only the others are fetched again, and nothing is replaced before
+    that is done. What the web serves may have changed meanwhile: the new manifest says what is there now.
+
+    Args:
+        root: The folder.
+        problems: What is wrong with it.
+        on_progress: Called a few times a second.
+
+    Raises:
+        UserError: The folder was not made by `neuclip download`; a file in it is not one of its own; the URL list is
+            damaged and its table has changed.
     """
     config = load_config(root)
-    # The settings are those of the worker that wrote them last; all shards at fault are fetched here.
+    # The settings are those of the worker that wrote them last; here one process works on all shards.
     config = replace(config, fetch=replace(config.fetch, worker=0, workers=1))
     folder = Folder(Path(config.output))
-    plan = load_plan(folder)
-    for name in sorted({problem.shard for problem in problems}):
-        stem = Path(name).stem
-        if not stem.isdigit() or int(stem) >= plan.shards or folder.tar(int(stem)) != folder.root / name:
-            raise UserError(f"{name} is not one of this folder's shards: move it away by hand.")
-        folder.withdraw(int(stem))
-    return download(config)
+    with explained(folder.root):
+        folder.make()
+        with whole_folder(folder):
+            plan = _mended_plan(config, folder)
+            recover(folder, range(plan.shards))
+            shards = _shards_at_fault(folder, plan, problems)
+            _mend_sessions(folder)
+            if shards:
+                total = sum(plan.rows_of(shard) for shard in shards)
+                fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
+            finish_removal(folder)
+            return write_manifest(folder, plan)
+
+
+def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tuple[int, ...]:
+    """The shards that the problems are about, and those without a record."""
+    found = set(range(plan.shards)) - set(folder.finished())
+    for problem in problems:
+        path = folder.root / problem.shard
+        if path.parent.name not in ("shards", "meta") or path.suffix not in (".tar", ".json", ".parquet"):
+            if path.suffix == ".tar":
+                raise UserError(f"{problem.shard} is not one of this folder's shards: move it away by hand.")
+            continue
+        number = int(path.stem) if path.stem.isdigit() else plan.shards
+        if number >= plan.shards or path not in (folder.tar(number), folder.meta(number), folder.record(number)):
+            raise UserError(f"{problem.shard} is not one of this folder's shards: move it away by hand.")
+        if path.is_dir():  # nothing of ours: it is kept, under another name
+            path.rename(path.with_name(f"{path.name}.aside"))
+        found.add(number)
+    return tuple(sorted(found))
+
+
+def _mended_plan(config: DownloadConfig, folder: Folder) -> Plan:
+    """The plan, if need be made anew from its table."""
+    try:
+        plan = load_plan(folder)
+        for shard in range(plan.shards):
+            read_shard(folder, shard)
+        return plan
+    except UserError:
+        scratch = Folder(folder.staging / "plan-anew")
+    shutil.rmtree(scratch.root, ignore_errors=True)
+    scratch.make()
+    plan = make_plan(scratch, config.source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
+    _check_same_list(folder, plan)
+    for path in folder.plan.glob("*"):
+        path.unlink()
+    for path in sorted(scratch.plan.iterdir(), key=lambda path: path.name == "plan.json"):  # that one last
+        path.rename(folder.plan / path.name)
+    shutil.rmtree(scratch.root, ignore_errors=True)
+    return plan
+
+
+def _check_same_list(folder: Folder, plan: Plan) -> None:
+    for shard in folder.finished():
+        try:
+            digest = folder.read_record(shard).plan
+        except UserError:
+            continue
+        if digest != plan.digest:
+            raise UserError(
+                f"The URL list in {folder.plan} is damaged, and its source does not give the same list any more. "
+                "Put the table back that it was made from, and run the same command again."
+            )
+
+
+def _mend_sessions(folder: Folder) -> None:
+    """Keep the lines that can be read; the file as it was stays beside them."""
+    sessions, damaged = read_sessions(folder)
+    if damaged:
+        shutil.copyfile(folder.sessions, folder.sessions.with_suffix(".damaged"))
+        write_text(folder.sessions, "".join(json.dumps(session) + "\n" for session in sessions))

@@ -12,6 +12,7 @@ from jobs.recipe_path import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
     from data_prep.fetching.supervisor import Progress
+    from data_prep.settings.download_config import DownloadConfig
     from pipeline.data.shards.manifest_format import Manifest
 
 
@@ -33,13 +34,20 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes nothing but the plan; all settings
     with their defaults are in data_prep/settings/download_config.py, and what a run used is in OUTPUT/download.yaml.
     """
-    from data_prep.dataset.ingest_report import write_report
-    from data_prep.ingest import PartDone, download, prepare
+    from data_prep.dataset.disk_errors import explained
     from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))
     config = parse(DownloadConfig, tree)
+    with explained(config.output):
+        _run(config, plan_only=plan_only, retry_failed=retry_failed)
+
+
+def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None:
+    from data_prep.dataset.ingest_report import write_report
+    from data_prep.ingest import PartDone, download, prepare
+
     if plan_only:
         _, plan = prepare(config, on_note=_note)
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
@@ -94,7 +102,7 @@ class ProgressBar:
             disable=self._plain,
         )
         self._task = self._bar.add_task("URLs", total=None, detail="starting")
-        self._told = 0.0
+        self._printed = 0.0
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -110,8 +118,8 @@ class ProgressBar:
         rate = f"{counts.attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
         detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
         self._bar.update(self._task, completed=counts.attempted, total=progress.total, detail=detail)
-        if self._plain and progress.seconds - self._told >= 10:
-            self._told = progress.seconds
+        if self._plain and progress.seconds - self._printed >= 10:
+            self._printed = progress.seconds
             click.echo(f"{counts.attempted:,} of {progress.total:,} URLs  {detail}", err=True)
 
 

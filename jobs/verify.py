@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from data_prep.dataset.bookkeeping import Problem
+    from pipeline.data.shards.manifest_format import Manifest
 
 EXIT_PROBLEMS = 1
 
@@ -12,7 +17,7 @@ EXIT_PROBLEMS = 1
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images decoded per shard.")
-@click.option("--rebuild", is_flag=True, help="Fetch anew just the shards that have a problem.")
+@click.option("--rebuild", is_flag=True, help="Mend what has a problem, and fetch what is lost.")
 @click.option("--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; write all but the first here.")
 @click.option(
     "--overlap",
@@ -35,42 +40,61 @@ def command(
     With --duplicates, --overlap or --remove only that is done; the lists that the first two write, one key a line, are
     what --remove takes.
     """
-    if remove:
-        _remove(folder, Path(remove))
-        return 0
-    if duplicates:
-        _duplicates(folder, _writable(duplicates))
-        return 0
-    if overlap:
-        _overlap(folder, overlap[0], _writable(overlap[1]))
-        return 0
+    from data_prep.dataset.disk_errors import explained
+
+    with explained(folder):
+        if remove:
+            _remove(folder, Path(remove))
+            return 0
+        if duplicates:
+            _duplicates(folder, _writable(duplicates))
+            return 0
+        if overlap:
+            _overlap(folder, overlap[0], _writable(overlap[1]))
+            return 0
+        return _check(folder, decode, rebuild=rebuild)
+
+
+def _check(folder: str, decode: int, *, rebuild: bool) -> int:
     from data_prep.dataset import verification
     from data_prep.dataset.dataset_folder import Folder
-    from data_prep.rebuild import rebuild as rebuild_shards
-    from pipeline.data.shards.manifest_format import load_manifest
 
-    problems = verification.verify(folder, decode=decode)
+    verdict = verification.inspect(folder, decode=decode)
+    problems, manifest = verdict.problems, verdict.manifest
     for problem in problems:
         click.echo(str(problem))
-    manifest = load_manifest(folder)
-    if not problems:
+    if not problems and manifest is not None:
         click.echo(
             f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: all as promised."
         )
         return 0
-    wrong = len({problem.shard for problem in problems})
-    click.echo(f"{wrong:,} of {len(manifest.shards):,} shards have a problem.")
-    if not rebuild:
-        click.echo(
-            "`neuclip verify --rebuild` fetches just these anew."
-            if Folder(Path(folder)).config.exists()
-            else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
-        )
-        return EXIT_PROBLEMS
-    again = rebuild_shards(folder, problems)
-    same = "the very same bytes" if again.digest == manifest.digest else "other bytes: the web has changed meanwhile"
-    click.echo(f"Rebuilt {wrong:,} shards with {same}; {again.n:,} samples now, {manifest.n:,} before.")
-    return 0
+    shards = len({problem.shard for problem in problems if problem.shard.endswith(".tar")})
+    others = len({problem.shard for problem in problems}) - shards
+    total = f" of {len(manifest.shards):,}" if manifest else ""
+    named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other files" if others else ""]
+    click.echo(f"{' and '.join(filter(None, named))} have a problem.")
+    if rebuild:
+        _rebuild(folder, problems, manifest)
+        return 0
+    click.echo(
+        "`neuclip verify --rebuild` mends them, and fetches only what is lost."
+        if Folder(Path(folder)).config.exists()
+        else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
+    )
+    return EXIT_PROBLEMS
+
+
+def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> None:
+    from data_prep.dataset.ingest_report import write_report
+    from data_prep.rebuild import rebuild
+
+    again = rebuild(folder, problems)
+    write_report(folder)
+    if before is None:
+        click.echo(f"Mended; {again.n:,} samples.")
+        return
+    same = "the very same bytes" if again.digest == before.digest else "other bytes: the web has changed meanwhile"
+    click.echo(f"Mended, with {same}; {again.n:,} samples now, {before.n:,} before.")
 
 
 def _writable(path: str) -> Path:
@@ -114,16 +138,25 @@ def _overlap(folder: str, suite: str, output: Path) -> None:
 
 
 def _remove(folder: str, names: Path) -> None:
+    from data_prep.dataset.dataset_folder import read_lines
+    from data_prep.dataset.ingest_report import write_report
     from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
     try:
-        listed = {line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()}
+        names.stat()
+        listed = set(read_lines(names))
     except OSError as error:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
     done, manifest = remove(folder, listed)
     click.echo(
-        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples taken out of {done.shards:,} shards; "
+        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples taken out of {done.shards:,} shards."
+    )
+    if manifest is None:
+        click.echo("The download is not finished: `neuclip download` leaves them out as well, and writes the manifest.")
+        return
+    write_report(folder)
+    click.echo(
         f"{manifest.n:,} samples are left. The manifest has changed: runs on the old one cannot be resumed on it."
     )
 

@@ -7,6 +7,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,11 +16,10 @@ import pytest
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_plan import Plan
-from data_prep.fetching.downloader import Job, ShardDownloader
+from data_prep.fetching.downloader import Job, Mode, ShardDownloader
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import dump, parse
-from pipeline.data.shards.manifest_format import Manifest
 from tests.web import Site, jpeg, picture, serve
 
 ROWS, SHARD = 24, 6
@@ -65,14 +65,16 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     return config
 
 
-def fetch_here(config: DownloadConfig, plan: Plan, shards: range | list[int]) -> Manifest:
-    """What the engine's workers do, without processes."""
+def fetch_here(
+    config: DownloadConfig, plan: Plan, shards: range | list[int], mode: Mode = "fetch", *, manifest: bool = True
+) -> Any:
+    """What the engine's workers do, without processes; then the manifest, unless told not to write it."""
     folder = Folder(Path(config.output))
-    downloader = ShardDownloader(Job(config, folder, plan, ()))
+    downloader = ShardDownloader(Job(config, folder, plan, (), mode))
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))
         assert ok
-    return write_manifest(config, folder, plan)
+    return write_manifest(folder, plan) if manifest else None
 
 
 @pytest.fixture

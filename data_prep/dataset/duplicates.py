@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, local_manifest
+from data_prep.dataset.dataset_folder import Folder, local_manifest, read_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError
@@ -80,17 +80,15 @@ def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DIS
 
 def exact_groups(folder: Folder) -> list[list[str]]:
     """Groups of keys whose bytes as served have the same hash, from what was recorded when they were fetched."""
-    import pyarrow.parquet as pq
-
     first: dict[bytes, str] = {}
     groups: dict[str, list[str]] = {}
     for shard in folder.finished():
-        names = pq.read_schema(folder.meta(shard)).names
-        name = next((name for name in HASH_KINDS if name in names), None)
+        table = read_meta(folder, shard, ["key", "status", *HASH_KINDS])
+        name = next((name for name in HASH_KINDS if name in table.column_names), None)
         if name is None:
             continue
-        columns = pq.read_table(folder.meta(shard), columns=["key", "status", name]).to_pydict()
-        for key, status, digest in zip(*columns.values(), strict=True):
+        columns = (table.column(column).to_pylist() for column in ("key", "status", name))
+        for key, status, digest in zip(*columns, strict=True):
             if status == "success" and digest:
                 original = first.setdefault(bytes.fromhex(digest)[:12], key)
                 if original != key:

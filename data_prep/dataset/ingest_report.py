@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ import numpy as np
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.fault_points import reach
+from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.statistics import SIDE_EDGES, WORD_EDGES, Census, take_census
 from data_prep.reasons import is_transient
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import FORMATS, Manifest, load_manifest
+from pipeline.files import write_text
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
 _PICTURES = 18
@@ -42,13 +44,22 @@ MEANINGS = {
     "extreme aspect ratio": "longer than image.max_aspect_ratio",
     "hash mismatch": "not the file that was published any more",
     "undecodable": "the image decoder gave up",
+    "not encoded": "the image could not be stored without changing it",
+    "too little memory": "decoding it needs more memory than the machine had left",
+    "quarantined": "decoding it killed a worker process twice",
+    "no caption": "the table has no text for it",
     "internal error": "lost to a fault of the program",
-    "http 404": "not found",
     "http 403": "forbidden",
+    "http 404": "not found",
     "http 410": "gone for good",
     "http 429": "asked too often",
     "http 503": "temporarily unavailable",
 }
+
+
+def meaning_of(reason: str) -> str:
+    """A reason in words."""
+    return MEANINGS.get(reason, "the server's answer" if reason.startswith("http ") else "")
 
 
 def write_report(root: str | Path) -> Path:
@@ -57,22 +68,20 @@ def write_report(root: str | Path) -> Path:
     manifest = load_manifest(folder.root)
     facts = page_facts(folder, manifest, take_census(folder))
     for name in (REPORT_NAME, DATASHEET_NAME):
-        text = _template(f"{name}.j2").render(facts)
-        (folder.root / name).write_text(text, encoding="utf-8")
+        reach(name.partition(".")[0])
+        write_text(folder.root / name, _template(f"{name}.j2").render(facts))
     return folder.root / REPORT_NAME
 
 
 def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, Any]:
     """Everything that the two templates show."""
-    sessions = (
-        [json.loads(line) for line in folder.sessions.read_text().splitlines()] if folder.sessions.exists() else []
-    )
+    sessions, damaged = read_sessions(folder)
     reasons = [
         {
             "name": reason,
             "count": count,
             "share": count / max(1, manifest.attempted),
-            "meaning": MEANINGS.get(reason, "the server said so"),
+            "meaning": meaning_of(reason),
             "transient": is_transient(reason),
         }
         for reason, count in sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
@@ -92,6 +101,7 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, 
         "languages": _shares(census),
         "captions_guessed": len(census.captions),
         "sessions": sessions,
+        "damaged_sessions": damaged,
         "seconds": sum(session["seconds"] for session in sessions),
         "pictures": _pictures(manifest),
         "removed": len(folder.removed_names()),

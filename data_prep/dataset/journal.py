@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.fault_points import reach
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 from pipeline.files import write_json
 
 _BEAT_SECONDS = 5.0
 KILLED = "killed"
+_KEYS = {"started", "seconds", "host", "worker", "distributor", "outcome"}
 
 
 class Journal:
     """One session, as a context manager: its line is written when it ends.
 
-    Until then its state lies in the worker's staging folder; what a killed session left there becomes its line when
-    the next one begins. Only for the holder of the worker's lock.
+    Until then its state is in the worker's staging folder; what a killed session left there becomes its line when the
+    next one begins. Only for the holder of the worker's lock. A disk too full for the journal stops no download.
     """
 
     def __init__(self, folder: Folder, fetch: FetchConfig) -> None:
@@ -45,7 +50,7 @@ class Journal:
 
     def __enter__(self) -> Journal:
         if self._state.exists():
-            self._append(json.loads(self._state.read_text(encoding="utf-8")))
+            self._append(_read_state(self._state) or {**self._line, "outcome": f"{KILLED}; its note was damaged"})
         self._write_state()
         return self
 
@@ -56,16 +61,47 @@ class Journal:
             outcome = "finished"
         else:
             outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
-        self._append({**self._line, "seconds": self._seconds(), "outcome": outcome})
-        self._state.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the state stays, and becomes the line of the next session
+            self._append({**self._line, "seconds": self._seconds(), "outcome": outcome})
+            self._state.unlink(missing_ok=True)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._clock, 1)
 
     def _write_state(self) -> None:
         self._last_beat = time.monotonic()
-        write_json(self._state, {**self._line, "seconds": self._seconds()})
+        with contextlib.suppress(OSError):
+            write_json(self._state, {**self._line, "seconds": self._seconds()})
 
     def _append(self, line: dict[str, Any]) -> None:
-        with self._folder.sessions.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Add a line; one that was cut by a kill or a full disk before it is ended first."""
+        reach("journal")
+        with self._folder.sessions.open("a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+            is_cut = bool(end) and file.read(1) != b"\n"
+            file.write((b"\n" if is_cut else b"") + json.dumps(line).encode() + b"\n")
+
+
+def read_sessions(folder: Folder) -> tuple[list[dict[str, Any]], int]:
+    """The sessions in order, and the number of damaged lines."""
+    sessions, damaged = [], 0
+    lines = folder.sessions.read_bytes().splitlines() if folder.sessions.exists() else []
+    for line in filter(None, lines):
+        try:
+            session = json.loads(line)
+            if not set(session) >= _KEYS:
+                raise ValueError("it lacks a field")
+            sessions.append(session)
+        except (ValueError, TypeError):
+            damaged += 1
+    return sessions, damaged
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) and set(state) >= _KEYS else None

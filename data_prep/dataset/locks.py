@@ -1,4 +1,7 @@
-"""Locks that keep two programs from working on the same part of a data set."""
+"""Locks that keep programs from changing the same part of a data set at the same time.
+
+Downloads share the folder's lock and each hold one for their own part; removal and rebuilding hold the folder's alone.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,48 @@ from contextlib import contextmanager
 from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
 
+_WHOLE = "folder"
+
 
 @contextmanager
 def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the folder's lock for one part of the work. Raises: UserError when another process has it."""
+    """Hold the lock of one part of the work.
+
+    Raises:
+        UserError: Another process has it, and `wait` is not set.
+    """
+    with _locked(folder, part, fcntl.LOCK_EX, wait=wait):
+        yield
+
+
+@contextmanager
+def one_of_several(folder: Folder) -> Iterator[None]:
+    """Keep removal and rebuilding out, while other downloads may work in the folder, too.
+
+    Raises:
+        UserError: One of these is at work.
+    """
+    with _locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False):
+        yield
+
+
+@contextmanager
+def whole_folder(folder: Folder) -> Iterator[None]:
+    """Keep all others out.
+
+    Raises:
+        UserError: A download, a removal or a rebuild is at work.
+    """
+    folder.locks.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, _WHOLE, fcntl.LOCK_EX, wait=False):
+        yield
+
+
+@contextmanager
+def _locked(folder: Folder, part: int | str, how: int, *, wait: bool) -> Iterator[None]:
     with (folder.locks / f"lock-{part}").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
+            fcntl.flock(lock, how | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
             raise UserError(f"Another process is working in {folder.root}: wait for it, or stop it.") from error
         yield

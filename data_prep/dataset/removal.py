@@ -1,4 +1,4 @@
-"""Take samples out of a finished data set, for good: opt-outs, duplicates, overlap with evaluation sets."""
+"""Take samples out of a data set, for good: opt-outs, duplicates, overlap with evaluation sets."""
 
 from __future__ import annotations
 
@@ -9,59 +9,115 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.dataset_folder import Folder, load_config, read_lines, read_meta
+from data_prep.dataset.fault_points import reach
+from data_prep.dataset.locks import whole_folder
 from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.shard_commit import publish, recover
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.files import replacing, write_text
+from pipeline.errors import UserError
+from pipeline.files import flush, write_text
 
 _NAMES = ("uid", "url", "key", *HASH_KINDS)
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What a removal did: names asked for, names found, samples taken out, shards rewritten."""
+    """What a removal did."""
 
     asked: int
+    """Names on the list."""
     found: int
+    """Names that any row of the data set has."""
     samples: int
+    """Samples taken out."""
     shards: int
+    """Shards rewritten."""
 
 
-def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest]:
+def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]:
     """Take out every sample whose uid, URL, hash or key is in `names`; shards without any are not touched.
 
-    The names are kept in `removed.txt`, so that no later resume, retry or rebuild brings the samples back. Safe to
-    repeat after a kill. Returns: what was done, and the new manifest. Raises: UserError when nothing would be left.
+    The names are kept in `removed.txt`, so that no later resume, retry or rebuild brings the samples back. After a
+    kill the same call finishes the work; so does `neuclip download`.
+
+    Returns:
+        What was done, and the new manifest; None while the download is not finished, which then writes it.
+
+    Raises:
+        UserError: Nothing would be left; another program works in the folder; a file is damaged.
     """
     folder = Folder(Path(root))
-    config = load_config(folder.root)
-    _remember(folder, names)
+    load_config(folder.root)  # says so if the folder was not made by `neuclip download`
+    with whole_folder(folder):
+        recover(folder, range(load_plan(folder).shards))
+        done = _remove(folder, names)
+        manifest = _new_manifest(folder)
+        _end(folder)
+    return done, manifest
+
+
+def finish_removal(folder: Folder) -> bool:
+    """Finish a removal that was killed. Only for the holder of the folder's lock.
+
+    Returns:
+        Whether there was one.
+    """
+    if not folder.pending_removal.exists():
+        return False
+    _remove(folder, set(read_lines(folder.pending_removal)))
+    _new_manifest(folder)
+    _end(folder)
+    return True
+
+
+def _remove(folder: Folder, names: set[str]) -> Removal:
     found: set[str] = set()
-    samples = touched = 0
-    for shard in folder.finished():
-        hit = _hits(folder, shard, names, found)
-        if hit:
-            _rewrite(folder, shard, hit)
-            samples, touched = samples + len(hit), touched + 1
-    manifest = write_manifest(config, folder, load_plan(folder))
-    return Removal(len(names), len(found), samples, touched), manifest
+    hits = {shard: hit for shard in folder.finished() if (hit := _hits(folder, shard, names, found))}
+    samples = sum(map(len, hits.values()))
+    total = sum(folder.read_record(shard).samples for shard in folder.finished())
+    if samples and samples == total and not folder.pending_removal.exists():
+        raise UserError(
+            f"The list names all {total:,} samples of {folder.root}: nothing would be left, and nothing was changed. "
+            "Delete the folder if that is what you mean."
+        )
+    _begin(folder, names)
+    for shard, hit in hits.items():
+        _rewrite(folder, shard, hit)
+        reach("removal.shard")
+    return Removal(len(names), len(found), samples, len(hits))
 
 
-def _remember(folder: Folder, names: set[str]) -> None:
+def _begin(folder: Folder, names: set[str]) -> None:
+    """Note what is to be removed before anything is, so that a killed removal is known and can be finished."""
+    pending = sorted(names | read_lines(folder.pending_removal))
+    reach("removal.begin")
+    write_text(folder.pending_removal, "".join(f"{line}\n" for line in pending), durable=True)
+    flush(folder.root)
+    reach("removal.names")
     lines = sorted(folder.removed_names() | names)
-    write_text(folder.removed, "".join(f"{line}\n" for line in lines))
+    write_text(folder.removed, "".join(f"{line}\n" for line in lines), durable=True)
+    flush(folder.root)
+
+
+def _end(folder: Folder) -> None:
+    reach("removal.end")
+    folder.pending_removal.unlink(missing_ok=True)
+
+
+def _new_manifest(folder: Folder) -> Manifest | None:
+    plan = load_plan(folder)
+    return write_manifest(folder, plan) if len(folder.finished()) == plan.shards else None
 
 
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
     """Rows of a shard to take out; `found` collects the names that any row of the list has."""
-    import pyarrow.parquet as pq
-
-    path = folder.meta(shard)
-    present = [name for name in _NAMES if name in pq.read_schema(path).names]
+    table = read_meta(folder, shard, ["row", "status", *_NAMES])
+    present = [name for name in _NAMES if name in table.column_names]
     hit = set()
-    for row in pq.read_table(path, columns=["row", "status", *present]).to_pylist():
+    for row in table.to_pylist():
         matching = {row[name] for name in present} & names
         found |= matching
         if matching and row["status"] == "success":
@@ -70,11 +126,7 @@ def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[i
 
 
 def _rewrite(folder: Folder, shard: int, hit: set[int]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     record = folder.read_record(shard)
-    left = record.samples - len(hit)
     path = folder.tar(shard)
     members = (
         (f"{key}.{suffix}", parts[suffix])
@@ -82,18 +134,9 @@ def _rewrite(folder: Folder, shard: int, hit: set[int]) -> None:
         if int(key) not in hit
         for suffix in sorted(parts)
     )
-    # Without a record the shard counts as unfinished: a kill from here on means that it is fetched again.
-    folder.record(shard).unlink()
-    size, digest = canonical_tar.write(path, members)
-    if not left:
-        path.unlink()
-        size, digest = 0, ""
-    table = pq.read_table(folder.meta(shard))
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[dict[str, Any]] = read_meta(folder, shard).to_pylist()
     for row in rows:
         if row["row"] in hit:
             row.update(status="failed", reason=reasons.REMOVED)
-    with replacing(folder.meta(shard), unique=False) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), temporary, compression="zstd")
     failures = Counter(record.failures) + Counter({reasons.REMOVED: len(hit)})
-    folder.write_record(replace(record, samples=left, bytes=size, sha256=digest, failures=failures))
+    publish(folder, replace(record, samples=record.samples - len(hit), failures=failures), members, rows)

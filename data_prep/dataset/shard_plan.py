@@ -8,38 +8,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.fault_points import reach
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
 from data_prep.sources.subset import Subset
 from data_prep.sources.table_checks import check_rows
+from data_prep.sources.table_identity import check_unchanged, identity_of
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import flush, write_json
 
 _SHARDS_PER_PART = 100
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be fetched; `digest` names the list.
-
-    `seen` counts the source's rows, `skipped` those of them that could not be read, `rows` those of the subset.
-    """
+    """What is to be fetched."""
 
     rows: int
+    """Rows of the subset."""
     seen: int
+    """Rows of the source."""
     shard_size: int
     columns: tuple[str, ...]
     digest: str
-    # The settings that the list was made from: another list needs another folder.
+    """Names the list."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """Source, subset and shard size that the list was made from: another list needs another folder."""
     skipped: int = 0
+    """Rows of the source that could not be read."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size, date and SHA-256 of a local table's files; empty before 0.2."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Settings that decide over the samples, see rules.py; empty before 0.2."""
 
     @property
     def shards(self) -> int:
@@ -55,11 +62,13 @@ def make_plan(
     subset: SubsetConfig,
     *,
     shard_size: int,
+    rules: dict[str, Any] | None = None,
     on_rows: Callable[[int], None] = lambda seen: None,
 ) -> Plan:
-    """Read the source once and write the plan, or return the one that is there when it was made from the same settings.
+    """Read the source once and write the plan, or return the one that is there if it was made from the same settings.
 
-    Raises: UserError when the folder holds the plan of other settings, or no row is left.
+    Raises:
+        UserError: The folder holds the plan of other settings, or no row is left.
     """
     settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
     path = folder.plan / "plan.json"
@@ -67,6 +76,7 @@ def make_plan(
         return _matching(load_plan(folder), settings, folder)
     for old in folder.plan.glob("part-*"):
         old.unlink()
+    files = identity_of(source)
     writer = _PlanWriter(folder, shard_size)
     seen, skipped = 0, list[int]()
     for batch in _selected(source, Subset(subset), skipped.append):
@@ -74,30 +84,72 @@ def make_plan(
         writer.add(batch[1])
         on_rows(seen)
     seen += sum(skipped)
-    plan = writer.close(seen, sum(skipped), settings)
+    plan = replace(writer.close(seen, sum(skipped), settings), files=files, rules=rules or {})
     if plan.rows == 0:
         raise UserError(f"No row is left of the {seen:,} of the source after subset.fraction = {subset.fraction}.")
     check_rows(source, seen)
-    write_json(path, asdict(plan))
+    check_unchanged(source, files)
+    write_plan(folder, plan)
     return plan
 
 
+def write_plan(folder: Folder, plan: Plan) -> None:
+    """Write `plan.json`, which makes the plan count."""
+    reach("plan")
+    write_json(folder.plan / "plan.json", asdict(plan), durable=True)
+
+
 def load_plan(folder: Folder) -> Plan:
-    """The folder's plan. Raises: UserError when there is none."""
+    """The folder's plan.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    path = folder.plan / "plan.json"
     try:
-        tree = json.loads((folder.plan / "plan.json").read_text(encoding="utf-8"))
-    except OSError as error:
+        tree = json.loads(path.read_bytes())
+        return Plan(**{**tree, "columns": tuple(tree["columns"])})
+    except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
-    return Plan(**{**tree, "columns": tuple(tree["columns"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}). {folder.mend}") from error
+
+
+def check_parts(folder: Folder, shards: Iterable[int]) -> None:
+    """Open the parts of the plan that hold these shards, without reading their rows.
+
+    Raises:
+        UserError: One is missing or damaged.
+    """
+    for part in sorted({shard // _SHARDS_PER_PART for shard in shards}):
+        _open_part(folder, part).close()
 
 
 def read_shard(folder: Folder, shard: int) -> Any:
-    """The pyarrow Table of one shard's rows: row, url, caption, [uid], [hash], kept columns."""
-    import pyarrow.parquet as pq
+    """The pyarrow Table of one shard's rows: row, url, caption, [uid], [hash], kept columns.
+
+    Raises:
+        UserError: The part of the plan that holds it is missing or damaged.
+    """
+    import pyarrow as pa
 
     part, group = divmod(shard, _SHARDS_PER_PART)
-    with pq.ParquetFile(folder.plan / f"part-{part:05d}.parquet") as file:
-        return file.read_row_group(group)
+    try:
+        with _open_part(folder, part) as file:
+            return file.read_row_group(group)
+    except (OSError, pa.ArrowException, IndexError) as error:
+        raise UserError(f"{folder.plan_part(part)} is damaged ({error}). {folder.mend}") from error
+
+
+def _open_part(folder: Folder, part: int) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder.plan_part(part)
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is missing or damaged ({error}). {folder.mend}") from error
 
 
 def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
@@ -128,25 +180,16 @@ def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], 
         names[source.blur] = "blur"
     for batch in read(source, on_skipped=on_skipped):
         seen = batch.num_rows
-        batch = batch.replace_schema_metadata(None)
         batch = batch.rename_columns([names.get(name, name) for name in batch.schema.names])
         for text in ("url", "caption"):
-            column = pc.fill_null(_as_text(batch.column(text)), "")
-            batch = batch.set_column(batch.schema.names.index(text), text, column)
+            batch = batch.set_column(batch.schema.names.index(text), text, pc.fill_null(batch.column(text), ""))
         if source.hash:  # hexadecimal digits are the same in both cases, and img2dataset compares them as text
-            column = _as_text(batch.column(source.hash_kind))
             place = batch.schema.names.index(source.hash_kind)
-            batch = batch.set_column(place, source.hash_kind, pc.utf8_lower(column))
+            batch = batch.set_column(place, source.hash_kind, pc.utf8_lower(batch.column(source.hash_kind)))
         if not subset.keeps_all:
             naming = batch.column("uid") if source.uid else batch.column("url")
-            batch = batch.filter(pa.array(subset.mask(pc.fill_null(naming.cast(pa.string()), "").to_pylist())))
+            batch = batch.filter(pa.array(subset.mask(pc.fill_null(naming, "").to_pylist())))
         yield seen, batch
-
-
-def _as_text(column: Any) -> Any:
-    import pyarrow as pa
-
-    return (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).cast(pa.string())
 
 
 class _PlanWriter:
@@ -159,6 +202,7 @@ class _PlanWriter:
         self._rows = 0
         self._shard = 0
         self._file: Any = None
+        self._path = folder.plan
         self._columns: tuple[str, ...] = ()
         self._sha256 = hashlib.sha256()
 
@@ -171,8 +215,7 @@ class _PlanWriter:
 
     def close(self, seen: int, skipped: int, settings: dict[str, Any]) -> Plan:
         self._flush(last=True)
-        if self._file is not None:
-            self._file.close()
+        self._close_part()
         return Plan(
             rows=self._rows,
             seen=seen,
@@ -182,6 +225,11 @@ class _PlanWriter:
             settings=settings,
             skipped=skipped,
         )
+
+    def _close_part(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            flush(self._path)
 
     def _flush(self, *, last: bool) -> None:
         import pyarrow as pa
@@ -203,10 +251,10 @@ class _PlanWriter:
         numbers = pa.array(range(self._rows, self._rows + table.num_rows), pa.int64())
         table = table.add_column(0, "row", numbers)
         if self._shard % _SHARDS_PER_PART == 0:
-            if self._file is not None:
-                self._file.close()
-            path = self._folder.plan / f"part-{self._shard // _SHARDS_PER_PART:05d}.parquet"
-            self._file = pq.ParquetWriter(path, table.schema, compression="zstd")
+            self._close_part()
+            reach("plan.part")
+            self._path = self._folder.plan_part(self._shard // _SHARDS_PER_PART)
+            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
         self._file.write_table(table, row_group_size=self._shard_size)
         for name in ("url", "caption"):
             self._sha256.update(_joined(table.column(name)))

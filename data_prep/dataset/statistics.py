@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, read_meta
 
 # Captions whose language is guessed, spread over the shards.
 _LANGUAGE_SAMPLE = 5_000
@@ -36,16 +36,12 @@ class Census:
 
 def take_census(folder: Folder) -> Census:
     """Read every shard's meta file once."""
-    import pyarrow.parquet as pq
-
     census = Census()
     shards = folder.finished()
     per_shard = max(1, _LANGUAGE_SAMPLE // max(1, len(shards)))
-    wanted = ("url", "caption", "status", "reason", "width", "height", "original_width", "original_height")
+    wanted = ["url", "caption", "status", "reason", "width", "height", "original_width", "original_height"]
     for shard in shards:
-        path = folder.meta(shard)
-        present = [name for name in wanted if name in pq.read_schema(path).names]
-        _count(census, pq.read_table(path, columns=present), per_shard)
+        _count(census, read_meta(folder, shard, wanted), per_shard)
     census.languages = _languages(census.captions)
     return census
 

@@ -1,29 +1,31 @@
-"""`neuclip verify`: is what the manifest promises really there, and what to do where it is not."""
+"""`neuclip verify`: is what the manifest promises really there."""
 
 from __future__ import annotations
 
 import io
 import random
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import local_manifest
-from pipeline.data.shards.manifest_format import FORMATS, Manifest, Shard
+from data_prep.dataset.bookkeeping import Problem, check_bookkeeping, readable_rows
+from data_prep.dataset.dataset_folder import Folder, check_local, local_manifest
+from data_prep.dataset.manifest_writer import expected_manifest
+from data_prep.dataset.shard_commit import difference
+from data_prep.dataset.shard_plan import load_plan
+from pipeline.data.shards.manifest_format import FORMATS, MANIFEST_NAME, Manifest, Shard, load_manifest
+from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with one file of a data set."""
+class Verdict:
+    """What `verify` found. `manifest` is None where it cannot be read."""
 
-    shard: str
-    kind: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.shard}: {self.kind}: {self.detail}"
+    problems: list[Problem]
+    manifest: Manifest | None
 
 
 def verify(
@@ -33,28 +35,64 @@ def verify(
     seed: int = 0,
     on_shard: Callable[[int], None] = lambda shards: None,
 ) -> list[Problem]:
+    """What is wrong with a data set; see `inspect`."""
+    return inspect(root, decode=decode, seed=seed, on_shard=on_shard).problems
+
+
+def inspect(
+    root: str | Path,
+    *,
+    decode: int = 16,
+    seed: int = 0,
+    on_shard: Callable[[int], None] = lambda shards: None,
+) -> Verdict:
     """Check every shard of a manifest: presence, size, SHA-256, that it is a whole tar of the promised samples, and
     that some of its images decode.
 
-    Args: decode: images per shard that are decoded, chosen by `seed`. on_shard: called with the shards done so far.
-    Returns: what is wrong, in the order of the shards. Raises: UserError when the manifest itself is unusable, or
-      shards lie elsewhere than on this machine.
+    Of a folder made by `neuclip download` the other files are checked as well, and each image and caption is compared
+    with what was recorded when it was fetched.
+
+    Args:
+        root: The folder.
+        decode: Images per shard that are decoded, chosen by `seed`.
+        seed: See `decode`.
+        on_shard: Called with the number of shards done so far.
+
+    Raises:
+        UserError: The manifest is unusable and cannot be made anew, or shards are elsewhere than on this machine.
     """
-    manifest = local_manifest(root)
+    folder = Folder(Path(root))
+    is_own = "://" not in str(root) and folder.config.exists()
     problems: list[Problem] = []
+    try:
+        manifest = load_manifest(root) if is_own else local_manifest(root)
+    except UserError as error:
+        if not is_own or not (folder.root / MANIFEST_NAME).exists():
+            raise
+        problems.append(Problem(MANIFEST_NAME, "damaged", str(error)))
+        try:
+            manifest = expected_manifest(folder, load_plan(folder))
+        except UserError:  # reported below
+            return Verdict([*problems, *check_bookkeeping(folder, None)], None)
+    check_local(manifest)
+    if is_own:
+        problems.extend(check_bookkeeping(folder, None if problems else manifest))
     for done, shard in enumerate(manifest.shards, start=1):
-        problems.extend(_check_shard(manifest, shard, decode=decode, seed=seed))
+        problems.extend(_check_shard(manifest, shard, folder if is_own else None, decode=decode, seed=seed))
         on_shard(done)
     listed = {shard.name for shard in manifest.shards}
     tars = sorted(str(path.relative_to(manifest.root)) for path in Path(manifest.root).rglob("*.tar"))
     problems.extend(Problem(name, "not listed", "the manifest does not know it") for name in tars if name not in listed)
-    return problems
+    return Verdict(problems, manifest)
 
 
-def _check_shard(manifest: Manifest, shard: Shard, *, decode: int, seed: int) -> Iterator[Problem]:
+def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int, seed: int) -> Iterator[Problem]:
     path = Path(manifest.url(shard))
     if not path.exists():
         yield Problem(shard.name, "missing", "there is no such file")
+        return
+    if not path.is_file():
+        yield Problem(shard.name, "no file", "there is a folder in its place")
         return
     size = path.stat().st_size
     if size != shard.bytes:
@@ -62,7 +100,8 @@ def _check_shard(manifest: Manifest, shard: Shard, *, decode: int, seed: int) ->
     digest = canonical_tar.sha256_of(path)
     if digest == shard.sha256:
         # The bytes are those that were published: only what was published can still be wrong.
-        yield from _undecodable(path, shard, decode=decode, seed=seed)
+        rows = readable_rows(own, path) if own else {}
+        yield from _check_samples(path, shard, rows, decode=decode, seed=seed)
         return
     yield Problem(shard.name, "sha256", f"{digest[:16]}... instead of {shard.sha256[:16]}...")
     try:
@@ -74,19 +113,38 @@ def _check_shard(manifest: Manifest, shard: Shard, *, decode: int, seed: int) ->
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
 
 
-def _undecodable(path: Path, shard: Shard, *, decode: int, seed: int) -> Iterator[Problem]:
-    """PIL's verdict on a few images; and the count, which the digest vouches for only if the manifest was right."""
-    from PIL import Image
-
+def _check_samples(
+    path: Path, shard: Shard, rows: Mapping[str, Mapping[str, Any]], *, decode: int, seed: int
+) -> Iterator[Problem]:
+    """Each sample against its row in the meta file, PIL's verdict on a few, and the count."""
     chosen = set(random.Random(f"{seed}/{shard.name}").sample(range(shard.samples), min(decode, shard.samples)))
     count = 0
-    for count, (key, parts) in enumerate(canonical_tar.samples(path), start=1):
-        if count - 1 not in chosen:
-            continue
-        try:
-            with Image.open(io.BytesIO(canonical_tar.picture(parts)), formats=FORMATS) as image:
-                image.load()
-        except (OSError, ValueError, SyntaxError) as error:
-            yield Problem(shard.name, "undecodable", f"sample {key} ({error})")
+    try:
+        for count, (key, parts) in enumerate(canonical_tar.samples(path), start=1):
+            if rows:
+                yield from _compare(shard.name, key, parts, rows.get(key))
+            if count - 1 in chosen:
+                yield from _undecodable(shard.name, key, parts)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        yield Problem(shard.name, "damaged", f"it is not a whole tar ({error})")
+        return
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
+
+
+def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, Any] | None) -> Iterator[Problem]:
+    if row is None or row["status"] != "success":
+        yield Problem(name, "sample", f"{key} is no sample according to its meta file")
+        return
+    found = (difference(row, suffix, payload) for suffix, payload in parts.items())
+    yield from (Problem(name, "sample", f"{key}: {problem}") for problem in found if problem)
+
+
+def _undecodable(name: str, key: str, parts: Mapping[str, bytes]) -> Iterator[Problem]:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(canonical_tar.picture(parts)), formats=FORMATS) as image:
+            image.load()
+    except (OSError, ValueError, SyntaxError) as error:
+        yield Problem(name, "undecodable", f"sample {key} ({error})")

@@ -12,14 +12,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.message import Message
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, names_of
+from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.shard_plan import Plan, read_shard
+from data_prep.fetching.decoding_note import DecodingNote
+from data_prep.fetching.image_converter import ImageConverter
 from data_prep.fetching.import_stubs import stand_ins
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
@@ -28,8 +30,7 @@ from data_prep.settings.download_config import DownloadConfig, FetchConfig, Guar
 with stand_ins("wandb", "webdataset"):
     from img2dataset.blurrer import BoundingBoxBlurrer
     from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
-    from img2dataset.downloader import Downloader, is_disallowed
-    from img2dataset.resizer import Resizer
+    from img2dataset.downloader import Downloader
 
 DISTRIBUTORS = {
     "multiprocessing": multiprocessing_distributor,
@@ -43,15 +44,19 @@ _LOOPBACK = "127.0.0.1"
 _RAY_STORE_BYTES = 100_000_000
 
 
+Mode = Literal["fetch", "retry", "rebuild"]
+"""Ask for all rows; for those that failed for a passing reason; for those whose published sample is damaged."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """What one engine process does: fetch these shards; in a retry only their rows that failed for a passing reason."""
+    """What one engine process does."""
 
     config: DownloadConfig
     folder: Folder
     plan: Plan
     shards: tuple[int, ...]
-    retry: bool = False
+    mode: Mode = "fetch"
 
 
 class ShardReader:
@@ -76,7 +81,7 @@ class ShardDownloader(Downloader):
         columns = ["row", *(["blur"] if source.blur else []), "caption", *([hash_kind] if hash_kind else []), "url"]
         super().__init__(
             sample_writer_class=None,
-            resizer=make_resizer(job.config),
+            resizer=make_converter(job.config),
             thread_count=fetch.threads,
             save_caption=True,
             extract_exif=False,
@@ -90,7 +95,7 @@ class ShardDownloader(Downloader):
             encode_format=job.config.image.encode_format,
             retries=0,  # the opener retries, and only what may pass
             user_agent_token=job.config.guard.user_agent,
-            disallowed_header_directives=list(job.config.guard.opt_outs) or None,
+            disallowed_header_directives=None,  # the opener honours them, before the body is read
             blurring_bbox_col="blur" if source.blur else None,
         )
 
@@ -102,36 +107,36 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(job.folder, shard)
         rows = table.to_pylist()
-        opener.blocked = _blocked(rows, job.folder.removed_names())
+        kept = _kept(job, shard, rows)
+        opener.begin(_blocked(rows, job.folder))
         writer = ShardWriter(
             shard,
             job.folder,
-            plan=job.plan.digest,
+            job.plan,
             rows=rows,
             encode_format=job.config.image.encode_format,
-            retry=job.retry,
+            kept=kept,
+            on_failure=opener.close,
         )
-        asked = table.filter(_passing_failures(job.folder, shard, table)) if job.retry else table
+        asked = table.filter(pa.array([row["row"] not in kept for row in rows], pa.bool_()))
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
             stream.write_table(asked)
         self.sample_writer_class = functools.partial(_given, writer)
-        super().download_shard((shard, path))
+        try:
+            with DecodingNote(job.folder.staging / f"{shard:05d}.decoding", opener.url_of) as self.resizer.note:
+                super().download_shard((shard, path))
+        except Exception:
+            if not writer.is_published:  # else only img2dataset's own statistics could not be written
+                raise
         (job.folder.staging / f"{shard:05d}_stats.json").unlink(missing_ok=True)
 
 
-def make_resizer(config: DownloadConfig) -> Resizer:
-    """img2dataset's resizer with our image settings."""
-    image = config.image
-    return Resizer(
-        image_size=image.size,
-        resize_mode=image.resize_mode,
-        resize_only_if_bigger=image.resize_only_if_bigger,
-        encode_quality=image.encode_quality,
-        encode_format=image.encode_format,
-        skip_reencode=image.skip_reencode,
-        min_image_size=image.min_size,
-        max_image_area=config.guard.max_pixels,
-        max_aspect_ratio=image.max_aspect_ratio,
+def make_converter(config: DownloadConfig) -> ImageConverter:
+    """What turns served bytes into stored ones, with the settings for images."""
+    return ImageConverter(
+        config.image,
+        max_pixels=config.guard.max_pixels,
+        processes=config.fetch.processes,
         blurrer=BoundingBoxBlurrer() if config.source.blur else None,
     )
 
@@ -197,28 +202,23 @@ def _opener_of(config: DownloadConfig) -> Opener:
 
 @functools.cache
 def _cached_opener(guard: GuardConfig, connections: int, retries: int, total_seconds: float) -> Opener:
-    directives = set(guard.opt_outs)
-
-    def is_opted_out(headers: Message) -> bool:
-        return bool(directives) and is_disallowed(headers, guard.user_agent.lower(), directives)
-
-    return Opener(
-        guard, connections=connections, retries=retries, total_seconds=total_seconds, is_opted_out=is_opted_out
-    )
+    return Opener(guard, connections=connections, retries=retries, total_seconds=total_seconds)
 
 
-def _blocked(rows: list[dict[str, Any]], removed: frozenset[str]) -> frozenset[str]:
-    """URLs that no row of the shard may ask for any more; one that another row keeps is left to the writer."""
-    if not removed:
-        return removed
-    out = [not removed.isdisjoint(names_of(row)) for row in rows]
-    kept = {row["url"] for row, is_out in zip(rows, out, strict=True) if not is_out}
-    return frozenset(row["url"] for row, is_out in zip(rows, out, strict=True) if is_out) - kept
+def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
+    """The published rows that this job does not ask for again."""
+    if job.mode == "retry":
+        return settled_rows(job.folder, shard)
+    return intact_rows(job.folder, shard, {row["row"]: row for row in rows}) if job.mode == "rebuild" else {}
 
 
-def _passing_failures(folder: Folder, shard: int, table: Any) -> Any:
-    import pyarrow.parquet as pq
-
-    meta = pq.read_table(folder.meta(shard), columns=["row", "reason"]).to_pydict()
-    again = {n for n, reason in zip(*meta.values(), strict=True) if reason and reasons.is_transient(reason)}
-    return pa.array([row in again for row in table.column("row").to_pylist()], pa.bool_())
+def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
+    """URLs that are not asked for, with the reason. One that another row may have is left to the writer."""
+    blocked = dict.fromkeys(folder.quarantined(), reasons.QUARANTINED)
+    removed = folder.removed_names()
+    if removed:
+        out = [not removed.isdisjoint(names_of(row)) for row in rows]
+        kept = {row["url"] for row, is_out in zip(rows, out, strict=True) if not is_out}
+        gone = {row["url"] for row, is_out in zip(rows, out, strict=True) if is_out} - kept
+        blocked |= dict.fromkeys(gone, reasons.REMOVED)
+    return blocked

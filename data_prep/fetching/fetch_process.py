@@ -30,7 +30,7 @@ def main(path: str) -> None:
     tree: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     config = parse(DownloadConfig, tree["config"])
     folder = Folder(Path(config.output), config.fetch.worker)
-    run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), retry=tree["retry"]))
+    run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
 
 
 def _end_with_parent() -> None:

@@ -21,10 +21,21 @@ from data_prep import reasons
 from data_prep.reasons import FetchError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# Doors to the metadata services of clouds that not every Python counts among the special addresses.
-_METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
-# NAT64 of a network's own making (RFC 8215): where it leads is not told by the address.
-_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+# Special addresses that Python 3.11 counts among the global ones.
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "168.63.129.16/32",  # a cloud's metadata service
+            "192.0.0.0/24",  # protocol assignments, metadata services among them
+            "192.88.99.0/24",  # 6to4 relays, deprecated (RFC 7526)
+            "64:ff9b:1::/48",  # NAT64 of a network's own (RFC 8215): the address does not say where it leads
+            "100:0:0:1::/64",  # dummy prefix (RFC 9780)
+            "3fff::/20",  # documentation (RFC 9637)
+            "5f00::/16",  # segment routing (RFC 9602)
+        ),
+    )
+)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -49,7 +60,7 @@ class AddressFilter:
         inner = _inner(address)
         if inner is not None:
             return self._judge(str(inner))
-        listed = any(address in network for network in (*_METADATA, _LOCAL_NAT64))
+        listed = any(address in network for network in _SPECIAL)
         # Python counts site-local and IPv4-compatible addresses (::/96) among the global ones.
         local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
         special = not address.is_global or address.is_multicast or address.is_reserved or local or listed

@@ -17,7 +17,7 @@ from data_prep import reasons
 from data_prep.fetching.opener import Opener
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.source_config import SourceConfig
+from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources.table_checks import CHECKED_ROWS, first_rows
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError
@@ -85,6 +85,10 @@ def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: Down
     if best and best[0][1] > len(differ) / 2:
         algorithm, what = best[0][0].split(" of ", 1)
         if what == "the bytes":
+            if algorithm not in HASH_KINDS:
+                return (
+                    f"{said}It holds their {algorithm}, against which nothing is verified here: set source.hash=null."
+                )
             return f"{said}It holds their {algorithm}: set source.hash_kind={algorithm}."
         return f"{said}It holds the {algorithm} of {what}, which cannot verify a download: set source.hash=null."
     return f"{said}What it is a hash of is not known here. Name the right column, or set source.hash=null."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.settings.download_config import MonitorConfig
+from pipeline.errors import UserError
 
 
 @dataclass
@@ -33,32 +35,35 @@ class Counts:
 class Monitor:
     """Reads records and live files on each `poll`; `done` counts finished shards, `now` adds those under way.
 
-    A shard that has a record already (a retry) is finished when its record has changed.
+    A shard that has a record already (in a retry or a rebuild) is finished when its record has changed.
     """
 
     def __init__(self, folder: Folder, shards: tuple[int, ...]) -> None:
         self._folder = folder
         self._before = {shard: _stamp(folder, shard) for shard in shards}
-        self._old = {shard: folder.read_record(shard) for shard, stamp in self._before.items() if stamp}
+        self._old: dict[int, ShardRecord] = {}
+        for shard, stamp in self._before.items():
+            with contextlib.suppress(UserError):  # damaged: about to be replaced
+                if stamp:
+                    self._old[shard] = folder.read_record(shard)
         self.waiting = set(shards)
         # Finished shards in order, with the number of URLs that were done when it was noticed.
         self.finished: list[tuple[int, int]] = []
         self.done = Counts()
         self.now = Counts()
-        self._live: list[dict[str, Any]] = []
+        self._live: dict[int, dict[str, Any]] = {}
 
     def poll(self) -> None:
         # Live files first: a worker removes its own only when the record is there, so that no shard is missed.
         live = {int(path.stem): state for path in self._folder.staging.glob("*.live") if (state := _read(path))}
         new = []
         for shard in self._folder.finished():
-            # A retry takes the older record away while it publishes: such a shard is not there until the next poll.
             changed = shard in self.waiting and _stamp(self._folder, shard) not in (0, self._before[shard])
             if changed and (outcome := self._outcome(shard)) is not None:
                 self.done += outcome
                 new.append(shard)
         self.waiting.difference_update(new)
-        self._live = list(live.values())
+        self._live = live
         self.now = self.done
         for shard, state in live.items():
             if shard in self.waiting:
@@ -82,8 +87,12 @@ class Monitor:
 
     def dead_workers(self) -> list[int]:
         """Process ids on this machine that were in the middle of a shard and are gone."""
+        return sorted({self._live[shard]["pid"] for shard in self.abandoned()})
+
+    def abandoned(self) -> list[int]:
+        """Shards that such a process was working on."""
         here = socket.gethostname()
-        return sorted({s["pid"] for s in self._live if s["host"] == here and not _is_alive(s["pid"])})
+        return sorted(n for n, s in self._live.items() if s["host"] == here and not _is_alive(s["pid"]))
 
 
 class SuccessWindow:

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
@@ -20,10 +20,13 @@ from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from data_prep import reasons
 from data_prep.fetching.content import check_image
 from data_prep.fetching.deadline import Deadlines
 from data_prep.fetching.guard import AddressFilter
+from data_prep.fetching.opt_out import is_opted_out
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
@@ -36,10 +39,10 @@ class Fetched:
 
     def __init__(self, headers: Message, body: bytes) -> None:
         self.headers = headers
-        self._body = body
+        self.body = body
 
     def read(self) -> bytes:
-        return self._body
+        return self.body
 
     def __enter__(self) -> Fetched:
         return self
@@ -47,7 +50,7 @@ class Fetched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._body = b""
+        self.body = b""
 
 
 @dataclass
@@ -61,13 +64,14 @@ class _Host:
 
 
 class Opener:
-    """Stands in for urllib's global opener (`urllib.request.install_opener`).
+    """Replaces urllib's global opener (`urllib.request.install_opener`).
 
-    Args: connections: requests to one host that this process may have under way (the host of the row's URL).
-      retries: further attempts after a transient failure, each after the host's back-off.
-      total_seconds: for one attempt, from connecting to the last byte, redirects included; a server that drips is
-        given up, whether it drips its handshake, its headers or its body.
-      is_opted_out: tells from the headers whether the owner opted out; asked before the body is read.
+    Args:
+        guard: What is refused. Opt-outs are read from the headers of every answer, before its body.
+        connections: Requests to one host that this process may have under way (the host of the row's URL).
+        retries: Further attempts after a transient failure, each after the host's back-off.
+        total_seconds: For one attempt, from connecting to the last byte, redirects included. A server that sends its
+            handshake, headers or body byte by byte is given up.
     """
 
     def __init__(
@@ -77,30 +81,55 @@ class Opener:
         connections: int,
         retries: int,
         total_seconds: float,
-        is_opted_out: Callable[[Message], bool] = lambda headers: False,
     ) -> None:
         self._guard = guard
         self._retries = retries
         self._total_seconds = total_seconds
         self._deadlines = Deadlines(total_seconds)
-        self._is_opted_out = is_opted_out
         self._director = _director(guard, self._deadlines)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
-        self.blocked: frozenset[str] = frozenset()
+        self._blocked: Mapping[str, str] = {}
+        self._is_closed = False
+        # Where bodies came from, by their hash: img2dataset hands on a body without its URL.
+        self._urls: dict[int, str] = {}
         self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}" + (
             f"; +{guard.contact})" if guard.contact else ")"
         )
 
+    def begin(self, blocked: Mapping[str, str]) -> None:
+        """Start a shard. Args: blocked: URLs that are not to be asked for, with the reason."""
+        self._blocked, self._is_closed, self._urls = blocked, False, {}
+
+    def close(self) -> None:
+        """Refuse all further URLs at once: the shard has failed."""
+        self._is_closed = True
+
+    def url_of(self, body: bytes) -> str:
+        """The URL of this shard that a body came from."""
+        return self._urls.get(xxh3_64_intdigest(body), "")
+
     def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> Fetched:
-        """Fetch one image. Raises: FetchError, whose text begins with the reason."""
+        """Fetch one image.
+
+        Raises:
+            FetchError: Its text begins with the reason.
+        """
+        if self._is_closed:
+            raise FetchError(reasons.INTERNAL, "the shard has failed already")
         if isinstance(request, str):
-            request = urllib.request.Request(request)
-        if request.full_url in self.blocked:
-            raise FetchError(reasons.REMOVED)
+            try:
+                request = urllib.request.Request(request)
+            except ValueError as error:
+                raise FetchError(reasons.BAD_URL, str(error)) from error
+        url = request.full_url
+        if url in self._blocked:
+            raise FetchError(self._blocked[url])
         host = self._host_of(request)
         for attempt in range(self._retries + 1):
             try:
-                return self._attempt(request, host, timeout)
+                fetched = self._attempt(request, host, timeout)
+                self._urls[xxh3_64_intdigest(fetched.body)] = url
+                return fetched
             except FetchError as error:
                 if attempt == self._retries or not reasons.is_transient(error.reason):
                     raise
@@ -117,6 +146,7 @@ class Opener:
             raise FetchError(reasons.REFUSED_SCHEME, parts.scheme or "none")
         if not name:
             raise FetchError(reasons.BAD_URL, "no host")
+        _check_authority(parts)
         return self._hosts[name]
 
     def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
@@ -142,19 +172,18 @@ class Opener:
 
     def _receive(self, response: Any) -> Fetched:
         headers: Message = response.headers
-        if self._is_opted_out(headers):
-            return Fetched(headers, b"")
+        _check_opt_out(headers, self._guard)
         body = b"".join(self._chunks(response))
-        promised = headers.get("Content-Length", "")
-        if promised.isdigit() and len(body) < int(promised):
+        promised = _number(headers.get("Content-Length", ""))
+        if promised is not None and len(body) < promised:
             raise FetchError(reasons.CUT_OFF, f"{len(body)} of {promised} bytes came")
         check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
         return Fetched(headers, body)
 
     def _chunks(self, response: Any) -> Iterator[bytes]:
-        promised = response.headers.get("Content-Length", "")
+        promised = _number(response.headers.get("Content-Length", ""))
         limit = self._guard.max_bytes
-        if promised.isdigit() and int(promised) > limit:
+        if promised is not None and promised > limit:
             raise FetchError(reasons.TOO_MANY_BYTES, f"{promised} announced")
         received = 0
         while chunk := response.read1(_CHUNK):
@@ -188,12 +217,37 @@ def _turn(host: _Host) -> Iterator[None]:
 def _retry_after(error: Exception) -> float:
     """Seconds that a `Retry-After` header asks for (a number or a date); 0 when there is none."""
     text = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
-    if text.strip().isdigit():
-        return float(text)
+    seconds = _number(text)
+    if seconds is not None:
+        return float(seconds)
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time()) if text else 0.0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, IndexError):
         return 0.0
+
+
+def _number(text: str) -> int | None:
+    """A header's number. Only ASCII digits count: `str.isdigit` also accepts superscripts, which `int` refuses."""
+    text = text.strip()
+    return int(text[:18]) if text.isascii() and text.isdigit() else None
+
+
+def _check_authority(parts: urllib.parse.SplitResult) -> None:
+    """Refuse what urllib would take for a host's name (`user:password@host`) and ports that do not exist.
+
+    Credentials found on the web are not used.
+    """
+    if "@" in parts.netloc:
+        raise FetchError(reasons.BAD_URL, "a user name before the host")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise FetchError(reasons.BAD_URL, str(error)) from error
+
+
+def _check_opt_out(headers: Message, guard: GuardConfig) -> None:
+    if is_opted_out(headers, user_agent=guard.user_agent, opt_outs=guard.opt_outs):
+        raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
 
 
 def ascii_url(url: str) -> str:
@@ -246,16 +300,17 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self._guard = guard
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
-        scheme = urllib.parse.urlsplit(newurl).scheme.lower()
+        fp.close()  # urllib would read a redirect's body to its end, however long that takes
+        _check_opt_out(headers, self._guard)
+        parts = urllib.parse.urlsplit(newurl)
+        _check_authority(parts)
+        scheme = parts.scheme.lower()
         if scheme not in self._guard.schemes:
             raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
         # urllib keeps the addresses visited so far on the request itself.
         if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
             raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
-        new = super().redirect_request(req, fp, code, msg, headers, newurl)
-        # urllib reads a redirect's body to its end, however long that takes; of a closed answer nothing is read.
-        fp.close()
-        return new
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _director(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:

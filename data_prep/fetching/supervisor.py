@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.fault_points import RUN
+from data_prep.dataset.shard_commit import recover
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
+from data_prep.fetching.quarantine import blame
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -24,14 +27,21 @@ _POLL_SECONDS = 0.25
 # A look lists the records of all shards, hundreds of thousands in large sets: at most one part in so many of the time.
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
+_PROBE_BYTES = 1 << 20
+
+
+# Images in a row that may kill workers without a shard being finished in between.
+_MOST_DEATHS = 20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a session tells while it runs: its number of URLs, what became of those that are done, and the time."""
+    """How far a session is."""
 
     total: int
+    """URLs of the session."""
     counts: Counts
+    """What became of those that are done."""
     seconds: float
 
 
@@ -44,30 +54,47 @@ def fetch(
     shards: tuple[int, ...],
     *,
     total: int,
-    retry: bool = False,
+    mode: str = "fetch",
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
     """Fetch these shards, starting the engine as often as it takes.
 
-    Args: total: URLs in them, for the progress. retry: ask only for rows that failed for a passing reason.
-    Raises: Paused when success collapses, or the engine makes no progress any more.
+    Args:
+        config: All settings.
+        shards: Their numbers.
+        total: URLs to ask for, for the progress.
+        mode: See `downloader.Mode`.
+        on_progress: Called a few times a second.
+
+    Raises:
+        Paused: Success collapses, or the engine makes no progress any more.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
-    _clean(folder)
-    # What is asked again has failed before: a low success is expected there.
-    limits = dataclasses.replace(config.monitor, min_success=0.0) if retry else config.monitor
+    clean(folder, shards)
+    # What is asked again has failed before, or is a few rows: a low success is no sign of a collapse there.
+    limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
-    started, fruitless = time.monotonic(), 0
+    started, fruitless, deaths = time.monotonic(), 0, 0
 
-    def tell() -> None:
+    def show() -> None:
         on_progress(Progress(total, monitor.now, time.monotonic() - started))
 
     while monitor.waiting:
         finished = len(monitor.finished)
-        with FetchEngine(config, tuple(sorted(monitor.waiting)), retry=retry) as engine:
-            problem = _watch(engine, monitor, window, stall=limits.stall, tell=tell)
-        _clean(folder)
-        fruitless = fruitless + 1 if len(monitor.finished) == finished else 0
+        with FetchEngine(config, tuple(sorted(monitor.waiting)), mode=mode) as engine:
+            problem = _watch(engine, monitor, window, stall=limits.stall, show=show)
+            abandoned = monitor.abandoned()  # before the other workers are ended as well
+        killers = blame(folder, abandoned)
+        clean(folder, shards)
+        monitor.poll()
+        if len(monitor.finished) > finished:
+            fruitless = deaths = 0
+        elif killers and deaths < _MOST_DEATHS:
+            deaths += 1  # each image can do so only twice
+        else:
+            fruitless += 1
+        if monitor.waiting:
+            _check_disk(folder)
         if monitor.waiting and fruitless > limits.restarts:
             raise Paused(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
@@ -77,7 +104,7 @@ def fetch(
 
 
 def _watch(
-    engine: FetchEngine, monitor: Monitor, window: SuccessWindow, *, stall: float, tell: Callable[[], None]
+    engine: FetchEngine, monitor: Monitor, window: SuccessWindow, *, stall: float, show: Callable[[], None]
 ) -> str:
     """Follow one engine to its end. Returns: how it ended. Raises: Paused on collapse."""
     moved, attempted = time.monotonic(), -1
@@ -85,7 +112,7 @@ def _watch(
         ended, began = engine.poll(), time.monotonic()
         monitor.poll()
         took = time.monotonic() - began
-        tell()
+        show()
         if ended is not None:
             return f"it ended with exit status {ended}"
         reason = window.collapse(monitor.now)
@@ -102,14 +129,31 @@ def _watch(
         time.sleep(max(_POLL_SECONDS, took * _POLL_SHARE))
 
 
+def _check_disk(folder: Folder) -> None:
+    """Say so when the engine ended because nothing can be written. Raises: Paused."""
+    path = folder.staging / "probe"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise Paused(
+            f"Cannot write to {folder.root}: {error.strerror}. Make room or mend it; the same command continues."
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: int) -> str:
     """Take back the shards that the collapse may have hit, so that their URLs are asked again. Returns: the message."""
-    monitor.poll()
     folder = engine.folder
+    recover(folder, monitor.waiting)
+    monitor.poll()
     spoilt = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
     for shard in spoilt:
         folder.withdraw(shard)
-    _clean(folder)
+    clean(folder, monitor.waiting)
     return (
         f"Paused: {reason}. Check the network, the name server and whether the hosts have banned this address. "
         f"{len(monitor.finished) - len(spoilt):,} shards of this run are kept, {len(spoilt):,} that it may "
@@ -121,11 +165,11 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
 class FetchEngine:
     """The engine process and its whole process group; leaving the block ends whatever is still running."""
 
-    def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, retry: bool) -> None:
+    def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
         self.folder = Folder(Path(config.output), config.fetch.worker)
         self.log = self.folder.staging / "engine.log"
         job = self.folder.staging / "job.json"
-        job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "retry": retry}), encoding="utf-8")
+        job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "mode": mode}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "data_prep.fetching.fetch_process", str(job)],
@@ -133,6 +177,7 @@ class FetchEngine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, RUN: str(os.getpid())},
             )
 
     def poll(self) -> int | None:
@@ -165,8 +210,9 @@ class FetchEngine:
         self.stop()
 
 
-def _clean(folder: Folder) -> None:
-    """Remove what an engine that is gone has left behind unfinished."""
-    for pattern in ("*.live", ".*.tmp", "*.spool", "*.arrow", "*_stats.json"):
+def clean(folder: Folder, shards: Iterable[int]) -> None:
+    """Finish what an engine that is gone has committed, and remove what it has left unfinished."""
+    recover(folder, shards)
+    for pattern in ("*.live", "*.spool", "*.arrow", "*.decoding", "*_stats.json", ".*.tmp"):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

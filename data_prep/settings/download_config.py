@@ -89,6 +89,12 @@ class GuardConfig:
     max_backoff: float = Field(default=30.0, ge=0)
     """The longest such pause, in seconds."""
 
+    @pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: object) -> object:
+        """Accept `guard.allow_addresses=127.0.0.1` for `[127.0.0.1]`; a wrong value is then refused for what it is."""
+        return (value,) if isinstance(value, str) else value
+
     @pydantic.field_validator("allow_addresses")
     @classmethod
     def _are_networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -97,7 +103,8 @@ class GuardConfig:
                 ipaddress.ip_network(value, strict=False)
             except ValueError as error:
                 raise ValueError(
-                    f"{value!r} is neither an IP address nor a network such as 10.0.0.0/8; names are not allowed here"
+                    f"{value!r} is neither an IP address nor a network such as 10.0.0.0/8; names such as localhost "
+                    "are not allowed here, their addresses are: 127.0.0.1"
                 ) from error
         return values
 

@@ -69,6 +69,11 @@ class SourceConfig:
         known = SOURCES.get(name) if isinstance(name, str) else None  # `resolve` refuses unknown ones, with the nearest
         return {**known.settings, **tree} if known else given
 
+    @pydantic.field_validator("header", "keep", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
     @pydantic.model_validator(mode="after")
     def _columns_differ(self) -> SourceConfig:
         used = [c for c in (self.url, self.caption, self.uid, self.hash, self.blur, *self.keep) if c]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 
 from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
+from data_prep.sources.separated_values import separated_values
+from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized
 from pipeline.errors import UserError
 
 _SUFFIXES = {
@@ -25,8 +28,6 @@ _SUFFIXES = {
 _Opener = Callable[[Path, SourceConfig, str], Iterator[Any]]
 _BATCH_ROWS = 32_768
 _PEEKED_LINES = 1_000
-# More lines with a wrong number of fields than this share mean that the settings are wrong, or the file is damaged.
-_ODD_SHARE = 0.1
 
 
 def files_of(source: SourceConfig) -> list[Path]:
@@ -63,37 +64,89 @@ def format_of(path: Path, source: SourceConfig) -> str:
     return kind
 
 
-def columns_of(source: SourceConfig) -> list[str]:
-    """The columns to read, in a fixed order."""
-    named = [source.url, source.caption, source.uid, source.hash, source.blur, *source.keep]
-    return [name for name in named if name]
-
-
-def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda lines: None) -> Iterator[Any]:
+def read(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda rows: None) -> Iterator[Any]:
     """pyarrow RecordBatches with exactly `columns_of(source)`, in the table's order.
 
-    Args: on_skipped: called at the end of each file with its lines that have another number of fields than the rest.
-    Raises: UserError when a column is missing or a file cannot be read as its format.
+    URLs, captions, uids and hashes are strings whatever the files hold; kept columns have one type in all files.
+
+    Args:
+        source: The table.
+        on_skipped: Called with the number of rows that cannot be read: text that is not UTF-8, and, at the end of a
+            file, lines with another number of fields than the rest.
+
+    Raises:
+        UserError: A column is missing or of an unfit type, or a file cannot be read as its format.
     """
+    import pyarrow as pa
+
+    kinds: dict[str, Any] = {}
     if source.table is None:
-        for table in hub.read(source, columns_of(source), _BATCH_ROWS):
-            _need(columns_of(source), table.schema.names, str(source.hub))
-            yield from table.select(columns_of(source)).to_batches()
-        return
-    for path in files_of(source):
-        yield from _read_file(path, source, on_skipped)
+        batches = _from_hub(source)
+    else:
+        files = files_of(source)
+        kinds = _kept_kinds(files, source)
+        batches = ((str(path), batch) for path in files for batch in _read_file(path, source, on_skipped))
+    for where, batch in batches:
+        for name in source.keep:
+            kind = batch.schema.field(name).type
+            kinds.setdefault(name, pa.string() if is_text(kind) else kind)
+        clean, left_out = normalized(batch, source, kinds, where)
+        if left_out:
+            on_skipped(left_out)
+        yield clean
+
+
+def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    for table in hub.read(source, columns_of(source), _BATCH_ROWS):
+        need_columns(columns_of(source), table.schema.names, str(source.hub))
+        yield from ((str(source.hub), batch) for batch in table.select(columns_of(source)).to_batches())
 
 
 def count_known(source: SourceConfig) -> int | None:
-    """The number of rows where it is known without reading the table (local parquet), else None."""
-    import pyarrow.parquet as pq
-
+    """The number of rows if it is known without reading the table (local parquet), else None."""
     if source.table is None:
         return None
     paths = files_of(source)
     if any(format_of(path, source) != "parquet" for path in paths):
         return None
-    return sum(pq.ParquetFile(path).metadata.num_rows for path in paths)
+    return sum(_open_parquet(path).metadata.num_rows for path in paths)
+
+
+def _open_parquet(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} is not a whole parquet file ({error}). Was it cut short, or is it a web page saved under this "
+            "name? Fetch it again, or move it away."
+        ) from error
+
+
+def _kept_kinds(files: list[Path], source: SourceConfig) -> dict[str, Any]:
+    """A type for each kept column that the values of all parquet files fit, such as double for float and int."""
+    import pyarrow as pa
+
+    kinds: dict[str, Any] = {}
+    if not source.keep or any(format_of(path, source) != "parquet" for path in files):
+        return kinds
+    for path in files:
+        schema = _open_parquet(path).schema_arrow
+        need_columns(columns_of(source), schema.names, str(path))
+        for name in source.keep:
+            kind = schema.field(name).type
+            kind = pa.string() if is_text(kind) else kind
+            try:
+                pair = [pa.schema([(name, known)]) for known in (kinds.get(name, kind), kind)]
+                kinds[name] = pa.unify_schemas(pair, promote_options="permissive").field(name).type
+            except pa.ArrowException as error:
+                raise UserError(
+                    f"Column {name!r} is of type {kind} in {path} and of type {kinds[name]} in the files before it. "
+                    f"Leave it out of source.keep = {list(source.keep)}, or convert the files to one type."
+                ) from error
+    return kinds
 
 
 def check_files(source: SourceConfig) -> None:
@@ -120,7 +173,7 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
     import pyarrow as pa
 
     kind, columns = format_of(path, source), columns_of(source)
-    separated = partial(_separated, on_skipped=on_skipped)
+    separated = partial(separated_values, on_skipped=on_skipped)
     openers: dict[str, _Opener] = {
         "parquet": _parquet,
         "csv": separated,
@@ -129,62 +182,18 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
     }
     try:
         for batch in openers[kind](path, source, kind):
-            _need(columns, batch.schema.names, str(path))
+            need_columns(columns, batch.schema.names, str(path))
             yield batch.select(columns)
-    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as {kind}: {error}") from error
 
 
 def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        _need(columns_of(source), file.schema_arrow.names, str(path))
+    with _open_parquet(path) as file:
+        need_columns(columns_of(source), file.schema_arrow.names, str(path))
         # One row group at a time: over the whole file, what was read stays in memory to the end.
         for group in range(file.num_row_groups):
             yield from file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns_of(source))
-
-
-def _separated(path: Path, source: SourceConfig, kind: str, *, on_skipped: Callable[[int], None]) -> Iterator[Any]:
-    """CSV with quotes; TSV without, because captions hold unbalanced ones. All columns are read as text.
-
-    Lines with a wrong number of fields are left out and counted, unless they are too many to be accidents.
-    """
-    import pyarrow as pa
-    import pyarrow.csv as pc
-
-    names = list(source.header) or None
-    quote: Any = '"' if kind == "csv" else False
-    skipped = 0
-    first: Any = None
-
-    def leave_out(line: Any) -> str:
-        nonlocal skipped, first
-        skipped, first = skipped + 1, first or line
-        return "skip"
-
-    reader = pc.open_csv(
-        path,
-        read_options=pc.ReadOptions(column_names=names, block_size=8 << 20),
-        parse_options=pc.ParseOptions(
-            delimiter="," if kind == "csv" else "\t",
-            quote_char=quote,
-            newlines_in_values=kind == "csv",
-            invalid_row_handler=leave_out,
-        ),
-        convert_options=pc.ConvertOptions(column_types={name: pa.string() for name in columns_of(source)}),
-    )
-    good = 0
-    for batch in reader:
-        good += batch.num_rows
-        yield batch
-    if first is not None and skipped > _ODD_SHARE * (good + skipped):
-        raise UserError(
-            f"{path} cannot be read as {kind}: {skipped:,} of {good + skipped:,} lines have another number of fields "
-            f"than {first.expected_columns}, for example {first.actual_columns} in {first.text[:80]!r}. "
-            "Set source.format and source.header to what the file holds."
-        )
-    on_skipped(skipped)
 
 
 def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
@@ -193,7 +202,7 @@ def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
     yield from pj.open_json(
         path,
         read_options=pj.ReadOptions(block_size=8 << 20),
-        # Fields that nobody asked for are passed over, whatever kinds of values they hold.
+        # Other fields are ignored, whatever kinds of values they hold.
         parse_options=pj.ParseOptions(explicit_schema=_json_schema(path, source), unexpected_field_behavior="ignore"),
     )
 
@@ -206,20 +215,11 @@ def _json_schema(path: Path, source: SourceConfig) -> Any:
         rows = [json.loads(line) for line in itertools.islice(file, _PEEKED_LINES) if line.strip()]
     if not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} cannot be read as jsonl: a line of it is not an object such as {{...}}.")
-    _need(columns_of(source), list(dict.fromkeys(name for row in rows for name in row)), str(path))
+    need_columns(columns_of(source), list(dict.fromkeys(name for row in rows for name in row)), str(path))
     kinds = dict.fromkeys(columns_of(source), pa.string())
-    for name in source.keep:
+    for name in (*source.keep, *([source.uid] if source.uid else [])):
         kind = pa.array([row.get(name) for row in rows]).type
         kinds[name] = pa.string() if pa.types.is_null(kind) else kind
     if source.blur:
         kinds[source.blur] = pa.list_(pa.list_(pa.float64()))
     return pa.schema(kinds)
-
-
-def _need(columns: list[str], present: list[str], where: str) -> None:
-    missing = [name for name in columns if name not in present]
-    if missing:
-        raise UserError(
-            f"{where} has no column {', '.join(map(repr, missing))}. Its columns are {', '.join(map(repr, present))}. "
-            "Set source.url, source.caption, source.uid, source.hash or source.keep to these names."
-        )

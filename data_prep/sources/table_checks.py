@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.settings.download_config import DownloadConfig, FetchConfig
-from data_prep.settings.source_config import SourceConfig
+from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources import metadata_tables
 from pipeline.errors import UserError
 
@@ -112,16 +112,32 @@ def _check_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[
     if source.hash is None:
         return
     wanted = _HEX_LENGTH[source.hash_kind]
-    share = _share(rows, source.hash, lambda value: _is_hash(value) and len(str(value)) == wanted)
+
+    def is_right(value: Any) -> bool:
+        return _is_hash(value) and len(str(value)) == wanted
+
+    share = _share(rows, source.hash, is_right)
     if share < 0.99:
-        example = str(next((row[source.hash] for row in rows if row[source.hash]), None))
-        kinds = [kind for kind, length in _HEX_LENGTH.items() if length == len(example) and _is_hash(example)]
-        hint = f"It looks like {kinds[0]}: set source.hash_kind." if kinds else "It is no hash that is known here."
+        example = next((row[source.hash] for row in rows if row[source.hash] and not is_right(row[source.hash])), None)
         raise UserError(
             f"Column {source.hash!r} should hold {source.hash_kind} in hex ({wanted} digits), but {1 - share:.0%} of "
-            f"the first {len(rows):,} values are not, for example {example[:80]!r} of length {len(example)}. {hint}"
+            f"the first {len(rows):,} values are not, {_what_instead(example)}"
         )
     yield from ()
+
+
+def _what_instead(example: Any) -> str:
+    """What a value that is no hash of the right kind seems to be, and what to do about it."""
+    if example is None:
+        return "because they are empty. Name the right column, or set source.hash=null."
+    text = str(example)
+    kind = next((kind for kind, length in _HEX_LENGTH.items() if length == len(text) and _is_hash(text)), None)
+    shown = f"for example {text[:80]!r} of length {len(text)}."
+    if kind is None:
+        return f"{shown} It is no hash that is known here: name the right column, or set source.hash=null."
+    if kind not in HASH_KINDS:
+        return f"{shown} It looks like {kind}, against which nothing is verified here: set source.hash=null."
+    return f"{shown} It looks like {kind}: set source.hash_kind={kind}."
 
 
 def _notes(config: DownloadConfig) -> Iterator[str]:

@@ -20,6 +20,11 @@ from pipeline.errors import UserError
     ("tree", "words"),
     [
         ({"guard": {"allow_addresses": ["localhost"]}}, "neither an IP address nor a network"),
+        (
+            {"guard": {"allow_addresses": "localhost"}},
+            "names such as localhost are not allowed here",
+        ),
+        ({"guard": {"opt_outs": "noia"}}, "noai"),
         ({"fetch": {"worker": 2, "workers": 2}}, "worker = 2 must be below workers = 2"),
         ({"fetch": {"master": "yarn"}}, "is for the distributors pyspark and ray"),
         ({"fetch": {"distributor": "dask"}}, "multiprocessing"),
@@ -34,6 +39,14 @@ def test_refused(tree: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match="refused") as caught:
         parse(DownloadConfig, {"output": "x", **tree})
     assert words in str(caught.value)
+
+
+def test_one_value_is_a_list_of_one() -> None:
+    words = ["output=x", "guard.allow_addresses=127.0.0.1", "guard.opt_outs=noai", "source.keep=NSFW"]
+    config = parse(DownloadConfig, parse_overrides(words))
+    assert config.guard.allow_addresses == ("127.0.0.1",)
+    assert config.guard.opt_outs == ("noai",)
+    assert config.source.keep == ("NSFW",)
 
 
 def test_output_is_required() -> None:

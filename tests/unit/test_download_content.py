@@ -8,6 +8,7 @@ import zlib
 import pytest
 
 from data_prep import reasons
+from data_prep.dataset.ingest_report import meaning_of
 from data_prep.fetching.content import check_image, extension
 from data_prep.reasons import FetchError
 from tests.web import encoded, jpeg
@@ -70,10 +71,16 @@ def test_extension_follows_the_bytes(kind: str, name: str) -> None:
     assert extension(encoded(kind), "jpg") == name
 
 
-def test_every_message_of_the_engine_has_a_reason() -> None:
-    assert reasons.of_message("image too small") == reasons.TOO_SMALL
-    assert reasons.of_message("Image decoding error") == reasons.UNDECODABLE
+def test_messages_of_rows_have_reasons() -> None:
+    assert reasons.of_message("hash mismatch") == reasons.HASH_MISMATCH, "img2dataset's own"
+    assert reasons.of_message("undecodable: bad Huffman code") == reasons.UNDECODABLE
     assert reasons.of_message("http 503: Busy") == "http 503"
     assert reasons.of_message("unknown url type: ''") == reasons.BAD_URL
+    assert reasons.of_message("Invalid IPv6 URL") == reasons.BAD_URL
     assert reasons.is_transient("http 503")
     assert not reasons.is_transient("http 404")
+
+
+def test_every_reason_is_explained() -> None:
+    assert not [reason for reason in reasons.KNOWN if not meaning_of(reason)]
+    assert meaning_of("http 418") == "the server's answer"

@@ -16,7 +16,8 @@ from data_prep.dataset.shard_plan import load_plan
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig
-from data_prep.sources.metadata_tables import columns_of, count_known, files_of, read
+from data_prep.sources.metadata_tables import count_known, files_of, read
+from data_prep.sources.text_columns import columns_of
 from pipeline.config import parse
 from pipeline.errors import UserError
 
@@ -73,7 +74,9 @@ def test_lines_with_a_wrong_number_of_fields_are_left_out_and_counted(tmp_path: 
     notes: list[str] = []
     _, plan = prepare(parse(DownloadConfig, tree), on_note=notes.append)
     assert (plan.rows, plan.skipped, plan.seen) == (38, 2, 40)
-    assert notes == ["2 of 40 lines have a wrong number of fields and were left out."]
+    assert notes == [
+        "2 of 40 rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."
+    ]
     assert load_plan(Folder(tmp_path / "out")) == plan
 
     (tmp_path / f"list.{kind}").write_text("\n".join([lines[7]] * 40) + "\n")
@@ -129,7 +132,7 @@ def test_missing_column_names_those_that_are_there(tmp_path: Path) -> None:
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match="cannot be read as parquet"):
+    with pytest.raises(UserError, match=r"is not a whole parquet file.*a web page"):
         rows_of(SourceConfig(table=str(tmp_path)))
     with pytest.raises(UserError, match="neither a file nor a folder"):
         files_of(SourceConfig(table=str(tmp_path / "none")))

@@ -219,9 +219,7 @@ def test_opt_out_is_seen_before_the_body_is_read(site: Site) -> None:
         handler.end_headers()  # and never a byte of the body
 
     site.answers["/a"] = noai
-    polite = opener()
-    polite._is_opted_out = lambda headers: "noai" in headers.get("X-Robots-Tag", "")
-    assert polite.open(site.base + "/a").read() == b""
+    assert refusal(opener(), site.base + "/a") == reasons.OPTED_OUT
 
 
 def test_user_agent_names_the_contact(site: Site) -> None:
@@ -297,7 +295,7 @@ def test_lasting_failures_are_not_asked_again(site: Site) -> None:
 def test_removed_urls_are_never_asked(site: Site) -> None:
     url = site.image("/a", jpeg())
     given = opener()
-    given.blocked = frozenset({url})
+    given.begin({url: reasons.REMOVED})
     assert refusal(given, url) == reasons.REMOVED
     assert site.agents == []
 
@@ -325,3 +323,68 @@ def test_proxies_of_the_environment_are_ignored_unless_trusted(site: Site, monke
     url = site.image("/a", jpeg())
     assert opener().open(url).read() == jpeg()
     assert refusal(opener(trust_proxy=True), url) == reasons.CONNECTION
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["192.88.99.1", "3fff::1", "3fff:fff:ffff::1", "5f00::1", "100:0:0:1::1", "64:ff9b:1::1", "2002:c058:6301::1"],
+)
+def test_special_addresses_that_python_counts_as_global_are_refused(address: str) -> None:
+    with pytest.raises(FetchError, match="refused address"):
+        AddressFilter(()).check(address)
+    AddressFilter((address,)).check(address)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://user:pass@127.0.0.1/x", "bad url: a user name before the host"),
+        ("http://user@127.0.0.1/x", "bad url: a user name before the host"),
+        ("http://[::1/x", "bad url: Invalid IPv6 URL"),
+        ("http://127.0.0.1:99999/x", "bad url: Port out of range"),
+        ("http://127.0.0.1:http/x", "bad url: Port could not be cast"),
+        ("no url", "bad url: unknown url type"),
+        ("", "bad url: unknown url type"),
+    ],
+)
+def test_urls_that_cannot_be_asked_for_are_bad_urls(url: str, words: str) -> None:
+    with pytest.raises(FetchError, match=words):
+        opener().open(url)
+
+
+def test_numbers_in_headers_are_ascii_digits(site: Site) -> None:
+    site.answers["/busy"] = lambda handler: send(handler, 503, b"", Retry_After="\u00b2")
+    assert refusal(opener(), site.base + "/busy") == "http 503"
+
+    def odd(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "\u00b2")
+        handler.end_headers()
+        handler.wfile.write(jpeg())
+
+    site.answers["/odd"] = odd
+    assert opener().open(site.base + "/odd").read() == jpeg()
+
+
+def test_an_opted_out_redirect_is_not_followed(site: Site) -> None:
+    asked: list[str] = []
+    site.answers["/b"] = lambda handler: asked.append(handler.path)
+    site.answers["/a"] = lambda handler: send(handler, 302, b"", Location="/b", X_Robots_Tag="noai")
+    assert refusal(opener(), site.base + "/a") == reasons.OPTED_OUT
+    assert asked == []
+
+
+def test_a_redirect_with_a_user_name_is_not_followed(site: Site) -> None:
+    site.redirect("/a", site.base.replace("http://", "http://user:pass@") + "/b")
+    assert refusal(opener(), site.base + "/a") == reasons.BAD_URL
+
+
+def test_a_closed_opener_asks_for_nothing_until_the_next_shard(site: Site) -> None:
+    url = site.image("/a", jpeg())
+    given = opener()
+    given.close()
+    assert refusal(given, url) == reasons.INTERNAL
+    assert site.agents == []
+    given.begin({})
+    assert given.url_of(given.open(url).read()) == url
+    assert given.url_of(b"another") == ""

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from data_prep import ingest
+from data_prep import rebuild as rebuilding
 from data_prep.dataset import canonical_tar, duplicates
 from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.removal import remove
@@ -75,9 +75,10 @@ def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
     rows[1] = ("shards/00001.tar", manifest.shards[1].samples, size, digest)
     replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
-    assert next(str(problem) for problem in verify(copied, decode=SHARD)).startswith(
-        "shards/00001.tar: undecodable: sample 0000000007"
-    )
+    found = [str(problem) for problem in verify(copied, decode=SHARD)]
+    assert any(problem.startswith("shards/00001.tar: undecodable: sample 0000000007") for problem in found)
+    assert "shards/00001.tar: sample: 0000000007: the image is not the one that was stored" in found
+    assert "manifest.json: shards: it does not list the shards that the records name" in found
 
 
 def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> None:
@@ -127,9 +128,9 @@ def test_a_rebuild_takes_the_shards_of_all_workers(copied: Path, monkeypatch: py
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], **_: object) -> None:
         asked.append(shards)
-        fetch_here(config, load_plan(Folder(copied)), list(shards))
+        fetch_here(config, load_plan(Folder(copied)), list(shards), "rebuild")
 
-    monkeypatch.setattr(ingest, "fetch", fetch)
+    monkeypatch.setattr(rebuilding, "fetch", fetch)
     assert rebuild(copied, verify(copied)).digest == manifest.digest
     assert asked == [(0, 1, 2)]
     assert verify(copied) == []

@@ -1,0 +1,116 @@
+"""Checks of what `neuclip download` keeps beside its shards: plan, records, meta files, manifest, sessions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.dataset.canonical_tar import sha256_of
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta
+from data_prep.dataset.ingest_report import REPORT_NAME
+from data_prep.dataset.journal import read_sessions
+from data_prep.dataset.manifest_writer import expected_manifest
+from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
+from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest
+from pipeline.errors import UserError
+
+_SHARD_COLUMNS = ["row", "status", "reason"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with one file of a data set; `shard` is its path below the folder."""
+
+    shard: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.shard}: {self.kind}: {self.detail}"
+
+
+def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Problem]:
+    """What is wrong with the files beside the shards."""
+    if folder.pending_removal.exists():
+        yield Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted")
+    for shard in folder.numbered("meta", ".commit"):
+        yield Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted")
+    _, damaged = read_sessions(folder)
+    if damaged:
+        yield Problem(folder.sessions.name, "damaged", f"{damaged:,} lines cannot be read")
+    try:
+        plan = load_plan(folder)
+        for shard in range(plan.shards):
+            read_shard(folder, shard)
+    except UserError as error:
+        yield Problem("plan/plan.json", "damaged", str(error))
+        return
+    found = list(_check_shards(folder, plan))
+    yield from found
+    if not found and manifest is not None:
+        yield from _check_manifest(folder, plan, manifest)
+
+
+def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
+    """The rows of the meta file that belongs to a tar, by key; nothing where it cannot be read, which is reported."""
+    if not tar.stem.isdigit():
+        return {}
+    try:
+        return {row["key"]: row for row in read_meta(folder, int(tar.stem)).to_pylist()}
+    except (UserError, KeyError, UnicodeDecodeError):
+        return {}
+
+
+def _check_shards(folder: Folder, plan: Plan) -> Iterator[Problem]:
+    finished = set(folder.finished())
+    for shard in range(plan.shards):
+        name = f"meta/{folder.record(shard).name}"
+        if shard not in finished:
+            yield Problem(name, "missing", "its shard is not finished")
+            continue
+        try:
+            record = folder.read_record(shard)
+        except UserError as error:
+            yield Problem(name, "damaged", str(error))
+            continue
+        problem = _check_meta(folder, plan, record)
+        if problem:
+            yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
+
+
+def _check_meta(folder: Folder, plan: Plan, record: ShardRecord) -> str:
+    """What is wrong with a shard's meta file, measured by its record and the plan."""
+    try:
+        rows = read_meta(folder, record.shard, _SHARD_COLUMNS).to_pylist()
+        digest = sha256_of(folder.meta(record.shard))
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        return str(error)
+    if record.meta_sha256 and digest != record.meta_sha256:
+        return f"its SHA-256 is {digest[:16]}... instead of {record.meta_sha256[:16]}..."
+    failures = Counter(row["reason"] for row in rows if row["reason"])
+    if len(rows) != plan.rows_of(record.shard) or failures != Counter(record.failures):
+        return "it does not agree with the shard's record"
+    return ""
+
+
+def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[Problem]:
+    """The manifest and the report, against what plan and records say."""
+    try:
+        expected = expected_manifest(folder, plan)
+    except UserError as error:
+        yield Problem(MANIFEST_NAME, "contradicts", str(error))
+        return
+    stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
+    # As JSON: what was written has lists where there are tuples.
+    for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
+        if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
+            yield Problem(MANIFEST_NAME, name, "it is not what the plan and the shards' records say")
+    if manifest.digest != expected.digest:
+        yield Problem(MANIFEST_NAME, "shards", "it does not list the shards that the records name")
+    report = folder.root / REPORT_NAME
+    if report.exists() and manifest.digest not in report.read_text(encoding="utf-8", errors="replace"):
+        yield Problem(REPORT_NAME, "stale", "it describes other shards")

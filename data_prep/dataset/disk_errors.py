@@ -1,0 +1,36 @@
+"""Full disks, read-only folders and missing permissions, in plain words."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+_ADVICE = {
+    errno.ENOSPC: "Make room, and run the same command again: it continues.",
+    errno.EDQUOT: "Make room within the quota, and run the same command again: it continues.",
+    errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
+    errno.EACCES: "You may not do that there: use another folder, or change its permissions.",
+    errno.EPERM: "You may not do that there: use another folder, or change its permissions.",
+    errno.EIO: "The disk reports a fault: look into the system's log.",
+    errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
+    errno.EISDIR: "A folder is where a file is needed: move it away.",
+    errno.EMFILE: "Too many open files: raise `ulimit -n`, or lower fetch.threads.",
+}
+
+
+@contextmanager
+def explained(root: str | Path) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into a UserError that says where, why and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        if error.errno not in _ADVICE:
+            raise
+        where = error.filename or root
+        raise UserError(f"Cannot write or read {where}: {error.strerror}. {_ADVICE[error.errno]}") from error

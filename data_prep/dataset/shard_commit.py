@@ -1,0 +1,160 @@
+"""Publishing a shard: its tar, its meta file and its record change together, whenever the program is killed.
+
+1. The tar and the meta file are written beside the published ones, as `.new`, and flushed to the disk.
+2. The new record is written as `meta/00000.commit`, in one step. From here on the shard is the new one.
+3. Tar, meta file and record are renamed to their names.
+
+Before step 2 the published shard is untouched; after it, `recover` finishes step 3, which nothing but a rename can
+stop. Every command that changes a folder begins with `recover`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from data_prep.dataset import canonical_tar
+from data_prep.dataset.dataset_folder import Folder, ShardRecord
+from data_prep.dataset.fault_points import reach
+from data_prep.settings.source_config import HASH_KINDS
+from pipeline.errors import UserError
+from pipeline.files import flush, write_json
+
+STORED_HASH = "stored_sha256"
+"""Column of the meta file: SHA-256 of the image as encoded for the tar."""
+_INT32 = ("width", "height", "original_width", "original_height")
+_TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
+
+
+def publish(
+    folder: Folder, record: ShardRecord, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
+) -> ShardRecord:
+    """Publish one shard.
+
+    Args:
+        folder: The data set.
+        record: What became of the shard's rows; sizes and digests of its files are filled in.
+        members: The tar's members, sorted by name.
+        rows: The meta file's rows, in order.
+
+    Returns:
+        The record as written.
+
+    Raises:
+        UserError: The members are not the samples that the rows speak of. Nothing was changed.
+    """
+    tar, meta = folder.staged_tar(record.shard), folder.staged_meta(record.shard)
+    tar.unlink(missing_ok=True)
+    size, digest = 0, ""
+    reach("shard.tar", str(record.shard))
+    if record.samples:
+        size, digest = canonical_tar.write(tar, _checked(folder, record.shard, members, rows))
+    reach("shard.meta", str(record.shard))
+    meta_digest = _write_meta(folder, record.shard, rows)
+    record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
+    # The names of both must be on the disk before a commit speaks of them.
+    flush(tar.parent)
+    flush(meta.parent)
+    reach("shard.commit", str(record.shard))
+    write_json(folder.commit(record.shard), record.tree(), durable=True)
+    reach("shard.committed", str(record.shard))
+    _finish(folder, record.shard)
+    return record
+
+
+def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
+    """Finish what was committed for these shards, and remove what was not. Only for who may write them.
+
+    Returns:
+        The shards that were finished.
+    """
+    wanted = set(shards)
+    committed = [shard for shard in folder.numbered("meta", ".commit") if shard in wanted]
+    for shard in committed:
+        _finish(folder, shard)
+    for pattern in ("shards/*.tar.new", "meta/*.parquet.new", "meta/.*.tmp", "shards/.*.tmp"):
+        for path in folder.root.glob(pattern):
+            number = path.name.lstrip(".").partition(".")[0]
+            if number.isdigit() and int(number) in wanted:
+                path.unlink(missing_ok=True)
+    return committed
+
+
+def _checked(
+    folder: Folder, shard: int, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
+) -> Iterator[tuple[str, bytes]]:
+    """The members, compared with the rows on the way: keys, captions, and hashes of the images."""
+    expected = iter([row for row in rows if row["status"] == "success"])
+    row: dict[str, Any] = {"key": ""}
+    try:
+        for name, payload in members:
+            key, _, suffix = name.partition(".")
+            if key != row["key"]:
+                row = next(expected, {"key": None})
+            if key != row["key"]:
+                raise ValueError(f"sample {key} has no row")
+            problem = difference(row, suffix, payload)
+            if problem:
+                raise ValueError(f"sample {key}: {problem}")
+            yield name, payload
+        missing = next(expected, None)
+        if missing is not None:
+            raise ValueError(f"sample {missing['key']} is missing")
+    except (ValueError, tarfile.TarError, EOFError) as error:
+        raise UserError(f"{folder.tar(shard)} is not what was stored there ({error}). {folder.mend}") from error
+
+
+def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
+    """How one part of a sample differs from what its row in the meta file says; empty if it does not."""
+    if suffix == "txt":
+        return "" if payload == str(row["caption"]).encode() else "the caption is another one"
+    if suffix == "json" or not row.get(STORED_HASH):  # recorded since 0.2
+        return ""
+    return "" if hashlib.sha256(payload).hexdigest() == row[STORED_HASH] else "the image is not the one that was stored"
+
+
+def _finish(folder: Folder, shard: int) -> None:
+    """Step 3, which may be repeated after a kill at any place."""
+    commit = folder.commit(shard)
+    try:
+        record = json.loads(commit.read_text(encoding="utf-8"))
+    except ValueError:  # damaged on the disk: the older record, if any, decides, and `neuclip verify` sees the rest
+        commit.unlink()
+        return
+    if not record["samples"]:
+        folder.tar(shard).unlink(missing_ok=True)
+    elif folder.staged_tar(shard).exists():
+        folder.staged_tar(shard).replace(folder.tar(shard))
+    reach("shard.tar-renamed", str(shard))
+    if folder.staged_meta(shard).exists():
+        folder.staged_meta(shard).replace(folder.meta(shard))
+    flush(folder.tar(shard).parent)
+    flush(commit.parent)
+    reach("shard.meta-renamed", str(shard))
+    commit.replace(folder.record(shard))
+    flush(commit.parent)
+    reach("shard.recorded", str(shard))
+
+
+def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
+    """Write the staged meta file. Returns: its SHA-256."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    known = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string()), **dict.fromkeys(_INT32, pa.int32())}
+    present = {name for row in rows for name in row}
+    # In a fixed order: after a retry the same bytes as if it had not been needed.
+    names = [*(name for name in known if name in present), *sorted(present - set(known))]
+    columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="zstd")
+    body = sink.getvalue()
+    path = folder.staged_meta(shard)
+    with path.open("wb") as file:
+        file.write(body)
+    flush(path)
+    return hashlib.sha256(body).hexdigest()

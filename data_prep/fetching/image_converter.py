@@ -1,0 +1,183 @@
+"""From the bytes as served to the image as stored: decoded, checked, resized, blurred, upright, encoded.
+
+Takes the place of img2dataset's Resizer, and gives the same bytes for ordinary images (a test compares them). That one
+stores 16-bit images white, ignores EXIF orientation, and needs 80 bytes a pixel for transparent ones.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+
+import cv2
+import numpy as np
+
+from data_prep import reasons
+from data_prep.fetching.content import extension
+from data_prep.fetching.decoding_note import DecodingNote
+from data_prep.fetching.served_pixels import Pixels, decode, upright
+from data_prep.reasons import FetchError
+from data_prep.settings.download_config import ImageConfig
+
+Boxes = list[list[float]]
+# Image, width, height, original width, original height, error: what img2dataset expects of its resizer.
+Outcome = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
+_QUALITY = {
+    "jpg": cv2.IMWRITE_JPEG_QUALITY,
+    "png": cv2.IMWRITE_PNG_COMPRESSION,
+    "webp": cv2.IMWRITE_WEBP_QUALITY,
+}
+# Mean difference of grey thumbnails, of 255, beyond which the encoded image is not the decoded one any more. The
+# lowest JPEG quality stays below 20.
+_MOST_DIFFERENT = 32.0
+
+
+class ImageConverter:
+    """img2dataset's resizer interface: called with a stream and boxes, returns an `Outcome`.
+
+    Args:
+        image: How images are stored.
+        max_pixels: Larger images are refused.
+        processes: Processes on this machine that may decode at the same time.
+        blurrer: Blurs boxes in an array, for sources that have them.
+    """
+
+    def __init__(
+        self,
+        image: ImageConfig,
+        *,
+        max_pixels: int,
+        processes: int = 1,
+        blurrer: Callable[..., np.ndarray] | None = None,
+    ) -> None:
+        self._image, self._max_pixels, self._processes, self._blurrer = image, max_pixels, processes, blurrer
+        self.note: DecodingNote | None = None
+        """Where to note what is being decoded."""
+
+    def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
+        cv2.setNumThreads(1)
+        body = stream.getvalue()
+        if self.note is not None:
+            self.note.begin(body)
+        try:
+            with _quiet():
+                return self._convert(body, boxes)
+        except FetchError as error:
+            return None, None, None, None, None, str(error)
+        except Exception as error:  # decoders raise many kinds for damaged files
+            is_memory = isinstance(error, MemoryError) or getattr(error, "code", 0) == cv2.Error.StsNoMem
+            reason = reasons.TOO_LITTLE_MEMORY if is_memory else reasons.UNDECODABLE
+            return None, None, None, None, None, f"{reason}: {type(error).__name__} {error}"
+        finally:
+            if self.note is not None:
+                self.note.end()
+
+    def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
+        pixels = decode(body, processes=self._processes)
+        height, width = pixels.array.shape[:2]
+        self._check_shape(height, width)
+        scaled = scale(pixels.array, self._image)
+        is_scaled = scaled is not pixels.array
+        if boxes is not None and self._blurrer is not None:  # boxes are relative to the whole image, not turned
+            scaled = self._blurrer(img=scaled, bbox_list=boxes)
+        resized = frame(scaled, self._image) if is_scaled else scaled
+        if pixels.orientation != 1:
+            resized = upright(resized, pixels.orientation)
+            if pixels.orientation >= 5:
+                height, width = width, height
+        stored_height, stored_width = resized.shape[:2]
+        stored = body if self._keeps(body, pixels, resized) else self._encode(resized)
+        return stored, stored_width, stored_height, width, height, None
+
+    def _check_shape(self, height: int, width: int) -> None:
+        if min(height, width) < self._image.min_size:
+            raise FetchError(reasons.TOO_SMALL, f"{width} x {height}")
+        if height * width > self._max_pixels:
+            raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
+        if max(height, width) / min(height, width) > self._image.max_aspect_ratio:
+            raise FetchError(reasons.EXTREME_ASPECT, f"{width} x {height}")
+
+    def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
+        """Whether the bytes as served can be stored: nothing was changed, and the format is the right one."""
+        unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
+        return unchanged and self._image.skip_reencode and extension(body, "") == self._image.encode_format
+
+    def _encode(self, array: np.ndarray) -> bytes:
+        kind = self._image.encode_format
+        done, encoded = cv2.imencode(f".{kind}", array, [_QUALITY[kind], self._image.encode_quality])
+        if not done:
+            raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
+        check_resemblance(array, encoded)
+        return encoded.tobytes()
+
+
+def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
+    """Scale as `image.resize_mode` says; the same array when the mode leaves this image as it is."""
+    if image.resize_mode == "no":
+        return array
+    height, width = array.shape[:2]
+    side = min(height, width) if image.resize_mode in ("keep_ratio", "center_crop") else max(height, width)
+    if side <= image.size and image.resize_only_if_bigger:
+        return array
+    factor = image.size / side
+    target = (max(1, round(width * factor)), max(1, round(height * factor)))
+    if target == (width, height):
+        return array.copy()  # not the same array: it counts as resized
+    method = cv2.INTER_AREA if side > image.size else cv2.INTER_LANCZOS4
+    return cv2.resize(array, target, interpolation=method)
+
+
+def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
+    """The square of `image.size` that the modes `center_crop` and `border` store, from a scaled image."""
+    size = image.size
+    if image.resize_mode == "border":
+        return _pad(array, size)
+    if image.resize_mode != "center_crop":
+        return array
+    top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    return np.ascontiguousarray(array[top : top + size, left : left + size])
+
+
+def check_resemblance(array: np.ndarray, encoded: np.ndarray) -> None:
+    """Compare an image with what a reader will decode, by small grey thumbnails.
+
+    Raises:
+        FetchError: not encoded.
+    """
+    small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8)
+    if small is None:
+        raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
+    wanted = cv2.resize(array, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
+    if wanted.ndim == 3:
+        wanted = cv2.cvtColor(wanted, cv2.COLOR_BGR2GRAY)
+    difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size
+    if difference > _MOST_DIFFERENT:
+        raise FetchError(reasons.NOT_ENCODED, f"the encoded image differs by {difference:.0f} of 255 on average")
+
+
+def _pad(array: np.ndarray, size: int) -> np.ndarray:
+    height, width = array.shape[:2]
+    down, right = max(0, size - height), max(0, size - width)
+    if not down and not right:
+        return array
+    top, left = down // 2, right // 2
+    white = [255, 255, 255]
+    return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
+
+
+class _quiet:
+    """Silence for what decoders written in C print about odd files."""
+
+    _null: Any = None
+
+    def __enter__(self) -> None:
+        if _quiet._null is None:
+            _quiet._null = os.open(os.devnull, os.O_WRONLY)
+        self._kept = os.dup(2)
+        os.dup2(_quiet._null, 2)
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self._kept, 2)
+        os.close(self._kept)

@@ -1,0 +1,38 @@
+"""Images that kill the worker that decodes them: after the second time their URL is left alone for good."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.locks import alone
+from data_prep.fetching.decoding_note import noted_url
+from pipeline.files import write_json, write_text
+
+DEATHS = 2
+
+
+def blame(folder: Folder, shards: Iterable[int]) -> list[str]:
+    """Count the deaths of workers that were in the middle of these shards.
+
+    Returns:
+        The URLs whose image each of them was decoding; those that it was the last time for are in `quarantine.txt`.
+    """
+    urls = [url for shard in shards if (url := noted_url(folder.staging / f"{shard:05d}.decoding"))]
+    if not urls:
+        return []
+    path = folder.staging / "deaths.json"
+    try:
+        deaths = Counter[str](json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        deaths = Counter()
+    deaths.update(urls)
+    write_json(path, deaths)
+    worst = {url for url, times in deaths.items() if times >= DEATHS}
+    if worst:
+        with alone(folder, "quarantine", wait=True):
+            lines = sorted(folder.quarantined() | worst)
+            write_text(folder.quarantine, "".join(f"{line}\n" for line in lines), durable=True)
+    return urls

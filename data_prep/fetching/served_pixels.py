@@ -1,0 +1,151 @@
+"""Decoding of served images to 8 bits per channel, without alpha, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from data_prep import reasons
+from data_prep.fetching.memory import memory_at_hand
+from data_prep.reasons import FetchError
+
+_EXIF_ORIENTATION = 0x0112
+# Channels and bytes per channel that a decoder needs for a mode of PIL; others are taken as four bytes a pixel.
+_BYTES_PER_PIXEL = {"1": 1, "L": 1, "P": 4, "PA": 4, "RGB": 3, "I;16": 2, "I;16B": 2, "I;16L": 2, "LA": 4, "La": 4}
+# Smaller images are decoded without a look at the machine's memory.
+_SMALL_BYTES = 64 << 20
+# Rows of alpha matting are computed in blocks of about this many pixels, in 16-bit integers.
+_BLOCK_PIXELS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A decoded image."""
+
+    array: np.ndarray
+    """Grey `[h, w]` or BGR `[h, w, 3]`, uint8, as the file stores it: `orientation` is not applied yet."""
+    orientation: int
+    """EXIF orientation, 1 to 8; 1 is upright."""
+    is_changed: bool
+    """The array is not what the file itself holds: alpha or 16 bits were converted."""
+
+
+def decode(body: bytes, *, processes: int = 1) -> Pixels:
+    """Decode a served image that `check_image` has accepted.
+
+    Transparency is blended with white, 16-bit channels are scaled to 8 bits.
+
+    Args:
+        body: The file.
+        processes: Processes on this machine that may each decode an image at the same time.
+
+    Raises:
+        FetchError: undecodable, or too little memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sizes, which are checked, and odd metadata
+        with Image.open(io.BytesIO(body)) as image:
+            _check_memory(image, body, processes)
+            orientation = _orientation(image, body)
+            # OpenCV multiplies alpha into the colours of TIFF, turns it itself, and does not know all of its modes.
+            array = _by_pil(image) if image.format == "TIFF" else None
+            kind = "" if array is not None else image.format or ""
+    if array is not None:
+        return Pixels(array, 1, is_changed=True)
+    array = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_UNCHANGED)
+    if array is None:
+        raise FetchError(reasons.UNDECODABLE, f"the decoder refuses this {kind or 'file'}")
+    if array.dtype == np.uint16 and kind != "PNG":  # 10 or 12 bits in 16 (AVIF, JPEG 2000)
+        array = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_ANYCOLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+        assert array is not None
+    plain = _eight_bits(array)
+    matted = matte(plain)
+    return Pixels(matted, orientation, is_changed=matted is not array)
+
+
+def upright(array: np.ndarray, orientation: int) -> np.ndarray:
+    """The image as a viewer shows it, given its EXIF orientation."""
+    if orientation in (5, 6, 7, 8):
+        array = np.swapaxes(array, 0, 1)
+    if orientation in (3, 4, 7, 8):
+        array = array[::-1]
+    if orientation in (2, 3, 6, 7):
+        array = array[:, ::-1]
+    return np.ascontiguousarray(array)
+
+
+def matte(array: np.ndarray) -> np.ndarray:
+    """Blend an 8-bit image with white where it is transparent; img2dataset's formula, in integers and by blocks."""
+    if array.ndim == 2 or array.shape[2] == 3:
+        return array
+    height, width, channels = array.shape
+    matted = np.empty((height, width, channels - 1), np.uint8)
+    rows = max(1, _BLOCK_PIXELS // max(1, width))
+    for top in range(0, height, rows):
+        block = array[top : top + rows]
+        alpha = block[..., -1:].astype(np.uint16)
+        # (alpha * colour + (255 - alpha) * 255) / 255, rounded; at most 65,152, which 16 bits hold.
+        matted[top : top + rows] = (65_152 - alpha * (255 - block[..., :-1].astype(np.uint16))) // 255
+    return matted[..., 0] if channels == 2 else matted
+
+
+def _eight_bits(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.uint16:
+        return cv2.convertScaleAbs(array, alpha=255 / 65_535)
+    raise FetchError(reasons.UNDECODABLE, f"pixels of type {array.dtype} have no agreed range")
+
+
+def _by_pil(image: Any) -> np.ndarray:
+    try:
+        image.load()  # applies the orientation
+        if image.mode.startswith("I;16"):
+            return _eight_bits(np.asarray(image).astype(np.uint16, copy=False))
+        if image.mode in ("I", "F"):
+            raise FetchError(reasons.UNDECODABLE, f"pixels of mode {image.mode} have no agreed range")
+        has_alpha = image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info
+        mode = "RGBA" if has_alpha else "L" if image.mode in ("1", "L") else "RGB"
+        array = np.asarray(image.convert(mode))
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise FetchError(reasons.UNDECODABLE, str(error)) from error
+    if mode == "L":
+        return array
+    order = [2, 1, 0, 3] if has_alpha else [2, 1, 0]
+    return matte(np.ascontiguousarray(array[..., order]))
+
+
+def _check_memory(image: Any, body: bytes, processes: int) -> None:
+    """Refuse an image whose decoding needs more memory than this process may take.
+
+    Counted are the decoder's own planes, the decoded array, and the array without alpha.
+    """
+    plane = image.width * image.height * _BYTES_PER_PIXEL.get(image.mode, 4)
+    if image.format == "PNG" and body[24] == 16 and not image.mode.startswith("I"):  # PIL does not say so
+        plane *= 2
+    needed = 2 * plane + 3 * image.width * image.height
+    if needed <= _SMALL_BYTES:
+        return
+    allowed = memory_at_hand() // processes
+    if needed > allowed:
+        raise FetchError(
+            reasons.TOO_LITTLE_MEMORY,
+            f"{image.width} x {image.height} {image.mode}: {needed / 1e6:,.0f} MB needed, {allowed / 1e6:,.0f} MB free",
+        )
+
+
+def _orientation(image: Any, body: bytes) -> int:
+    """EXIF orientation; 1 where there is none or it makes no sense."""
+    if image.format == "TIFF" or ("exif" not in image.info and b"eXIf" not in body[-(1 << 16) :]):
+        return 1
+    try:
+        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # damaged metadata raises many kinds; the image is as good as one without any
+        return 1
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1

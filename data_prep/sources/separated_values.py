@@ -1,0 +1,76 @@
+"""CSV and TSV files as streams of record batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.settings.source_config import SourceConfig
+from data_prep.sources.open_quotes import QuoteCheck
+from data_prep.sources.text_columns import columns_of, need_columns
+from pipeline.errors import UserError
+
+# More lines with a wrong number of fields than this share mean that the settings are wrong, or the file is damaged.
+_ODD_SHARE = 0.1
+
+
+def separated_values(
+    path: Path, source: SourceConfig, kind: str, *, on_skipped: Callable[[int], None]
+) -> Iterator[Any]:
+    """CSV with quotes; TSV without, because captions hold unbalanced ones. All columns are read as bytes.
+
+    Lines with a wrong number of fields are left out and counted, unless they are too many to be accidents.
+    """
+    skipped = 0
+    first: Any = None
+
+    def leave_out(line: Any) -> str:
+        nonlocal skipped, first
+        skipped, first = skipped + 1, first or line
+        if quotes is not None and line.text and "\n" in line.text:
+            suspects.append(line.text)
+        return "skip"
+
+    suspects: list[str] = []
+    quotes: QuoteCheck | None = None
+    names = list(source.header) or list(_reader(path, source, kind, on_invalid=lambda line: "skip").schema.names)
+    need_columns(columns_of(source), names, str(path))
+    if kind == "csv":
+        quotes = QuoteCheck(path, names, source.url)
+    good = 0
+    for batch in _reader(path, source, kind, on_invalid=leave_out, as_bytes=names):
+        if quotes is not None:
+            quotes.check(batch)
+        good += batch.num_rows
+        yield batch
+    for text in suspects:
+        assert quotes is not None
+        quotes.check_text(text)
+    if first is not None and skipped > _ODD_SHARE * (good + skipped):
+        raise UserError(
+            f"{path} cannot be read as {kind}: {skipped:,} of {good + skipped:,} lines have another number of fields "
+            f"than {first.expected_columns}, for example {first.actual_columns} in {first.text[:80]!r}. "
+            "Set source.format and source.header to what the file holds."
+        )
+    on_skipped(skipped)
+
+
+def _reader(
+    path: Path, source: SourceConfig, kind: str, *, on_invalid: Callable[[Any], str], as_bytes: Iterable[str] = ()
+) -> Any:
+    """pyarrow's reader of the file; it reads the columns in `as_bytes` as they are, and guesses the types of others."""
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    return pc.open_csv(
+        path,
+        read_options=pc.ReadOptions(column_names=list(source.header) or None, block_size=8 << 20),
+        parse_options=pc.ParseOptions(
+            delimiter="," if kind == "csv" else "\t",
+            quote_char='"' if kind == "csv" else False,
+            newlines_in_values=kind == "csv",
+            invalid_row_handler=on_invalid,
+        ),
+        convert_options=pc.ConvertOptions(column_types=dict.fromkeys(as_bytes, pa.binary())),
+    )

@@ -1,0 +1,331 @@
+"""Thousands of URLs of known outcome over real sockets: what is stored is what was served, and nothing else.
+
+One list with every class of answer that the web has been seen to give, in shuffled order. Afterwards each row's reason,
+and each sample's pixels, caption and hash, are compared with what the server sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageOps
+
+from data_prep import reasons
+from data_prep.dataset import canonical_tar
+from data_prep.dataset.verification import verify
+from pipeline.data.shards.manifest_format import load_manifest
+from tests.web import Site, send, serve
+
+URLS, SHARD, SIZE = 3_200, 400, 64
+_SOME = 12  # URLs of each class that is not an ordinary image
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@dataclass
+class Case:
+    """One row of the list: what the server does, what must become of it, and what must be seen in the sample."""
+
+    kind: str
+    answer: Answer | None
+    reason: str | None = None
+    body: bytes = b""
+    url: str = ""
+    caption: str = ""
+    digest: str | None = None
+
+
+def photograph(seed: int, width: int = 96, height: int = 80) -> Image.Image:
+    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **({"quality": 95} if kind == "JPEG" else {}) | options)
+    return buffer.getvalue()
+
+
+def sees_through(image: Image.Image) -> Image.Image:
+    image = image.copy()
+    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
+    return image
+
+
+def sixteen_bits(image: Image.Image) -> bytes:
+    array = np.asarray(image).astype(np.uint16) * 257
+    return bytes(cv2.imencode(".png", array[..., ::-1] if array.ndim == 3 else array)[1])
+
+
+def turned(image: Image.Image, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, exif=exif)
+
+
+def bomb() -> bytes:
+    """A PNG that says 9,400 x 9,400 transparent pixels in some hundred kilobytes, and holds them."""
+    rows = zlib.compress(bytes((9_400 * 4 + 1) * 9_400), 9)
+    header = struct.pack(">IIBBBBB", 9_400, 9_400, 8, 6, 0, 0, 0)
+    chunks = (b"IHDR" + header, b"IDAT" + rows, b"IEND")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
+    )
+
+
+def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
+    return lambda handler: send(handler, status, body, **headers)
+
+
+# Encoders of good images, each stored as it is seen.
+GOOD: dict[str, Callable[[Image.Image], bytes]] = {
+    "grey": lambda image: encoded(image.convert("L")),
+    "1 bit": lambda image: encoded(image.convert("1"), "PNG"),
+    "palette": lambda image: encoded(image.quantize(32), "PNG"),
+    "transparent palette": lambda image: encoded(image.quantize(32), "PNG", transparency=5),
+    "alpha": lambda image: encoded(sees_through(image), "PNG"),
+    "grey alpha": lambda image: encoded(sees_through(image).convert("LA"), "PNG"),
+    "16-bit colour": sixteen_bits,
+    "16-bit grey": lambda image: sixteen_bits(image.convert("L")),
+    "cmyk": lambda image: encoded(image.convert("CMYK")),
+    "progressive": lambda image: encoded(image, progressive=True),
+    "gif": lambda image: encoded(image.quantize(64), "GIF"),
+    "webp": lambda image: encoded(image, "WEBP", quality=95),
+    "transparent webp": lambda image: encoded(sees_through(image), "WEBP", lossless=True),
+    "bmp": lambda image: encoded(image, "BMP"),
+    "tiff": lambda image: encoded(image, "TIFF"),
+    "transparent tiff": lambda image: encoded(sees_through(image), "TIFF"),
+    **{f"orientation {n}": lambda image, n=n: turned(image, n) for n in range(2, 9)},  # type: ignore[misc]
+}
+OPT_OUTS = (
+    "none",
+    "noai",
+    "noindex, unavailable_after: 25 Jun 2077 15:00:00 GMT",
+    "max-image-preview:large, noai",
+    "neuclip: noimageai",
+    "otherbot: nofollow, *: noindex",
+)
+NOT_OPTED_OUT = ("otherbot: noai", "max-image-preview: none", "all")
+
+
+def cut(handler: BaseHTTPRequestHandler) -> None:
+    body = encoded(photograph(0))
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body[: len(body) // 2])
+
+
+def hangs_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def stalls(handler: BaseHTTPRequestHandler) -> None:
+    threading.Event().wait(6)
+
+
+def asks_to_wait(handler: BaseHTTPRequestHandler) -> None:
+    send(handler, 503, b"", Retry_After="²")
+
+
+def classes() -> dict[str, tuple[Answer, str | None]]:
+    """What goes wrong, by name: the server's answer, and the reason that must be recorded."""
+    jpeg = encoded(photograph(1))
+    png = encoded(photograph(1), "PNG")
+    found: dict[str, tuple[Answer, str | None]] = {
+        **{f"status {code}": (serves(b"", code), f"http {code}") for code in (401, 403, 404, 410, 418, 429, 500)},
+        "retry-after in superscript": (asks_to_wait, "http 503"),
+        "page": (serves(b"<!doctype html><p>gone", Content_Type="image/jpeg"), reasons.NOT_AN_IMAGE),
+        "words": (serves(b"just words"), reasons.NOT_AN_IMAGE),
+        "empty": (serves(b""), reasons.EMPTY),
+        "half a jpeg": (serves(jpeg[: len(jpeg) // 2]), reasons.TRUNCATED),
+        "half a png": (serves(png[: len(png) // 2]), reasons.TRUNCATED),
+        "cut connection": (cut, reasons.CUT_OFF),
+        "no answer": (hangs_up, reasons.CONNECTION),
+        "too many bytes": (serves(jpeg + bytes(300_000)), reasons.TOO_MANY_BYTES),
+        "too many pixels": (serves(encoded(Image.new("L", (2_100, 2_000)), "PNG")), reasons.TOO_MANY_PIXELS),
+        "redirect to itself": (lambda handler: send(handler, 302, b"", Location=handler.path), reasons.REDIRECTS),
+        "redirect to a file": (serves(b"", 302, Location="file:///etc/passwd"), reasons.REFUSED_SCHEME),
+        "redirect inside": (serves(b"", 302, Location="http://169.254.169.254/x"), reasons.REFUSED_ADDRESS),
+        "redirect with a password": (serves(b"", 302, Location="http://a:b@127.0.0.1/x"), reasons.BAD_URL),
+    }
+    for header in OPT_OUTS:
+        found[f"opted out: {header}"] = (serves(jpeg, X_Robots_Tag=header), reasons.OPTED_OUT)
+    return found
+
+
+WRITTEN = {
+    "http://user:pass@127.0.0.1/x.jpg": reasons.BAD_URL,
+    "http://[::1/x": reasons.BAD_URL,
+    "http://127.0.0.1:99999/x": reasons.BAD_URL,
+    "no url at all": reasons.BAD_URL,
+    "": reasons.BAD_URL,
+    "ftp://127.0.0.1/x.jpg": reasons.REFUSED_SCHEME,
+    "file:///etc/passwd": reasons.REFUSED_SCHEME,
+    "http://10.0.0.1/x.jpg": reasons.REFUSED_ADDRESS,
+    "http://[3fff::1]/x.jpg": reasons.REFUSED_ADDRESS,
+    "http://192.88.99.1/x.jpg": reasons.REFUSED_ADDRESS,
+    "http://[::ffff:127.0.0.2]/x.jpg": reasons.REFUSED_ADDRESS,
+    "http://does-not-exist.invalid/x.jpg": reasons.DNS,
+}
+
+
+def make_cases(site: Site) -> list[Case]:
+    """The list: every class a few times, ordinary photographs for the rest, shuffled."""
+    cases = [
+        Case(kind, serves(body), body=body)
+        for kind, encode in GOOD.items()
+        for body in (encode(photograph(seed)) for seed in range(_SOME))
+    ]
+    for header in NOT_OPTED_OUT:
+        body = encoded(photograph(len(cases)))
+        cases.append(Case(f"not opted out: {header}", serves(body, X_Robots_Tag=header), body=body))
+    cases += [Case(kind, answer, reason) for kind, (answer, reason) in classes().items() for _ in range(_SOME)]
+    cases += [Case("written", None, reason, url=url) for url, reason in WRITTEN.items() for _ in range(2)]
+    cases += [Case("stall", stalls, reasons.TIMEOUT) for _ in range(4)]
+    floats = encoded(Image.fromarray(np.zeros((9, 9), np.float32)), "TIFF")
+    for seed in range(_SOME):
+        body = encoded(photograph(seed))
+        cases.append(Case("float pixels", serves(floats), reasons.UNDECODABLE, body=floats))
+        cases.append(Case("other hash", serves(body), reasons.HASH_MISMATCH, digest=hashlib.sha256(b"x").hexdigest()))
+        cases.append(Case("no caption", serves(body), reasons.NO_CAPTION, body=body, caption=" "))
+    for seed in range(len(cases), URLS):
+        body = encoded(photograph(seed, 60 + seed % 90, 60 + seed % 70))
+        cases.append(Case("photograph", serves(body), body=body))
+    random.Random(0).shuffle(cases)
+    for k, case in enumerate(cases):
+        case.caption = case.caption or f"{case.kind}, number {k}: “köter” 犬"
+        if case.answer is not None:
+            case.url = f"{site.base}/{k}"
+            site.answers[f"/{k}"] = case.answer
+        case.digest = case.digest or hashlib.sha256(case.body).hexdigest()
+    return cases
+
+
+@contextmanager
+def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
+    """The served cases, and the words of the command that fetches them."""
+    with serve() as site:
+        cases = make_cases(site)
+        columns = {
+            "url": [case.url for case in cases],
+            "caption": [case.caption for case in cases],
+            "SAMPLE_ID": list(range(10**12, 10**12 + len(cases))),
+            "digest": [case.digest for case in cases],
+        }
+        pq.write_table(pa.table(columns), folder / "urls.parquet")
+        yield (
+            cases,
+            [
+                f"output={folder / 'data'}",
+                f"source.table={folder / 'urls.parquet'}",
+                "source.uid=SAMPLE_ID",
+                "source.hash=digest",
+                "guard.allow_addresses=[127.0.0.1/32]",
+                "guard.contact=x@example.org",
+                "guard.max_pixels=4000000",
+                "guard.max_bytes=250000",
+                "guard.backoff=0.01",
+                "guard.max_backoff=0.05",
+                f"image.size={SIZE}",
+                f"fetch.shard_size={SHARD}",
+                "fetch.processes=2",
+                "fetch.threads=12",
+                "fetch.timeout=4",
+                "fetch.retries=0",
+                "monitor.probe=0",
+                "monitor.min_success=0",
+            ],
+        )
+
+
+def seen(body: bytes) -> np.ndarray:
+    """What a person sees on a white page, in the stored size."""
+    with Image.open(io.BytesIO(body)) as image:
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        page = Image.new("RGBA", ImageOps.exif_transpose(image).size, "white")
+        page.alpha_composite(ImageOps.exif_transpose(image).convert("RGBA"))
+    array = np.asarray(page.convert("RGB"))
+    height, width = array.shape[:2]
+    factor = SIZE / min(height, width)
+    target = (round(width * factor), round(height * factor))
+    return cv2.resize(array, target, interpolation=cv2.INTER_AREA) if factor < 1 else array
+
+
+def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
+    """What differs between the stored samples and what was served."""
+    wrong, found = [], set()
+    manifest = load_manifest(root)
+    for shard in manifest.shards:
+        for key, parts in canonical_tar.samples(manifest.url(shard)):
+            case, facts = cases[int(key)], json.loads(parts["json"])
+            found.add(int(key))
+            with Image.open(io.BytesIO(parts["jpg"])) as image:
+                pixels = np.asarray(image.convert("RGB")).astype(int)
+            wanted = seen(case.body)
+            if pixels.shape != wanted.shape or np.abs(pixels - wanted).mean() > 6:
+                wrong.append(f"{key} ({case.kind}): pixels {pixels.shape} for {wanted.shape}")
+            if parts["txt"].decode() != case.caption or facts["caption"] != case.caption:
+                wrong.append(f"{key} ({case.kind}): caption")
+            if facts["sha256"] != hashlib.sha256(case.body).hexdigest() or facts["url"] != case.url:
+                wrong.append(f"{key} ({case.kind}): hash or URL")
+            if facts["uid"] != str(10**12 + int(key)):
+                wrong.append(f"{key} ({case.kind}): uid")
+    good = {k for k, case in enumerate(cases) if case.reason is None}
+    return wrong + [f"{k} ({cases[k].kind}): {'missing' if k in good else 'stored'}" for k in good ^ found]
+
+
+@pytest.mark.slow
+def test_three_thousand_urls_of_known_outcome(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with listed(tmp_path) as (cases, words):
+        command = [sys.executable, "-m", "jobs.download", *words]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    root = tmp_path / "data"
+    rows = [row for path in sorted(root.glob("meta/*.parquet")) for row in pq.read_table(path).to_pylist()]
+    assert len(rows) == len(cases) >= 3_000
+    differ = Counter((cases[row["row"]].kind, cases[row["row"]].reason, row["reason"]) for row in rows)
+    assert {key: count for key, count in differ.items() if key[1] != key[2]} == {}
+    assert wrong_samples(root, cases) == []
+    assert load_manifest(root).failures == Counter(case.reason for case in cases if case.reason)
+    assert verify(root, decode=SHARD) == []
+
+
+@pytest.mark.slow
+def test_a_huge_transparent_image_of_a_few_bytes_does_not_stop_a_run(tmp_path: Path) -> None:
+    body = bomb()
+    assert len(body) < 500_000
+    small = encoded(photograph(3))
+    with serve() as site:
+        urls = [site.image("/bomb", body), site.image("/small", small)]
+        pq.write_table(pa.table({"url": urls, "caption": ["a bomb", "a cat"]}), tmp_path / "urls.parquet")
+        words = [f"output={tmp_path / 'data'}", f"source.table={tmp_path / 'urls.parquet'}"]
+        words += ["guard.allow_addresses=[127.0.0.1]", "fetch.processes=1", "image.size=64"]
+        command = [sys.executable, "-m", "jobs.download", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    # With enough memory it is an image like any other, and white.
+    failures = load_manifest(tmp_path / "data").failures
+    assert failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})

@@ -1,0 +1,180 @@
+"""Tables that are damaged or odd: read right, or refused with the file's name and what to do."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.shard_plan import read_shard
+from data_prep.ingest import prepare
+from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import SourceConfig
+from data_prep.sources import table_checks
+from data_prep.sources.metadata_tables import count_known, read
+from pipeline.config import parse
+from pipeline.errors import UserError
+
+
+def rows_of(source: SourceConfig, skipped: list[int] | None = None) -> list[dict]:
+    on_skipped = (skipped if skipped is not None else []).append
+    return [row for batch in read(source, on_skipped=on_skipped) for row in batch.to_pylist()]
+
+
+def url(k: int) -> str:
+    return f"http://example.org/{k}.jpg"
+
+
+def columns(count: int, **more: object) -> dict[str, object]:
+    return {"url": [url(k) for k in range(count)], "caption": [f"a cat {k}" for k in range(count)], **more}
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_uids_of_any_type_are_text(tmp_path: Path, kind: pa.DataType) -> None:
+    uids = [10**12 + k for k in range(4)]
+    values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
+    values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
+    pq.write_table(pa.table(columns(4, SAMPLE_ID=values)), tmp_path / "a.parquet")
+    tree = {
+        "output": str(tmp_path / "out"),
+        "source": {"table": str(tmp_path / "a.parquet"), "uid": "SAMPLE_ID"},
+        "subset": {"fraction": 0.999999},
+    }
+    prepare(parse(DownloadConfig, tree))
+    assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
+
+
+def test_integer_uids_in_jsonl_are_text(tmp_path: Path) -> None:
+    rows = [{"url": url(k), "caption": "a cat", "id": k} for k in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["id"] for row in rows_of(SourceConfig(table=str(tmp_path / "a.jsonl"), uid="id"))] == ["0", "1", "2"]
+
+
+def test_a_column_that_is_no_text_is_refused_with_its_type(tmp_path: Path) -> None:
+    pq.write_table(pa.table(columns(2, id=[[1], [2]])), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"Column 'id' of .*a.parquet is of type list<.*cannot be used as string"):
+        rows_of(SourceConfig(table=str(tmp_path / "a.parquet"), uid="id"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
+def test_rows_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+    captions = [f"a cat {k}".encode() for k in range(200)]
+    captions[150] = b"caf\xe9"
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        offsets = [0]
+        for caption in captions:
+            offsets.append(offsets[-1] + len(caption))
+        buffers = [None, pa.py_buffer(pa.array(offsets, pa.int32()).buffers()[1]), pa.py_buffer(b"".join(captions))]
+        text = pa.Array.from_buffers(pa.string(), 200, buffers)
+        pq.write_table(pa.table({"url": [url(k) for k in range(200)], "caption": text}), path)
+    else:
+        mark = {"csv": b",", "tsv": b"\t"}[kind]
+        lines = [b"url" + mark + b"caption", *(url(k).encode() + mark + captions[k] for k in range(200))]
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    tree = {"output": str(tmp_path / "out"), "source": {"table": str(path), "rows": 200}, "guard": {"contact": "x@y.z"}}
+    notes: list[str] = []
+    _, plan = prepare(parse(DownloadConfig, tree), on_note=notes.append)
+    assert (plan.rows, plan.seen, plan.skipped) == (199, 200, 1)
+    assert notes == [
+        "1 of 200 rows cannot be read (a wrong number of fields, or text that is not UTF-8) and were left out."
+    ]
+    assert [row["url"] for row in read_shard(Folder(tmp_path / "out"), 0).to_pylist()] == [
+        url(k) for k in range(200) if k != 150
+    ]
+
+
+@pytest.mark.parametrize("where", ["caption", "url", "ignored"])
+@pytest.mark.parametrize("closed_by", [None, 40])
+def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path, where: str, closed_by: int | None) -> None:
+    names = ["ignored", "caption", "url"]
+    rows = [{"ignored": "x", "caption": f"a cat {k}", "url": url(k)} for k in range(60)]
+    rows[8][where] = '"' + rows[8][where]
+    if closed_by:
+        rows[closed_by]["caption"] = 'a dog" or two'
+    lines = [",".join(names), *(",".join(row[name] for name in names) for row in rows)]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"a.csv: a quote is not closed .* would swallow \d+ lines"):
+        rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
+
+
+def test_captions_of_several_lines_with_commas_and_addresses_are_fine(tmp_path: Path) -> None:
+    text = 'caption,url\n"one, two\nsee http://a.org, and more\nthree",http://b.org/1.jpg\n5" tall,http://b.org/2.jpg\n'
+    (tmp_path / "a.csv").write_text(text)
+    found = rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
+    assert [row["caption"] for row in found] == ["one, two\nsee http://a.org, and more\nthree", '5" tall']
+
+
+def parquet_bytes(count: int = 500) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns(count)), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("cut.parquet", parquet_bytes()[:-200]),
+        ("page.parquet", b"<!doctype html><title>Sign in</title>" * 9),
+        ("empty.parquet", b""),
+        ("middle.parquet", parquet_bytes()[:300] + bytes(2_000) + parquet_bytes()[2_300:]),
+        ("cut.tsv.gz", gzip.compress(b"url\tcaption\n" + b"http://a.org/1\ta cat\n" * 9_000)[:-50]),
+        ("bad.jsonl", b'{"url": "http://a.org/1", "caption": "a cat"}\n{"url": "http://a.o'),
+    ],
+)
+def test_damaged_tables_are_named(tmp_path: Path, name: str, body: bytes) -> None:
+    (tmp_path / name).write_bytes(body)
+    source = SourceConfig(table=str(tmp_path / name))
+    with pytest.raises(UserError, match=name):
+        _ = count_known(source), rows_of(source)
+
+
+def test_parts_of_differing_types_give_one_table(tmp_path: Path) -> None:
+    """As LAION's parts do: floats of two widths, a column that is empty in one part, integers in another."""
+    parts = [
+        columns(3, similarity=pa.array([0.5, None, 0.25], pa.float32()), NSFW=pa.array([None] * 3, pa.null())),
+        columns(3, similarity=pa.array([0.1, 0.2, 0.3], pa.float64()), NSFW=pa.array(["NSFW"] * 3, pa.large_string())),
+        columns(3, similarity=pa.array([1, 0, 1], pa.int64()), NSFW=pa.array(["UNLIKELY"] * 3).dictionary_encode()),
+    ]
+    for k, part in enumerate(parts):
+        pq.write_table(pa.table(part), tmp_path / f"{k}.parquet")
+    tree = {
+        "output": str(tmp_path / "out"),
+        "source": {"table": str(tmp_path), "files": "?.parquet", "keep": ["similarity", "NSFW"]},
+        "fetch": {"shard_size": 4},
+    }
+    _, plan = prepare(parse(DownloadConfig, tree))
+    tables = [read_shard(Folder(tmp_path / "out"), shard) for shard in range(plan.shards)]
+    assert {str(table.schema.field("similarity").type) for table in tables} == {"double"}
+    assert [row["NSFW"] for table in tables for row in table.to_pylist()] == [None] * 3 + ["NSFW"] * 3 + [
+        "UNLIKELY"
+    ] * 3
+
+
+def test_parts_whose_types_do_not_fit_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table(columns(2, score=[1.5, 2.5])), tmp_path / "0.parquet")
+    pq.write_table(pa.table(columns(2, score=[[1], [2]])), tmp_path / "1.parquet")
+    with pytest.raises(UserError, match=r"Column 'score' is of type list<.*1.parquet and of type double in the files"):
+        rows_of(SourceConfig(table=str(tmp_path), keep=("score",)))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ("a" * 64, "b" * 40, r"'b+' of length 40. It looks like sha1, against which nothing is verified here"),
+        ("a" * 64, "c" * 32, r"'c+' of length 32. It looks like md5: set source.hash_kind=md5"),
+        ("a" * 64, "no hash", r"'no hash' of length 7. It is no hash that is known here"),
+        ("a" * 64, None, r"because they are empty"),
+    ],
+)
+def test_the_example_of_a_wrong_hash_is_a_wrong_one(tmp_path: Path, good: str, bad: str | None, words: str) -> None:
+    pq.write_table(pa.table(columns(10, digest=[good] * 5 + [bad] * 5)), tmp_path / "a.parquet")
+    tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
+    with pytest.raises(UserError, match=words):
+        table_checks.check_source(parse(DownloadConfig, tree))

@@ -1,0 +1,225 @@
+"""What is stored of a served image: upright, 8 bits, white where it was transparent, and img2dataset's bytes else."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from data_prep import reasons
+from data_prep.fetching import memory
+from data_prep.fetching import served_pixels as decoding
+from data_prep.fetching.image_converter import ImageConverter, check_resemblance
+from data_prep.fetching.import_stubs import stand_ins
+from data_prep.fetching.served_pixels import decode, matte
+from data_prep.reasons import FetchError
+from data_prep.settings.download_config import ImageConfig
+
+with stand_ins("wandb", "webdataset"):
+    from img2dataset.blurrer import BoundingBoxBlurrer
+    from img2dataset.resizer import Resizer
+
+PIXELS = 10_000_000
+
+
+def photograph(width: int = 80, height: int = 60) -> Image.Image:
+    small = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC))
+
+
+def see_through(image: Image.Image) -> Image.Image:
+    image = image.copy()
+    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, image.width).astype(np.uint8), (image.height, 1))))
+    return image
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def sixteen_bits(image: Image.Image, kind: str = ".png") -> bytes:
+    array = np.asarray(image).astype(np.uint16) * 257
+    array = array[..., [2, 1, 0, 3][: array.shape[2]]] if array.ndim == 3 else array
+    return bytes(cv2.imencode(kind, array)[1])
+
+
+def stored(body: bytes, **image: object) -> np.ndarray:
+    """The stored pixels as RGB, kept lossless and in their size."""
+    settings = {"resize_mode": "no", "encode_format": "png", "encode_quality": 1, **image}
+    body, *sizes, error = ImageConverter(ImageConfig(**settings), max_pixels=PIXELS)(io.BytesIO(body))
+    assert error is None
+    array = np.asarray(Image.open(io.BytesIO(body)).convert("RGB"))
+    assert tuple(sizes[:2]) == (array.shape[1], array.shape[0])
+    return array
+
+
+def seen(image: Image.Image) -> np.ndarray:
+    """What a person sees on a white page."""
+    page = Image.new("RGBA", image.size, "white")
+    page.alpha_composite(ImageOps.exif_transpose(image).convert("RGBA"))
+    return np.asarray(page.convert("RGB"))
+
+
+PALETTE = photograph().quantize(16)
+CASES = {
+    "1 bit": encoded(photograph().convert("1"), "PNG"),
+    "grey": encoded(photograph().convert("L"), "PNG"),
+    "grey jpeg": encoded(photograph().convert("L"), "JPEG"),
+    "grey alpha": encoded(see_through(photograph()).convert("LA"), "PNG"),
+    "palette": encoded(PALETTE, "PNG"),
+    "palette, one colour transparent": encoded(PALETTE, "PNG", transparency=3),
+    "palette, colours half transparent": encoded(PALETTE, "PNG", transparency=bytes(range(0, 256, 16))),
+    "alpha": encoded(see_through(photograph()), "PNG"),
+    "interlaced": encoded(photograph(), "PNG", optimize=True),
+    "cmyk": encoded(photograph().convert("CMYK"), "JPEG", quality=98, subsampling=0),
+    "jpeg": encoded(photograph(), "JPEG", quality=98, subsampling=0),
+    "gif": encoded(PALETTE, "GIF"),
+    "gif, transparent": encoded(PALETTE, "GIF", transparency=3),
+    "webp, alpha": encoded(see_through(photograph()), "WEBP", lossless=True),
+    "bmp": encoded(photograph(), "BMP"),
+    "bmp, 1 bit": encoded(photograph().convert("1"), "BMP"),
+    "tiff": encoded(photograph(), "TIFF"),
+    "tiff, 1 bit": encoded(photograph().convert("1"), "TIFF"),
+    "tiff, cmyk": encoded(photograph().convert("CMYK"), "TIFF"),
+    "tiff, alpha": encoded(see_through(photograph()), "TIFF", compression="tiff_lzw"),
+    "tiff, palette": encoded(PALETTE, "TIFF"),
+    "tiff, lab": encoded(photograph().convert("LAB"), "TIFF"),
+    "ppm": encoded(photograph(), "PPM"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_odd_images_are_stored_as_they_are_seen(name: str) -> None:
+    difference = np.abs(stored(CASES[name]).astype(int) - seen(Image.open(io.BytesIO(CASES[name]))))
+    assert difference.mean() < 1.5, "decoders round differently, and convert CMYK differently"
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_sixteen_bits_become_eight(mode: str) -> None:
+    image = see_through(photograph()) if mode == "RGBA" else photograph().convert(mode)
+    assert np.abs(stored(sixteen_bits(image)).astype(int) - seen(image)).max() <= 1
+    if mode == "L":
+        tiff = encoded(Image.fromarray(np.asarray(image).astype(np.uint16) * 257), "TIFF")
+        assert np.abs(stored(tiff).astype(int) - seen(image)).max() <= 1
+
+
+def test_ten_bits_in_sixteen_become_eight() -> None:
+    array = np.asarray(photograph())[..., ::-1].astype(np.uint16) * 4
+    done, body = cv2.imencode(".avif", array, [cv2.IMWRITE_AVIF_DEPTH, 10, cv2.IMWRITE_AVIF_QUALITY, 95])
+    assert done
+    assert np.abs(stored(bytes(body)).astype(int) - np.asarray(photograph())).mean() < 4
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_stored_upright(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"JPEG": {"quality": 98, "subsampling": 0}, "WEBP": {"lossless": True}}.get(kind, {})
+    body = encoded(photograph(), kind, exif=exif, **options)
+    wanted = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(body))).convert("RGB"))
+    found = stored(body)
+    assert found.shape == wanted.shape
+    assert np.abs(found.astype(int) - wanted).max() <= 3
+    kept = stored(body, skip_reencode=True)
+    assert np.abs(kept.astype(int) - wanted).max() <= 3, "an image that is not upright is encoded anew"
+
+
+def test_a_senseless_orientation_is_ignored() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 77
+    assert stored(encoded(photograph(), "JPEG", exif=exif)).shape == (60, 80, 3)
+
+
+MODES = ["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"]
+SIZES = [(80, 60), (61, 203), (300, 299), (32, 32), (333, 100), (64, 64)]
+
+
+@pytest.mark.parametrize(("mode", "only_bigger"), itertools.product(MODES, [True, False]))
+def test_ordinary_images_are_stored_as_img2dataset_does(mode: str, only_bigger: bool) -> None:
+    image = ImageConfig(size=64, resize_mode=mode, resize_only_if_bigger=only_bigger)
+    theirs = Resizer(64, mode, only_bigger, max_image_area=PIXELS)
+    ours = ImageConverter(image, max_pixels=PIXELS)
+    for size in SIZES:
+        for body in (
+            encoded(photograph(*size), "JPEG"),
+            encoded(photograph(*size).convert("L"), "PNG"),
+            encoded(see_through(photograph(*size)), "PNG"),
+        ):
+            assert ours(io.BytesIO(body)) == theirs(io.BytesIO(body)), (mode, size)
+
+
+def test_bytes_are_kept_and_boxes_blurred_as_img2dataset_does() -> None:
+    boxes = [[0.1, 0.2, 0.4, 0.6]]
+    bodies = [encoded(photograph(300, 200), "JPEG"), encoded(photograph(50, 40), "JPEG")]
+    for mode in MODES:
+        image = ImageConfig(size=64, resize_mode=mode)
+        theirs = Resizer(64, mode, True, blurrer=BoundingBoxBlurrer())
+        ours = ImageConverter(image, max_pixels=PIXELS, blurrer=BoundingBoxBlurrer())
+        for body in bodies:
+            assert ours(io.BytesIO(body), boxes) == theirs(io.BytesIO(body), boxes)
+    keeps = ImageConverter(ImageConfig(size=64, skip_reencode=True), max_pixels=PIXELS)
+    assert keeps(io.BytesIO(bodies[1]))[0] == bodies[1]
+    assert keeps(io.BytesIO(bodies[0]))[0] != bodies[0]
+
+
+def test_alpha_is_blended_exactly() -> None:
+    alpha, colour = np.meshgrid(np.arange(256), np.arange(256))
+    array = np.stack([colour] * 3 + [alpha], axis=-1).astype(np.uint8)
+    wanted = np.rint(alpha / 255 * colour + 255 - alpha)
+    assert np.array_equal(matte(array)[..., 0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("body", "image", "reason"),
+    [
+        (encoded(photograph(), "JPEG"), {"min_size": 61}, reasons.TOO_SMALL),
+        (encoded(photograph(160, 30), "JPEG"), {"max_aspect_ratio": 5}, reasons.EXTREME_ASPECT),
+        (encoded(photograph(4000, 3000), "JPEG"), {}, reasons.TOO_MANY_PIXELS),
+        (encoded(Image.fromarray(np.zeros((9, 9), np.float32)), "TIFF"), {}, reasons.UNDECODABLE),
+        (encoded(photograph(), "ICO"), {}, reasons.UNDECODABLE),
+        (encoded(photograph(), "PNG")[:900] + b"x" * 200 + encoded(photograph(), "PNG")[1100:], {}, None),
+    ],
+)
+def test_what_cannot_be_stored_has_a_reason(body: bytes, image: dict[str, object], reason: str | None) -> None:
+    outcome = ImageConverter(ImageConfig(**image), max_pixels=PIXELS)(io.BytesIO(body))
+    if reason is None:  # a damaged file: whatever the decoder makes of it, it is no crash
+        assert outcome[0] is not None or reasons.of_message(outcome[-1] or "") == reasons.UNDECODABLE
+        return
+    assert outcome[:5] == (None,) * 5
+    assert reasons.of_message(outcome[-1] or "") == reason
+
+
+def test_an_image_beyond_the_memory_at_hand_is_left_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = encoded(Image.new("RGBA", (4000, 3000)), "PNG")
+    monkeypatch.setattr(decoding, "memory_at_hand", lambda: 400_000_000)
+    assert decode(body, processes=2).array.shape == (3000, 4000, 3)
+    with pytest.raises(FetchError, match="too little memory: 4000 x 3000 RGBA: 132 MB needed, 100 MB free"):
+        decode(body, processes=4)
+    assert reasons.is_transient(reasons.TOO_LITTLE_MEMORY)
+
+
+def test_memory_at_hand_is_the_smaller_of_machine_and_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < memory.memory_at_hand() < 1 << 50
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    assert memory._left_in_group(tmp_path) == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._left_in_group(tmp_path) > 1 << 60
+    assert memory._left_in_group(tmp_path / "none") > 1 << 60
+
+
+def test_an_encoded_image_that_is_another_one_is_noticed() -> None:
+    array = np.asarray(photograph())
+    for quality in (0, 5, 95):
+        check_resemblance(array, cv2.imencode(".jpg", array, [cv2.IMWRITE_JPEG_QUALITY, quality])[1])
+    for wrong in (np.full_like(array, 255), np.zeros_like(array), array[::-1].copy()):
+        with pytest.raises(FetchError, match="not encoded"):
+            check_resemblance(array, cv2.imencode(".jpg", wrong)[1])

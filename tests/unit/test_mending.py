@@ -1,0 +1,215 @@
+"""Damage to any file of a data set is named, and `--rebuild` mends it; removals and locks."""
+
+# ruff: noqa: F811 (fixtures are imported, and asked for by their names)
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from data_prep import rebuild as rebuilding
+from data_prep.dataset import canonical_tar
+from data_prep.dataset.dataset_folder import Folder, load_config
+from data_prep.dataset.disk_errors import explained
+from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.locks import alone, one_of_several, whole_folder
+from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.removal import remove
+from data_prep.dataset.shard_plan import check_parts, load_plan
+from data_prep.dataset.verification import verify
+from data_prep.ingest import download, prepare
+from data_prep.rebuild import rebuild
+from data_prep.settings.download_config import DownloadConfig
+from jobs.verify import command
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.errors import UserError
+from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
+from tests.web import Site, send
+
+
+@pytest.fixture(autouse=True)
+def fetch_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str, **_: object) -> None:
+        fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rebuilding, "fetch", fetch)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    files = [*root.glob("shards/*.tar"), *root.glob("meta/*"), *root.glob("plan/*"), root / "manifest.json"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files if path.is_file()}
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def flip(path: Path, place: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[place] ^= 255
+    path.write_bytes(body)
+
+
+def in_the_way(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "manifest.json": lambda root: edit(root / "manifest.json", lambda tree: tree["failures"].update({"dns": 7})),
+    "manifest.json ": lambda root: edit(root / "manifest.json", lambda tree: tree.update(attempted=99)),
+    "manifest.json  ": lambda root: edit(root / "manifest.json", lambda tree: tree["facts"].update(urls=1)),
+    "manifest.json   ": lambda root: (root / "manifest.json").write_text("{"),
+    "meta/00001.json": lambda root: (root / "meta/00001.json").write_text('{"shard": 1'),
+    "meta/00001.json ": lambda root: edit(root / "meta/00001.json", lambda tree: tree.pop("rows")),
+    "meta/00001.json  ": lambda root: (root / "meta/00001.json").unlink(),
+    "meta/00002.parquet": lambda root: flip(root / "meta/00002.parquet", 200),
+    "meta/00002.parquet ": lambda root: (root / "meta/00002.parquet").write_bytes(b"<html>"),
+    "plan/plan.json": lambda root: (root / "plan/plan.json").write_text("[]"),
+    "plan/plan.json ": lambda root: (root / "plan/part-00000.parquet").write_bytes(b"PAR1"),
+    "sessions.jsonl": lambda root: (root / "sessions.jsonl").write_text('{"started": \n'),
+    "shards/00003.tar": lambda root: flip(root / "shards/00003.tar", 700),
+    "shards/00003.tar ": lambda root: in_the_way(root / "shards/00003.tar"),
+    "shards/00003.tar  ": lambda root: (root / "shards/00003.tar").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_named_and_mended(copied: Path, site: Site, name: str) -> None:
+    before = contents(copied)
+    DAMAGES[name](copied)
+    problems = verify(copied)
+    assert name.strip() in {problem.shard for problem in problems}
+    asked = len(site.agents)
+    result = CliRunner().invoke(command, [str(copied), "--rebuild"], standalone_mode=False)
+    assert result.exception is None, result.exception
+    lost = {"shards/00003.tar": 1, "shards/00003.tar ": SHARD, "shards/00003.tar  ": SHARD}
+    assert len(site.agents) - asked == lost.get(name, 0), "only what is lost is fetched"
+    assert contents(copied) == before
+    assert verify(copied) == []
+
+
+@pytest.mark.parametrize("name", ["plan/plan.json", "meta/00001.json", "meta/00001.parquet", "plan/part-00000.parquet"])
+def test_a_download_names_the_damaged_file_and_what_to_do(copied: Path, name: str) -> None:
+    (copied / name).write_bytes(b"\xff{")
+    (copied / "meta/00000.json").unlink()
+    config = replace(load_config(copied), output=str(copied))
+    with pytest.raises(UserError, match=rf"{name} is .*damaged.*`neuclip verify .* --rebuild` mends it"):
+        remove(copied, {"0000000001"}) if name.endswith("1.parquet") else _touch_everything(config)
+
+
+def _touch_everything(config: DownloadConfig) -> None:
+    config, plan = prepare(config)
+    folder = Folder(Path(config.output))
+    check_parts(folder, [0])
+    fetch_here(config, plan, [0], manifest=False)
+    write_manifest(folder, plan)
+
+
+def test_nothing_is_deleted_before_its_replacement_has_come(copied: Path, site: Site) -> None:
+    """The web serves nothing any more: what is intact in a damaged shard stays."""
+    flip(copied / "shards/00003.tar", 700)
+    answers = dict(site.answers)
+    site.answers.update({f"/{k}.jpg": lambda handler: send(handler, 404, b"") for k in range(ROWS)})
+    try:
+        again = rebuild(copied, verify(copied))
+    finally:
+        site.answers.update(answers)
+    assert (again.n, again.failures) == (ROWS - 1, {"http 404": 1})
+    assert verify(copied) == []
+
+
+def test_a_table_that_changed_cannot_replace_a_damaged_list(copied: Path, made: DownloadConfig, tmp_path: Path) -> None:
+    table = tmp_path / "urls.parquet"
+    shutil.copy(str(made.source.table), table)
+    text = (copied / "download.yaml").read_text()
+    (copied / "download.yaml").write_text(text.replace(str(made.source.table), str(table)))
+    (copied / "plan/plan.json").write_text("[]")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = pq.read_table(table).to_pydict()
+    columns["caption"][0] = "another"
+    pq.write_table(pa.table(columns), table)
+    with pytest.raises(UserError, match="does not give the same list any more"):
+        rebuild(copied, verify(copied))
+
+
+def test_a_swapped_image_is_seen_even_if_all_digests_are_right(copied: Path) -> None:
+    """What a full disk once did: the image of one row under the key of another, in a shard that was then hashed."""
+    folder = Folder(copied)
+    samples = dict(canonical_tar.samples(folder.tar(1)))
+    first, second = sorted(samples)[:2]
+    samples[first]["jpg"], samples[second]["jpg"] = samples[second]["jpg"], samples[first]["jpg"]
+    members = [(f"{key}.{name}", parts[name]) for key, parts in sorted(samples.items()) for name in sorted(parts)]
+    size, digest = canonical_tar.write(folder.tar(1), members)
+    edit(folder.record(1), lambda tree: tree.update(bytes=size, sha256=digest))
+    write_manifest(folder, load_plan(folder))
+    assert [str(problem) for problem in verify(copied, decode=0)] == [
+        f"shards/00001.tar: sample: {key}: the image is not the one that was stored" for key in (first, second)
+    ]
+
+
+def test_a_list_that_would_leave_nothing_is_refused_and_changes_nothing(copied: Path) -> None:
+    before = contents(copied)
+    with pytest.raises(UserError, match="names all 24 samples"):
+        remove(copied, {f"{k:010d}" for k in range(ROWS)})
+    assert contents(copied) == before
+    assert not (copied / "removed.txt").exists()
+    assert verify(copied) == []
+
+
+def test_removal_renews_report_and_datasheet(copied: Path, tmp_path: Path) -> None:
+    write_report(copied)
+    (tmp_path / "names").write_text("0000000003\n")
+    result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
+    assert "1 samples taken out of 1 shards" in result.output
+    manifest = load_manifest(copied)
+    assert manifest.digest in (copied / "report.html").read_text()
+    assert "23 image-text pairs" in (copied / "datasheet.md").read_text()
+    assert verify(copied) == []
+    (copied / "report.html").write_text("an older one")
+    assert [problem.kind for problem in verify(copied)] == ["stale"]
+
+
+def test_removal_from_an_unfinished_set_writes_no_manifest(copied: Path, tmp_path: Path) -> None:
+    """It once wrote one of the shards that were there."""
+    Folder(copied).withdraw(2)
+    (copied / "manifest.json").unlink()
+    done, manifest = remove(copied, {"0000000003", "0000000013"})
+    assert (done.samples, manifest) == (1, None)
+    assert not (copied / "manifest.json").exists()
+    config = load_config(copied)
+    again = fetch_here(config, load_plan(Folder(copied)), [2])
+    assert again.failures == {"removed": 2}
+    Folder(copied).withdraw(0)
+    with pytest.raises(UserError, match=r"1 of 4 shards of .* are not finished, the first is 0"):
+        write_manifest(Folder(copied), load_plan(Folder(copied)))
+
+
+def test_removal_and_rebuild_keep_out_of_a_folder_at_work(copied: Path) -> None:
+    folder = Folder(copied)
+    with one_of_several(folder), one_of_several(folder), alone(folder, 0):
+        for work in (lambda: remove(copied, {"x"}), lambda: rebuild(copied, [])):
+            with pytest.raises(UserError, match="Another process is working"):
+                work()
+    with whole_folder(folder), pytest.raises(UserError, match="Another process is working"):
+        download(replace(load_config(copied), output=str(copied)))
+    with (folder.locks / "lock-folder").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("number", [28, 13, 30, 1])
+def test_what_the_disk_refuses_is_said_in_plain_words(number: int) -> None:
+    with pytest.raises(UserError, match=r"Cannot write or read /x/y: .*"), explained("/x"):
+        raise OSError(number, "refused", "/x/y")
+    with pytest.raises(OSError, match="other"), explained("/x"):
+        raise OSError(9999, "other")

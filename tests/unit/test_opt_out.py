@@ -1,0 +1,75 @@
+"""X-Robots-Tag headers as servers send them."""
+
+from __future__ import annotations
+
+from email.message import Message
+
+import pytest
+
+from data_prep.fetching.opt_out import is_opted_out
+
+ALL = ("noai", "noimageai", "noindex", "noimageindex")
+
+
+def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "neuclip") -> bool:
+    headers = Message()
+    for line in lines:
+        headers.add_header("X-Robots-Tag", line)
+    return is_opted_out(headers, user_agent=user_agent, opt_outs=opt_outs)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("noai",),
+        ("NoImageAI",),
+        ("none",),
+        ("nofollow, noindex",),
+        ("noindex, unavailable_after: 25 Jun 2077 15:00:00 GMT",),
+        ("unavailable_after: 25 Jun 2077 15:00:00 GMT, noai",),
+        ("unavailable_after: Fri, 25 Jun 2077 15:00:00 GMT, noai",),
+        ("unavailable_after: Fri, 25 Jun 2010 15:00:00 GMT",),
+        ("unavailable_after: 25 Jun 2010 15:00:00 PST",),
+        ("unavailable_after: 2010-06-25T15:00:00Z",),
+        ("max-image-preview:large, noai",),
+        ("max-snippet:-1,noimageindex",),
+        ("noai;noindex",),
+        (" , ,noai,",),
+        ("*: noai",),
+        ("NeuCLIP: NOAI",),
+        ("neuclip/1.0: noai",),
+        ("otherbot: nofollow, neuclip: noai",),
+        ("otherbot: nofollow, *: none",),
+        ("neuclip: unavailable_after: 25 Jun 2010 15:00:00 GMT",),
+        ("googlebot: nofollow", "noimageai"),
+    ],
+)
+def test_these_opt_out(lines: tuple[str, ...]) -> None:
+    assert opted_out(*lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        ("all",),
+        ("index, follow",),
+        ("nofollow",),
+        ("otherbot: noai",),
+        ("otherbot: noindex, nofollow",),
+        ("otherbot: none, max-snippet: 20, noai",),
+        ("otherbot: unavailable_after: 25 Jun 2010 15:00:00 GMT",),
+        ("googlebot: max-image-preview: large, noindex",),
+        ("max-image-preview: none",),
+        ("unavailable_after: Fri, 25 Jun 2077 15:00:00 GMT, nofollow",),
+        ("unavailable_after: some day",),
+    ],
+)
+def test_these_do_not(lines: tuple[str, ...]) -> None:
+    assert not opted_out(*lines)
+
+
+def test_only_the_chosen_directives_count() -> None:
+    assert not opted_out("noindex", opt_outs=("noai",))
+    assert not opted_out("noai, none", opt_outs=())
+    assert opted_out("mybot: noai", user_agent="MyBot")

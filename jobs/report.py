@@ -1,4 +1,4 @@
-"""`neuclip report`: what a run did, on one self-contained page; several runs, held against each other."""
+"""`neuclip report`: what a run did, on one self-contained page; several runs, compared with each other."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import click
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
 )
-@click.option("--tensorboard", is_flag=True, help="Also write the scores as scalars below RUN/tensorboard.")
+@click.option("--tensorboard/--no-tensorboard", default=True, help="Scores as scalars below RUN/tensorboard [yes].")
 def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several.
 
-    A RUN is the folder that `neuclip train` or `neuclip demo` wrote. What is not there is named in the report, never
-    made up. The HTML page needs no other file and no network. A comparison also writes its tables as markdown, CSV and
-    LaTeX, with differences against the first RUN and their bootstrap confidence intervals.
+    A RUN is the folder that `neuclip train` or `neuclip demo` wrote. The report names what is missing. The HTML page
+    needs no other file and no network. A comparison also writes its tables as markdown, CSV and LaTeX, with
+    differences to the first RUN and their bootstrap confidence intervals. The scores of a run that logs to
+    TensorBoard are added there.
     """
     from pipeline.report import write_report
 
     click.echo(write_report(runs, output=output))
     if tensorboard:
-        from pipeline.report.run_data import read_run
-        from pipeline.report.tensorboard_scores import write_scores
+        from pipeline.report.tensorboard_scores import update_scores
 
         for folder in runs:
-            click.echo(write_scores(read_run(folder)))
+            update_scores(folder)
 
 
 if __name__ == "__main__":

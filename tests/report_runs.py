@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
     shards = folder / "shards"
     shards.mkdir()
     failures = {"http 404": 7, "<b>odd</b>": 3}
+    _write_shard(shards / "0.tar")
     make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes"}).save(shards)
     config = {
         "objective": {"name": name},
@@ -59,6 +62,12 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
     (folder / "scenes-retrieval.json").write_text(json.dumps(retrieval | common))
     summary = {"failures": {"scenes/size": "the data is cut short"}, "aggregates": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
+    names = ["red", "blue"]
+    classes = [{"name": name, "samples": 50, "accuracy": right / 100} for name in names]
+    matrix = [[right // 2, 50 - right // 2], [0, 50]]
+    (folder / "classes").mkdir()
+    tree = {"classes": classes, "matrix": matrix, "confusions": [{"true": 0, "predicted": 1, "count": matrix[0][1]}]}
+    (folder / "classes" / "scenes-colour.json").write_text(json.dumps(tree))
     examples = folder / "scenes-retrieval.examples"
     examples.mkdir()
     for index in range(3):
@@ -66,3 +75,18 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
     best = [{"image": k, "file": f"{k}.jpg", "score": 0.5, "right": False} for k in (0, 1)]
     example = {"caption": "a <script>alert(1)</script> star", "right": 2, "rank": 41, "images": best}
     (examples / "examples.json").write_text(json.dumps([example]))
+    captions = [{"caption": f"caption <{k}>", "score": 0.5, "right": k == 1} for k in range(2)]
+    described = {"image": 1, "file": "1.jpg", "rank": 1, "own": ["caption <1>"], "captions": captions}
+    (examples / "images.json").write_text(json.dumps([described]))
+
+
+def _write_shard(path: Path) -> None:
+    """Two of the samples that the manifest lists."""
+    with tarfile.open(path, "w") as tar:
+        for k in range(2):
+            image = io.BytesIO()
+            Image.new("RGB", (8, 8), (0, k, 0)).save(image, "JPEG")
+            for suffix, payload in (("jpg", image.getvalue()), ("txt", f"pair <{k}>".encode())):
+                member = tarfile.TarInfo(f"{k:05d}.{suffix}")
+                member.size = len(payload)
+                tar.addfile(member, io.BytesIO(payload))

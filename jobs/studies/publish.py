@@ -17,6 +17,7 @@ from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, paired, spread
 from jobs.studies.schedule import cores
+from pipeline.report.run_page import render as render_page
 
 DATA_NAME = "results.json"
 KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "traffic_bytes_per_step", "normalizers")
@@ -49,7 +50,12 @@ def render(folder: Path) -> list[Path]:
     study, size = load_study(data["study"]), data["size"]
     outcomes = [Outcome(**run) for run in data["runs"]]
     drawn = study_figures.draw(study, size, outcomes)
-    texts = {"results.csv": as_csv(outcomes), "results.md": as_markdown(study, data, outcomes, list(drawn)), **drawn}
+    texts = {
+        "results.csv": as_csv(outcomes),
+        "results.md": as_markdown(study, data, outcomes, list(drawn)),
+        "study.html": as_html(study, data, outcomes, drawn),
+        **drawn,
+    }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
@@ -68,43 +74,79 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
     """The generated page of a study: what was asked, how it was made, a table for each setting, the figures."""
-    size = data["size"]
-    at_size, arms = size_of(study, size), arms_of(study, size)
-    baseline = at_size.baseline or study.baseline
-    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     how = (
-        f"Size `{size}`; stands for {study.reproduces}. Made with `{data['command']}` on {data['date']}, "
-        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(outcomes)} of {data['units']} "
-        "runs are in. Every figure is the mean ± standard deviation over seeds; differences are taken seed by seed. "
-        "Errors and variances of normalizers are means over the checkpoints on the way, without the last. "
-        "This page is generated from `results.json` by `neuclip study`; do not edit it."
+        f"{_how(study, data, outcomes)} This page is generated from `results.json` by `neuclip study`; do not edit it."
     )
     lines = [f"# {study.title}", "", study.question.strip(), "", how]
-    for setting, variant in at_size.settings.items():
-        there = [arm for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)]
-        if there:
-            lines += ["", f"## {variant.title or setting}", ""]
-            lines += table(study, outcomes, setting=setting, arms={arm: arms[arm] for arm in there}, baseline=baseline)
+    for title, rows in _tables(study, data["size"], outcomes):
+        lines += ["", f"## {title}", "", *_as_lines(rows)]
     for file in drawn:
-        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+        lines += ["", f"![{_figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
+
+
+def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Mapping[str, str]) -> str:
+    """The same as one HTML file without network requests."""
+    parts = [
+        {
+            "title": title,
+            "header": rows[0],
+            "rows": [[cell.replace("`", "").strip("*") for cell in r] for r in rows[1:]],
+        }
+        for title, rows in _tables(study, data["size"], outcomes)
+    ]
+    figures = [{"title": _figure_title(file), "svg": svg[svg.index("<svg") :]} for file, svg in drawn.items()]
+    how = _how(study, data, outcomes).replace("`", "")
+    context = {"title": study.title, "question": study.question.strip(), "how": how, "parts": parts, "figures": figures}
+    return render_page("study.html", context)
+
+
+def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
+    return (
+        f"Size `{data['size']}`; stands for {study.reproduces}. Made with `{data['command']}` on {data['date']}, "
+        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(outcomes)} of {data['units']} "
+        "runs are in. Every figure is the mean ± standard deviation over seeds; differences are taken seed by seed. "
+        "Errors and variances of normalizers are means over the checkpoints on the way, without the last."
+    )
+
+
+def _figure_title(file: str) -> str:
+    return file.removesuffix(".svg").replace("-", " ")
+
+
+def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
+    """Title and table of every setting that has runs."""
+    at_size, arms = size_of(study, size), arms_of(study, size)
+    baseline = at_size.baseline or study.baseline
+    for setting, variant in at_size.settings.items():
+        there = {arm: arms[arm] for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)}
+        if there:
+            yield variant.title or setting, table(study, outcomes, setting=setting, arms=there, baseline=baseline)
+
+
+def _as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in markdown; a row of one cell is a heading within it."""
+    width = len(rows[0])
+    lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (width - 1) + "|"]
+    return lines + [
+        f"| {row[0]} |" + " |" * (width - 1) if len(row) == 1 else f"| {' | '.join(row)} |" for row in rows[1:]
+    ]
 
 
 def table(
     study: Study, outcomes: Sequence[Outcome], *, setting: str, arms: Mapping[str, Variant], baseline: str
-) -> list[str]:
-    """A markdown table of one setting, arms in order of declaration and under their groups."""
-    titles = [_title(column, baseline) for column in study.columns]
-    lines = ["| " + " | ".join(["", "seeds", *titles]) + " |", "|---" + "|---:" * (len(titles) + 1) + "|"]
+) -> list[list[str]]:
+    """One setting's header and rows, arms in order of declaration and under their groups (rows of one cell)."""
+    rows = [["", "seeds", *(_title(column, baseline) for column in study.columns)]]
     for heading, names in _grouped(study, list(arms)):
         if heading:
-            lines.append(f"| **{heading}** |" + " |" * (len(titles) + 1))
+            rows.append([f"**{heading}**"])
         for arm in names:
             seeds = len({o.seed for o in outcomes if o.setting == setting and o.arm == arm})
             label = f"`{arm}`" + (f" {arms[arm].title}" if arms[arm].title else "")
-            cells = [_cell(outcomes, setting, arm, column, baseline) for column in study.columns]
-            lines.append("| " + " | ".join([label, str(seeds), *cells]) + " |")
-    return lines
+            rows.append([label, str(seeds), *(_cell(outcomes, setting, arm, c, baseline) for c in study.columns)])
+    return rows
 
 
 def _grouped(study: Study, arms: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 
 from pipeline.files import write_text
 from pipeline.report.bootstrap import Difference
-from pipeline.report.charts import WIDE, Chart
+from pipeline.report.charts import Chart, chart
 from pipeline.report.comparison import Comparison, compare, groups_of, mean_score
-from pipeline.report.figures import SERIES, Interval, Line, interval_chart, line_chart, short
-from pipeline.report.headlines import tail_mean
+from pipeline.report.figures import SERIES, Line, short
+from pipeline.report.headlines import flat, tail_mean
+from pipeline.report.quantities import quantity
 from pipeline.report.run_data import Run
 from pipeline.report.run_page import render
 
@@ -27,6 +29,7 @@ def write_comparison(runs: Sequence[Run], output: Path) -> Path:
         "c": comparison,
         "title": " · ".join(comparison.labels),
         "summary": _summary(comparison),
+        "settings": different_settings(comparison),
         "curves": _performance_curves(comparison),
         "differences": _difference_charts(comparison),
         "training": _training_curves(comparison),
@@ -139,37 +142,76 @@ def _performance_curves(comparison: Comparison) -> list[Chart]:
             if len(points):
                 lines.append(Line(points[:, 0], points[:, 1], label=label, colour=colour, marked=True))
         if lines:
-            made.append(Chart(name, line_chart(lines, percent=True, size=WIDE)))
+            made.append(chart(name, lines, percent=True))
     return made
 
 
-def _difference_charts(comparison: Comparison) -> list[Chart]:
-    """Per run, how far every task lies from the first run."""
+@dataclass(frozen=True)
+class Interval:
+    """A difference in points with its place on an axis that all rows share, in percent of its width."""
+
+    label: str
+    text: str
+    at: float
+    low: float
+    high: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Differences of one run to the first, the largest first; `zero` is the place of no difference."""
+
+    title: str
+    rows: tuple[Interval, ...]
+    zero: float
+
+
+def _difference_charts(comparison: Comparison) -> list[Intervals]:
+    """Per run, how far every task is from the first run; coloured where the interval leaves out zero."""
     made = []
     for k, label in enumerate(comparison.labels[1:], 1):
         deltas = [(row.name, row.differences[k]) for row in comparison.tasks]
-        rows = [Interval(name, delta.value, delta.interval) for name, delta in deltas if delta is not None]
-        if rows:
-            rows.sort(key=lambda row: -row.value)
-            made.append(Chart(f"{label} against {comparison.labels[0]}, points", interval_chart(rows)))
+        known = [(name, delta) for name, delta in deltas if delta is not None]
+        if known:
+            made.append(_intervals(f"{label} against {comparison.labels[0]}, points", known))
     return made
+
+
+def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> Intervals:
+    ends = [end for _, delta in deltas for end in (delta.value, *(delta.interval or ()))]
+    least, most = min(0.0, *ends), max(0.0, *ends)
+    span = (most - least) or 1.0
+
+    def place(value: float) -> float:
+        return 3 + 94 * (value - least) / span
+
+    rows = []
+    for name, delta in sorted(deltas, key=lambda pair: -pair[1].value):
+        low, high = delta.interval or (delta.value, delta.value)
+        colour = ("good" if delta.value > 0 else "bad") if delta.is_clear else "muted"
+        rows.append(Interval(name, change(delta), place(delta.value), place(low), place(high), colour))
+    return Intervals(title, tuple(rows), place(0.0))
+
+
+def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """The settings in which the runs differ, with the value of each run; a key that a run has not is a dash."""
+    trees = [dict(flat(run.config)) for run in comparison.runs]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    rows = [(key, [tree.get(key, "–") for tree in trees]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "output"]
 
 
 def _training_curves(comparison: Comparison) -> list[Chart]:
     made = []
-    wanted = {
-        "normalizer_gap": "Normalizer gap, in use",
-        "normalizer_gap_cold": "Normalizer gap, cold",
-        "tau": "Temperature τ",
-        "loss": "Loss (objectives differ)",
-        "samples_per_second": "Throughput, samples/s",
-    }
-    for key, title in wanted.items():
+    for key in ("loss", "tau", "normalizer_gap", "normalizer_gap_cold", "samples_per_second"):
         lines = []
         for label, run, colour in zip(comparison.labels, comparison.runs, _colours(comparison), strict=True):
             x, y = run.curve(key)
             if len(x):
-                lines.append(Line(x, y, label=label, colour=colour, smooth=True))
+                lines.append(Line(x, y, label=label, colour=colour, smooth=quantity(key).smooth))
         if lines:
-            made.append(Chart(title, line_chart(lines)))
+            shown = quantity(key)
+            title = f"{quantity('normalizer_gap').title}, cold" if key.endswith("cold") else shown.title
+            made.append(chart(title, lines, note=shown.note, zero=shown.zero))
     return made

@@ -1,4 +1,7 @@
-"""Charts as inline SVG whose colours are CSS variables, so that one picture serves light and dark pages."""
+"""Line charts as inline SVG whose colours are CSS variables, so that one picture serves light and dark pages.
+
+One unit of the SVG is about one pixel on a phone, so that text of 12 units can be read there.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,16 @@ COLOURS = {
     "series-4": "#010214",
     "series-5": "#010215",
     "series-6": "#010216",
-    "good": "#010221",
-    "bad": "#010222",
-    "faint": "#010223",
 }
 SERIES = [name for name in COLOURS if name.startswith("series-")]
-MAX_POINTS = 400
+MAX_POINTS = 300
+SIZE, SMALL = (326, 190), (216, 118)
+"""Width and height of a chart and of a small multiple, in units of the SVG."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve; with `smooth`, the raw points are drawn faintly behind a moving average."""
+    """A curve over samples seen; with `smooth`, the raw points are drawn faintly behind a moving average."""
 
     x: np.ndarray
     y: np.ndarray
@@ -47,16 +49,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One horizontal bar with its text and a fainter remark; `mark` is a tick on the same scale, for example the score
-    of guessing."""
+class Drawing:
+    """A picture and what its pointer shows."""
 
-    label: str
-    value: float
-    text: str
-    remark: str = ""
-    mark: float | None = None
-    colour: str = "series-1"
+    svg: str
+    hover: dict[str, Any]
+    """Position of the axes in the SVG, their limits, and the drawn points of every line; for the page's script."""
 
 
 def line_chart(
@@ -65,111 +63,58 @@ def line_chart(
     percent: bool = False,
     log: bool = False,
     zero: bool = False,
-    size: tuple[float, float] = (4.3, 2.35),
-) -> str:
+    level: float | None = None,
+    size: tuple[int, int] = SIZE,
+) -> Drawing:
     """Curves over samples seen.
 
-    Args: percent: the values are shares. log: logarithmic values. zero: the value axis starts at 0. size: inches.
+    Args:
+        lines: What to draw; labels make a legend.
+        percent: The values are shares.
+        log: Logarithmic values.
+        zero: The value axis starts at 0.
+        level: A dashed horizontal line, for example chance.
+        size: Width and height in units of the SVG.
     """
     with _axes(size) as (axes, finish):
-        for line in lines:
-            _draw_line(axes, line)
-        _samples_axis(axes)
+        drawn = [_draw_line(axes, line) for line in lines]
+        if level is not None:
+            axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
+        _style(axes, small=size[0] < SIZE[0])
         if log:
             axes.set_yscale("log")
         if zero:
             axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %" if percent else f"{value:g}")
-        axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.8)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %" if percent else short(value))
         labels = [line.label for line in lines if line.label]
         if labels:
             _legend_above(axes, labels, width=size[0])
-        return finish()
+        return finish(lines, drawn, percent=percent, log=log)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A value with its confidence interval, None where there is none."""
-
-    label: str
-    value: float
-    interval: tuple[float, float] | None = None
-
-
-def interval_chart(rows: Sequence[Interval], *, width: float = 4.9) -> str:
-    """Differences in points around zero, the first at the top; coloured where the interval leaves out zero."""
-    with _axes((width, 0.6 + 0.25 * len(rows))) as (axes, finish):
-        axes.axvline(0, color=COLOURS["muted"], linewidth=1)
-        for at, row in enumerate(rows):
-            low, high = row.interval or (row.value, row.value)
-            colour = (
-                COLOURS["good" if low > 0 else "bad" if high < 0 else "muted"] if row.interval else COLOURS["muted"]
-            )
-            axes.plot([100 * low, 100 * high], [at, at], color=colour, linewidth=2, solid_capstyle="round", alpha=0.55)
-            axes.plot([100 * row.value], [at], color=colour, marker="o", markersize=5)
-        axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0, colors=COLOURS["ink"])
-        axes.grid(axis="x", color=COLOURS["grid"], linewidth=0.8)
-        return finish()
-
-
-def bar_chart(bars: Sequence[Bar], *, limit: float | None = None, width: float = 4.9) -> str:
-    """Horizontal bars, the first at the top, each with its text at its end."""
-    top = limit or max((bar.value for bar in bars), default=1.0) or 1.0
-    with _axes((width, 0.36 + 0.27 * len(bars))) as (axes, finish):
-        rows = range(len(bars))
-        text_width = 8 + 5.2 * max((len(bar.text) for bar in bars), default=0)  # points, at 9-point digits
-        axes.barh(rows, [top] * len(bars), height=0.62, color=COLOURS["grid"], alpha=0.55)
-        axes.barh(rows, [bar.value for bar in bars], height=0.62, color=[COLOURS[bar.colour] for bar in bars])
-        for row, bar in zip(rows, bars, strict=True):
-            if bar.mark is not None:
-                axes.plot([bar.mark] * 2, [row - 0.44, row + 0.44], color=COLOURS["ink"], linewidth=1.6)
-            for words, right, align, colour in (
-                (bar.text, text_width, "right", "ink"),
-                (bar.remark, text_width + 7, "left", "muted"),
-            ):
-                axes.annotate(
-                    words,
-                    (top, row),
-                    xytext=(right, 0),
-                    textcoords="offset points",
-                    ha=align,
-                    va="center_baseline",
-                    color=COLOURS[colour],
-                )
-        axes.set_yticks(rows, [bar.label for bar in bars])
-        axes.set_ylim(len(bars) - 0.45, -0.55)
-        axes.set_xlim(0, top)
-        axes.set_xticks([])
-        axes.spines[:].set_visible(False)
-        axes.tick_params(axis="y", length=0, colors=COLOURS["ink"])
-        return finish()
-
-
-def _legend_above(axes: Axes, labels: Sequence[str], *, width: float) -> None:
+def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
     """A legend in even rows above the axes; a blank title keeps its place."""
-    fit = max(1, round(width * 13 / (max(map(len, labels)) + 5)))
+    fit = max(1, int(width / (7.2 * max(map(len, labels)) + 34)))
     rows = -(-len(labels) // fit)
     legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=-(-len(labels) // rows), columnspacing=1.2)
     legend.set_in_layout(False)
-    axes.set_title(" ", fontsize=9.5, pad=3 + 13 * (rows - 1))
+    axes.set_title(" ", fontsize=12, pad=4 + 17 * (rows - 1))
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
+def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a line. Returns: the points of the strong curve, at most `MAX_POINTS`."""
     colour = COLOURS[line.colour]
     x, y = pooled(line.x, line.y)
     if line.smooth and len(x) > 20:
-        axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.28)
+        axes.plot(x, y, color=colour, linewidth=1, alpha=0.3)
         y = smoothed(y)
     marker = "o" if line.marked or len(x) == 1 else None
-    axes.plot(x, y, color=colour, linewidth=1.7, label=plain(line.label) or None, marker=marker, markersize=3.5)
+    axes.plot(x, y, color=colour, linewidth=2, label=plain(line.label) or None, marker=marker, markersize=4.5)
+    return x, y
 
 
 def plain(text: str) -> str:
-    """A label as it stands: $ would begin mathematics, and a leading underscore hides it from the legend."""
+    """A label as it is: $ would begin mathematics, and a leading underscore hides it from the legend."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
@@ -190,14 +135,6 @@ def smoothed(y: np.ndarray, span: float = 0.05) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def _samples_axis(axes: Axes) -> None:
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
-    axes.margins(x=0.01)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
 def short(value: float) -> str:
     """1234567 -> 1.23M."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -206,9 +143,21 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _style(axes: Axes, *, small: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.xaxis.set_major_locator(MaxNLocator(3 if small else 5))
+    axes.yaxis.set_major_locator(MaxNLocator(3 if small else 5))
+    axes.margins(x=0.02)
+    axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
 @contextmanager
-def _axes(size: tuple[float, float]) -> Iterator[tuple[Axes, Any]]:
-    """Axes in the page's style, and a function that gives the finished SVG."""
+def _axes(size: tuple[int, int]) -> Iterator[tuple[Axes, Any]]:
+    """Axes in the page's style, and a function that gives the finished drawing."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -216,10 +165,11 @@ def _axes(size: tuple[float, float]) -> Iterator[tuple[Axes, Any]]:
         "svg.fonttype": "none",
         "svg.hashsalt": "neuclip",
         "font.family": "sans-serif",
-        "font.size": 9,
+        "font.size": 12,
         "axes.edgecolor": COLOURS["grid"],
         "axes.labelcolor": COLOURS["muted"],
         "axes.linewidth": 1.0,
+        "axes.formatter.useoffset": False,
         "xtick.color": COLOURS["muted"],
         "ytick.color": COLOURS["muted"],
         "xtick.major.size": 3,
@@ -230,14 +180,35 @@ def _axes(size: tuple[float, float]) -> Iterator[tuple[Axes, Any]]:
         "text.color": COLOURS["ink"],
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
+        axes = figure.add_subplot()
 
-        def finish() -> str:
+        def finish(lines: Sequence[Line], drawn: Sequence[tuple[np.ndarray, np.ndarray]], **kind: bool) -> Drawing:
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-            return _for_page(buffer.getvalue())
+            return Drawing(_for_page(buffer.getvalue()), {**_box(axes, size), **kind, "lines": _points(lines, drawn)})
 
-        yield figure.add_subplot(), finish
+        yield axes, finish
+
+
+def _box(axes: Axes, size: tuple[int, int]) -> dict[str, Any]:
+    """Where the axes are in the SVG (left, top, right, bottom), and their limits."""
+    place = axes.get_position()
+    box = [place.x0 * size[0], (1 - place.y1) * size[1], place.x1 * size[0], (1 - place.y0) * size[1]]
+    numbers = {"box": box, "x": list(axes.get_xlim()), "y": list(axes.get_ylim())}
+    return {key: [float(f"{value:.6g}") for value in values] for key, values in numbers.items()}
+
+
+def _points(lines: Sequence[Line], drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": line.label,
+            "colour": line.colour,
+            "x": [float(f"{value:.6g}") for value in x],
+            "y": [float(f"{value:.4g}") for value in y],
+        }
+        for line, (x, y) in zip(lines, drawn, strict=True)
+    ]
 
 
 def _for_page(svg: str) -> str:
@@ -245,9 +216,8 @@ def _for_page(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
-    svg = re.sub(
-        r"<svg[^>]*>", f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">', svg, count=1
-    )
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" aria-hidden="true">'
+    svg = re.sub(r"<svg[^>]*>", opening, svg, count=1)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
     svg = svg.replace('xlink:href="', 'href="')

@@ -66,7 +66,10 @@ def _training(run: Run) -> list[Tile]:
     found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
     in_use, cold = (tail_mean(run, key) for key in ("normalizer_gap", "normalizer_gap_cold"))
     if in_use is not None:
-        found.append(Tile("Normalizer gap", f"{in_use:.3f}", f"cold {cold:.3f}" if cold is not None else "in use"))
+        detail = "nats between predicted and batch normalizer"
+        found.append(
+            Tile("Normalizer gap", f"{in_use:.3f}", f"{detail}; cold {cold:.3f}" if cold is not None else detail)
+        )
     _, speed = run.curve("samples_per_second")
     if len(speed):
         _, wait = run.curve("data_wait")

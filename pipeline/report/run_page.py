@@ -11,9 +11,12 @@ from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.headlines import flat, score_rows, tiles
 from pipeline.report.run_data import Run
-from pipeline.report.stored_scores import Example
+from pipeline.report.sample_pairs import sample_pairs
+from pipeline.report.stored_scores import Classes, Described, Example
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
+WHOLE_MATRIX, CONFUSIONS = 16, 15
+"""Most classes of a confusion matrix that is shown whole, and confusions that are listed of a larger one."""
 
 
 def write_page(run: Run, output: Path) -> Path:
@@ -54,9 +57,12 @@ def _context(run: Run) -> dict[str, Any]:
         "tiles": tiles(run),
         "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
         "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
-        "progress": charts.progress_chart(run),
+        "progress": charts.progress_charts(run),
+        "confusions": [_confusions(classes) for classes in latest.classes] if latest else [],
         "score_rows": score_rows(run),
         "examples": [_embedded(example) for example in latest.examples] if latest else [],
+        "described": [_described(one) for one in latest.described] if latest else [],
+        "pairs": sample_pairs(run.manifests, caption=str(run.setting("data.caption", "txt"))),
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
         "failure_chart": charts.failure_chart(run),
@@ -66,6 +72,35 @@ def _context(run: Run) -> dict[str, Any]:
         "provenance": _provenance(run),
         "settings": flat(run.config),
         "duration": charts.duration,
+    }
+
+
+def _confusions(classes: Classes) -> dict[str, Any]:
+    """A small matrix whole, of a larger one the most frequent confusions."""
+    whole = classes.matrix is not None and len(classes.names) <= WHOLE_MATRIX
+    matrix = [[cell / max(1, sum(row)) for cell in row] for row in classes.matrix or ()] if whole else None
+    known = [accuracy for accuracy in classes.accuracy if accuracy is not None]
+    lowest = min(known, default=0.0)
+    worst = classes.names[classes.accuracy.index(lowest)] if known else ""
+    return {
+        "label": classes.task,
+        "summary": f"{len(classes.names):,} classes, lowest {worst} with {100 * lowest:.0f} %",
+        "names": classes.names,
+        "matrix": matrix,
+        "pairs": [
+            {"true": true, "predicted": predicted, "count": f"{count:,}"}
+            for true, predicted, count in ([] if whole else classes.confusions[:CONFUSIONS])
+        ],
+    }
+
+
+def _described(example: Described) -> dict[str, Any]:
+    return {
+        "src": _data_uri(example.image),
+        "rank": example.rank + 1,
+        "captions": [{"text": text, "right": right} for text, right in example.captions],
+        "found": any(right for _, right in example.captions),
+        "own": example.own,
     }
 
 

@@ -63,6 +63,30 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Described:
+    """An image, the rank of its best own caption (0 is first), the best captions, and its own."""
+
+    image: Path
+    rank: int
+    captions: tuple[tuple[str, bool], ...]
+    """The best captions, and whether each is the image's own."""
+    own: str
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What a classification task's classes were taken for."""
+
+    task: str
+    names: tuple[str, ...]
+    accuracy: tuple[float | None, ...]
+    matrix: tuple[tuple[int, ...], ...] | None
+    """Rows are true classes, columns predictions; None with many classes."""
+    confusions: tuple[tuple[str, str, int], ...]
+    """True class, predicted class, count; the most frequent first."""
+
+
+@dataclass(frozen=True)
 class StoredEvaluation:
     """All results of one checkpoint; failures: what went wrong, by task."""
 
@@ -74,6 +98,8 @@ class StoredEvaluation:
     aggregates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
+    described: tuple[Described, ...] = ()
+    classes: tuple[Classes, ...] = ()
 
     def score(self, task: str) -> Score | None:
         return next((score for score in self.scores if score.task == task), None)
@@ -124,6 +150,8 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         aggregates=summary.get("aggregates", {}),
         timings=_read_json(folder / TIMINGS).get("tasks", {}),
         examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
+        described=tuple(one for path in sorted(folder.glob("*.examples")) for one in _described(path, notes)),
+        classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),
     )
 
 
@@ -160,6 +188,44 @@ def _examples(folder: Path, notes: list[str]) -> list[Example]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         notes.append(f"The retrieval examples in {folder.name} cannot be read ({error!r}).")
         return []
+
+
+def _described(folder: Path, notes: list[str]) -> list[Described]:
+    path = folder / "images.json"
+    if not path.is_file():  # of an evaluation by an older version
+        return []
+    try:
+        return [
+            Described(
+                image=folder / entry["file"],
+                rank=int(entry["rank"]),
+                captions=tuple((one["caption"], bool(one["right"])) for one in entry["captions"]),
+                own=" / ".join(entry["own"]),
+            )
+            for entry in json.loads(path.read_text(encoding="utf-8"))
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notes.append(f"The captions retrieved for images in {folder.name} cannot be read ({error!r}).")
+        return []
+
+
+def _classes(folder: Path, score: Score, notes: list[str]) -> Classes | None:
+    path = folder / "classes" / score.path.name
+    if not path.is_file():
+        return None
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        names = tuple(one["name"] or "(blank)" for one in tree["classes"])
+        return Classes(
+            task=score.label,
+            names=names,
+            accuracy=tuple(one["accuracy"] for one in tree["classes"]),
+            matrix=tuple(map(tuple, tree["matrix"])) if tree["matrix"] else None,
+            confusions=tuple((names[c["true"]], names[c["predicted"]], int(c["count"])) for c in tree["confusions"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        notes.append(f"The classes of {score.task} cannot be read ({error!r}).")
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

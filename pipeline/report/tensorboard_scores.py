@@ -5,9 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipeline.report.run_data import Run
+from pipeline.report.run_data import Run, read_run
 
 FOLDER = Path("tensorboard") / "evaluation"
+
+
+def update_scores(folder: str | Path) -> None:
+    """Write the scores of the run in `folder`, if it logs to TensorBoard and has any."""
+    if not (Path(folder) / FOLDER.parent).is_dir():
+        return
+    run = read_run(folder)
+    if run.evaluations:
+        write_scores(run)
 
 
 def write_scores(run: Run) -> Path:

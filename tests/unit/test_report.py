@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from jobs.report import command
 from pipeline.errors import UserError
 from pipeline.report import write_report
-from pipeline.report.figures import Bar, Line, bar_chart, line_chart, pooled, short, smoothed
+from pipeline.report.figures import Line, line_chart, pooled, short, smoothed
+from pipeline.report.quantities import quantity, rounded
 from pipeline.report.run_data import read_run
 from tests.report_runs import make_run
 
@@ -31,7 +32,7 @@ class _Checker(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.loaded += [value or "" for key, value in attributes if key in ("src", "href", "xlink:href")]
-        if tag in ("script", "iframe", "link"):
+        if tag in ("iframe", "link"):
             self.loaded.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
@@ -54,7 +55,10 @@ def test_page_is_self_contained_and_escaped(run: Path) -> None:
     assert all(item.startswith(("#", "data:image/jpeg;base64,")) for item in checker.loaded), checker.loaded
     assert "url(" not in re.sub(r"url\(#", "", html)
     assert "&lt;script&gt;" in html
+    assert "<script>alert" not in html
     assert "<b>odd</b>" not in html
+    assert "pair &lt;0&gt;" in html, "a pair of the shards"
+    assert "caption &lt;1&gt;" in html, "a caption retrieved for an image"
     assert "| &lt;b>odd&lt;/b> | 3 |" in (run / "report.md").read_text()
 
 
@@ -64,21 +68,30 @@ def test_page_says_what_happened(run: Path) -> None:
     assert "6.0×" in html
     assert "rank 42" in html
     assert html.count('class="thumb own"') == 1, "the right image is shown although it was not found"
-    assert html.count("data:image/jpeg") == 3
+    assert html.count("data:image/jpeg") == 5
     assert "90.0 % of 100 URLs" in html
     assert "the data is cut short" in html
     assert "1 min 15 s" in html
-    assert "The same throughout: corrupt samples 0." in html
+    assert "Constant throughout: Corrupt samples in this epoch 0." in html
     for title in (
         "Loss",
         "Normalizer gap",
         "Temperature τ",
-        "Learning rate",
-        "Throughput",
-        "Waiting for data",
-        "ratio max",
+        "Learning rate of the encoders",
+        "Throughput, samples per second",
+        "Waiting for data, share of a step",
+        "Largest ratio of normalizers",
     ):
-        assert f"<h3>{title}" in html
+        assert f"<h3>{title}</h3>" in html
+    assert "colour: 2 classes, lowest red with 60 %" in html
+    assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
+
+
+def test_scores_over_samples_has_every_task(run: Path) -> None:
+    html = write_report([run]).read_text()
+    part = html[html.index("Every task over samples seen") : html.index("Every score of")]
+    assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
+    assert part.count('class="plot"') == 2
 
 
 def test_markdown(run: Path) -> None:
@@ -174,8 +187,9 @@ def test_command(run: Path) -> None:
 def test_scores_as_tensorboard_scalars(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    (run / "tensorboard").mkdir()
     for _ in range(2):  # a second report replaces the first one's scalars
-        CliRunner().invoke(command, [str(run), "--tensorboard"], catch_exceptions=False)
+        CliRunner().invoke(command, [str(run)], catch_exceptions=False)
     events = EventAccumulator(str(run / "tensorboard" / "evaluation"))
     events.Reload()
     found = [(e.step, pytest.approx(e.value)) for e in events.Scalars("evaluation/scenes/colour")]
@@ -193,10 +207,27 @@ def test_pooling_and_smoothing_keep_means_and_lines() -> None:
 
 
 def test_charts_use_the_pages_colours_and_survive_odd_input() -> None:
-    svg = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
-    assert svg.startswith("<svg")
-    assert "var(--series-1)" in svg
-    assert "#0102" not in svg
-    assert "a &amp; b" in svg
-    assert "<svg" in bar_chart([Bar("zero", 0.0, "0", mark=0.0)])
+    drawing = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
+    assert drawing.svg.startswith("<svg")
+    assert "var(--series-1)" in drawing.svg
+    assert "#0102" not in drawing.svg
+    assert "a &amp; b" in drawing.svg
     assert [short(v) for v in (12, 1_234, 12_800_000_000)] == ["12", "1.23k", "12.8B"]
+
+
+def test_the_pointer_finds_points_where_they_are_drawn() -> None:
+    """The axes' box and limits lead from a value to the place of its marker in the SVG."""
+    x, y = np.array([0.0, 10.0, 20.0]), np.array([1.0, 3.0, 2.0])
+    drawing = line_chart([Line(x, y, marked=True)])
+    left, top, right, bottom = drawing.hover["box"]
+    (x0, x1), (y0, y1) = drawing.hover["x"], drawing.hover["y"]
+    drawn = [(float(a), float(b)) for a, b in re.findall(r'<use href="[^"]*" x="([\d.]+)" y="([\d.]+)"', drawing.svg)]
+    for a, b in zip(x, y, strict=True):
+        place = left + (a - x0) / (x1 - x0) * (right - left), bottom - (b - y0) / (y1 - y0) * (bottom - top)
+        assert min(abs(place[0] - u) + abs(place[1] - v) for u, v in drawn) < 0.5
+
+
+def test_quantities_have_plain_titles_and_short_numbers() -> None:
+    assert quantity("time_npn").title == "Time in the normalizer network, share of a step"
+    assert quantity("my_own_value").title == "My own value"
+    assert [rounded(v) for v in (1.79951, 0.0000223122, 123456.7, 0.0)] == ["1.8", "2.23e-05", "123,457", "0"]

@@ -1,0 +1,70 @@
+"""Reports in a browser: accessible by axe-core's rules, no wider than a phone, and with values under the pointer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report import write_report
+from tests.browser import browser, opened, problems_everywhere
+from tests.report_runs import make_run
+
+STUDY = Path(__file__).parents[2] / "docs" / "studies" / "npn"
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Any]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pages(started: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from jobs.studies.publish import DATA_NAME, render
+
+    folder = tmp_path_factory.mktemp("pages")
+    runs = [make_run(folder / "one"), make_run(folder / "another", name="openclip", right=90)]
+    study = folder / "study"
+    study.mkdir()
+    shutil.copy(STUDY / DATA_NAME, study)
+    render(study)
+    return {
+        "run": write_report(runs[:1]),
+        "comparison": write_report(runs, output=folder / "comparison"),
+        "study": study / "study.html",
+    }
+
+
+@pytest.mark.parametrize("name", ["run", "comparison", "study"])
+def test_pages_are_accessible_and_fit(started: Any, pages: dict[str, Path], name: str) -> None:
+    assert problems_everywhere(started, pages[name]) == []
+
+
+def test_faults_would_be_found(started: Any, tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text('<img src="data:,"><p style="color: #bbb; font-size: 8px; width: 900px">faint and small</p>')
+    found = " ".join(problems_everywhere(started, page))
+    for fault in ("image-alt", "color-contrast", "900", "8.0 px"):
+        assert fault in found, fault
+
+
+def test_curves_show_their_values_under_the_pointer(started: Any, pages: dict[str, Path]) -> None:
+    with opened(started, pages["run"], width=1400) as tab:
+        plot = tab.locator("figure", has_text="Normalizer gap").first.locator(".plot")
+        plot.hover()
+        shown = plot.locator(".tip").inner_text()
+    assert "in use 0.1" in shown
+    assert "cold 0.4" in shown
+    assert "samples" in shown
+
+
+def test_pages_load_nothing(started: Any, pages: dict[str, Path]) -> None:
+    requests: list[str] = []
+    with opened(started, pages["run"], width=1400) as tab:
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.reload()
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data"}

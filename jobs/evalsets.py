@@ -12,26 +12,48 @@ EXIT_PROBLEMS = 1
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--only", multiple=True, metavar="KEY", help="Only this set, for example vtab/pets; may be repeated.")
-@click.option("--mirror", type=click.Path(file_okay=False), help="A local folder that holds the sets.")
+@click.option(
+    "--mirror", type=click.Path(file_okay=False), help="A local folder of the sets, such as DataComp's own download."
+)
 @click.option("--endpoint", help="Another hub with the same interface.")
 @click.option("--check", is_flag=True, help="Only verify what was fetched before; needs no network.")
-def command(folder: str, only: tuple[str, ...], mirror: str | None, endpoint: str | None, check: bool) -> int:
+@click.option(
+    "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, your own too (suite.json)."
+)
+def command(
+    folder: str, only: tuple[str, ...], mirror: str | None, endpoint: str | None, check: bool, lock: bool
+) -> int:
     """Fetch the evaluation sets into FOLDER, from the hub or a local mirror, and verify them.
 
-    Run it again to continue; what is there and whole is not fetched again. Exits with 1 when a set is missing or wrong.
+    Run it again to continue; what is there and whole is not fetched again. With --lock nothing is fetched: what FOLDER
+    holds is recorded, and every later evaluation of it is checked against that. Exits with 1 when a set is missing or
+    wrong.
     """
-    from data_prep.evalsets.mirror import PublishedSet, check_evalsets, fetch_evalsets
+    if lock:
+        return _lock(Path(folder), others=bool(only or mirror or endpoint or check))
+    from data_prep.evalsets.fetch_sets import SetSource, check_evalsets, fetch_evalsets
 
     if check:
         outcome = check_evalsets(folder, only)
     else:
-        source = PublishedSet(Path(mirror) if mirror else None, endpoint)
+        source = SetSource(Path(mirror) if mirror else None, endpoint)
         outcome = fetch_evalsets(folder, only, source=source, on_note=click.echo)
     total = sum(outcome.good.values())
     click.echo(f"{len(outcome.good)} sets verified, {total:,} samples; {len(outcome.problems)} not usable.")
     for key, problem in outcome.problems.items():
         click.echo(f"  {key}: {problem}")
     return EXIT_PROBLEMS if outcome.problems else 0
+
+
+def _lock(folder: Path, *, others: bool) -> int:
+    from pipeline.errors import UserError
+    from pipeline.evaluation.datasets.record_suite import record_suite
+
+    if others:
+        raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")
+    problems = record_suite(folder, on_note=click.echo)
+    click.echo(f"{folder / 'suite.json'}: {len(problems)} tasks could not be recorded.")
+    return EXIT_PROBLEMS if problems else 0
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from pipeline.evaluation.runner.evaluator import Evaluation
 
 EXIT_SOME_FAILED = 1
+SHOWN_LEFT_OUT = 3
 KEY_WIDTH = 51  # the longest key of the benchmark has 50 letters
 
 
 @click.command("evaluate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE...]")
-@click.option("--suite", required=True, help="A folder of tasks, or datacomp or scenes below --data.")
+@click.option("--suite", required=True, help="A folder or YAML file of tasks, or a name below --data.")
 @click.option("--data", type=click.Path(path_type=Path), help="Where named suites live [$NEUCLIP_EVALUATION_DATA].")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the results [RUN/evaluation/CHECKPOINT].")
 @click.option("--task", "tasks", multiple=True, help="Only this task; may be given several times.")
@@ -34,9 +35,12 @@ def command(
     """Evaluate every CHECKPOINT on a suite, all of them in one pass over its images.
 
     A CHECKPOINT is a folder of ours (RUN/checkpoints/step-00000500), a run (its latest), a hub folder, or
-    ARCH:PRETRAINED with an open_clip tag or a weights file. Settings are KEY=VALUE, for example workers=8
-    batch_size=256; only micro_batch and blank_class (keep or drop) can change a score. Results are one JSON per task;
-    a result whose inputs have not changed is not computed again. Exits with 1 when a task failed.
+    ARCH:PRETRAINED: ARCH is an open_clip name or a JSON file of its kind (my-model.json), PRETRAINED one of its tags or
+    a weights file (ViT-B-32:openai, my-model.json:weights.safetensors). A suite is a folder of tasks, a YAML file that
+    describes tasks, or datacomp or scenes below --data. Settings are KEY=VALUE, for example workers=8 batch_size=256
+    cache=/fast/pixels; only micro_batch, precision and blank_class (keep or drop) can change a score. Results are one
+    JSON per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv; a result whose inputs have
+    not changed is not computed again. Exits with 1 when a task failed.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
@@ -65,12 +69,12 @@ def command(
             progress=lambda key, found: say("\n".join(_lines(key, found))),
         )
         for evaluation in evaluations:
-            say("\n".join(_summary(evaluation)))
+            say("\n".join(_report(evaluation)))
     return EXIT_SOME_FAILED if any(evaluation.failures for evaluation in evaluations) else 0
 
 
 def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
-    """A task's line, with one column of scores per checkpoint; below it what failed, and for whom."""
+    """A task's line, with one column of scores per checkpoint; below it what failed, and for which checkpoints."""
     cells = ["FAILED" if key in e.failures else f"{e.results[key].score:.4f}" for e in evaluations]
     lines = [f"{key:<{KEY_WIDTH}}" + "".join(f"{cell:>8}" for cell in cells)]
     scored = [e for e in evaluations if key in e.results]
@@ -91,18 +95,29 @@ def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _heading(sources: Sequence[str]) -> list[str]:
-    """Which column is whose, where there are several."""
+    """Which column belongs to which checkpoint, where there are several."""
     if len(sources) == 1:
         return []
     columns = "".join(f"{f'[{number}]':>8}" for number in range(1, len(sources) + 1))
     return [*(f"[{number}] {source}" for number, source in enumerate(sources, 1)), " " * KEY_WIDTH + columns]
 
 
-def _summary(evaluation: Evaluation) -> list[str]:
-    from pipeline.evaluation.runner.aggregate import aggregate, describe
+def _report(evaluation: Evaluation) -> list[str]:
+    """What the summary says: the tasks of this suite and settings, evaluated now or earlier into the same folder."""
+    from pipeline.evaluation.runner.aggregate import describe
 
-    lines = [f"{evaluation.model.source}: {len(evaluation.results)} tasks, {len(evaluation.failures)} failed"]
-    lines += [describe(value) for value in aggregate(evaluation.results).values()]
+    summary = evaluation.summary
+    if summary is None:  # on other processes than the first
+        return []
+    earlier = len(summary.results) - len(evaluation.results)
+    with_earlier = f" ({earlier} of them evaluated earlier)" if earlier else ""
+    counts = f"{len(summary.results)} tasks{with_earlier}, {len(summary.failures)} failed"
+    lines = [*evaluation.notes, f"{evaluation.model.source}: {counts}"]
+    lines += [f"FAILED {key}" for key in summary.failures if key not in evaluation.failures]
+    lines += [f"Not counted: {key} ({reason})" for key, reason in list(summary.left_out.items())[:SHOWN_LEFT_OUT]]
+    if len(summary.left_out) > SHOWN_LEFT_OUT:
+        lines.append(f"Not counted: {len(summary.left_out) - SHOWN_LEFT_OUT} more, see summary.json")
+    lines += [describe(value) for value in summary.aggregates.values()]
     return [*lines, f"Results: {evaluation.folder}"]
 
 

@@ -13,7 +13,8 @@ import click
     "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
 )
 @click.option("--tensorboard/--no-tensorboard", default=True, help="Scores as scalars below RUN/tensorboard [yes].")
-def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool) -> None:
+@click.option("--mixed", is_flag=True, help="Compare runs that were evaluated with different settings or data, too.")
+def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool, mixed: bool) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several.
 
     A RUN is the folder that `neuclip train` or `neuclip demo` wrote. The report names what is missing. The HTML page
@@ -23,7 +24,7 @@ def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool) -> N
     """
     from pipeline.report import write_report
 
-    click.echo(write_report(runs, output=output))
+    click.echo(write_report(runs, output=output, mixed=mixed))
     if tensorboard:
         from pipeline.report.tensorboard_scores import update_scores
 

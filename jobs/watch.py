@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 
 @click.command("watch", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [KEY=VALUE...]")
-@click.option("--suite", required=True, help="A folder of tasks, or datacomp or scenes below --data.")
+@click.option("--suite", required=True, help="A folder or YAML file of tasks, or a name below --data.")
 @click.option("--data", type=click.Path(path_type=Path), help="Where named suites live [$NEUCLIP_EVALUATION_DATA].")
 @click.option("--task", "tasks", multiple=True, help="Only this task; may be given several times.")
 @click.option("--once", is_flag=True, help="Evaluate what waits, then end: for cron and timers.")
@@ -26,8 +26,8 @@ def command(
 ) -> int:
     """Evaluate every new checkpoint of every RUN on a suite, each exactly once, the newest first.
 
-    Any number of watchers may share the work, on one or many machines with a shared file system; the work of one that
-    dies is taken over. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
+    Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
+    takes over its work. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
     `neuclip evaluate` as evaluation.KEY=VALUE. What was done is in RUN/evaluation-ledger, results in RUN/evaluation.
     """
     from pipeline.config import parse, parse_overrides
@@ -45,7 +45,7 @@ def command(
     if tasks:
         opened = opened.only(tasks)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's farewell: leases are released, so that others go on now
+    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before they kill: leases are released at once
     with start_processes(device) as processes:
         watcher = Watcher(
             runs, suite=opened, config=config, evaluation=evaluation, processes=processes, say=_say(processes[0].rank)

@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.model_folder import save_open_clip
 from pipeline.model.towers import ModelConfig, build_towers
+
+QUICK = EvaluationConfig(workers=0, micro_batch=16)
+"""Settings for a suite of a few samples."""
+
+
+def make_model(seed: int, *, image_size: int | None = None) -> EvaluationModel:
+    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny", image_size=image_size), seed=seed)
+    return for_evaluation(towers, architecture, source=f"model-{seed}")
 
 
 def save_checkpoint(folder: Path, seed: int) -> Path:
@@ -25,6 +35,7 @@ def save_step(run: Path, step: int) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of an evaluation that must not change from run to run."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "timings.json")
+    """Every file of an evaluation that must not change from run to run; the lock may be in another folder."""
+    aside = ("timings.json", "suite.lock.json")
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in aside)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -55,6 +55,8 @@ def classnames(task: Task) -> list[str]:
 def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int = SHARDS) -> None:
     """Samples as lists of (suffix, bytes), dealt over tars in order."""
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob("*.tar"):
+        earlier.unlink()
     per_shard = -(-len(samples) // shards)
     for shard in range(shards):
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
@@ -149,6 +151,36 @@ def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
         ]
         _write_table(folder, stored, layout, images="candidate_images")
     return folder
+
+
+def write_cache(root: Path, *, samples: int = 9, seed: int = 0, embedded: bool = False, digest: str = "ab12") -> Path:
+    """WinoGAViL as `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)` leaves it: images are files below downloads/.
+
+    Args: samples: instances. embedded: images are in the arrow file, as newer versions of the data set have them.
+    """
+    from datasets import Features, Image, Sequence, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    downloads = root / "hf_cache/downloads/extracted" / ("f" * 12)
+    downloads.mkdir(parents=True, exist_ok=True)
+    version = root / "hf_cache/nlphuji___winogavil/default/0.0.0" / digest
+    version.mkdir(parents=True)
+    text = Sequence(Value("string"))
+    features = Features(
+        {"candidates": text, "cue": Value("string"), "associations": text, "candidate_images": Sequence(Image())}
+    )
+    with ArrowWriter(path=str(version / "winogavil-test.arrow"), features=features) as writer:
+        for row in association_rows(seed=seed)[:samples]:
+            images: list[Any] = []
+            for name, (suffix, body) in zip(row["candidates"], row["candidate_images"], strict=True):
+                path = downloads / f"{name}.jpg"
+                path.write_bytes(body)
+                images.append({"bytes": body, "path": f"{name}.{suffix}"} if embedded else str(path))
+            writer.write(features.encode_example({**row, "candidate_images": images}))
+        writer.finalize()
+    info = {"features": features.to_dict(), "splits": {"test": {"name": "test", "num_examples": samples}}}
+    (version / "dataset_info.json").write_text(json.dumps(info))
+    return version
 
 
 def _write_csv(folder: Path, rows: list[dict[str, Any]]) -> None:

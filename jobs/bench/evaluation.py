@@ -1,9 +1,10 @@
-"""Four checkpoints in one evaluation against four evaluations of one, on the same task, interleaved.
+"""What four checkpoints together, the cache of decoded images and bf16 cost, relative to one checkpoint in fp32.
 
     python -m jobs.bench.evaluation --images 512 --arch scenes-vit-tiny --arch ViT-S-32-alt
 
-One process with one thread, charged with the CPU time that it takes: other users of the machine hardly matter. A cheap
-architecture shows what a fast device sees, where decoding is what takes time; an expensive one what a CPU sees.
+All variants alternate on the same task, in one process with one thread, and the measure is that process's CPU time, so
+that other users of the machine hardly matter. A cheap architecture shows what a fast device sees, where decoding takes
+the time; an expensive one shows what a CPU sees, where the towers do.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import numpy as np
 import torch
 
 from jobs.bench.loader import photo
+from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
+from pipeline.evaluation.runner.compute import check_bf16
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 
 CLASSES, TEMPLATES = 20, 8
+BASE = EvaluationConfig(workers=0, threads=1, recompute=True)
 
 
 def make_task(root: Path, *, images: int, shorter: int) -> Path:
@@ -66,28 +70,44 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(arch: str, suite: Path, *, images: int, checkpoints: int, rounds: int) -> str:
-    """One line: what `checkpoints` cost together, relative to one and to all of them one by one."""
+    """One line per variant: its cost relative to one checkpoint in fp32 without a cache."""
     models = make_models(arch, checkpoints)
-    config = EvaluationConfig(workers=0, threads=1, recompute=True)
+    with tempfile.TemporaryDirectory() as cache:
+        variants: dict[str, tuple[Sequence[EvaluationModel], EvaluationConfig]] = {
+            "one": (models[:1], BASE),
+            f"{checkpoints} together": (models, BASE),
+            "one, cache filled": (models[:1], dataclasses.replace(BASE, cache=cache)),
+            f"{checkpoints} together, cache filled": (models, dataclasses.replace(BASE, cache=cache)),
+        }
+        if has_bf16():
+            bf16 = dataclasses.replace(BASE, precision="bf16")
+            variants |= {"one, bf16": (models[:1], bf16), f"{checkpoints} together, bf16": (models, bf16)}
+        for name in variants:  # fills the cache, file caches and allocators
+            evaluate_once(suite, *variants[name])
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(rounds):
+            for name, variant in variants.items():
+                times[name].append(seconds(lambda variant=variant: evaluate_once(suite, *variant)))  # type: ignore[misc]
+    lines = [f"{arch}: one checkpoint, {images / statistics.median(times['one']):.0f} images/s"]
+    for name in list(variants)[1:]:
+        ratios = [mine / one for mine, one in zip(times[name], times["one"], strict=True)]
+        lines.append(f"  {name}: {statistics.median(ratios):.2f} x one ({min(ratios):.2f} to {max(ratios):.2f})")
+    return "\n".join(lines)
 
-    def run(chosen: Sequence[EvaluationModel]) -> None:
-        with tempfile.TemporaryDirectory() as output:  # no classifier of an earlier round is found
-            found = evaluate(list(chosen), suite=suite, output=output, config=dataclasses.replace(config))
-        assert all(not evaluation.failures and not evaluation.reused for evaluation in found)
 
-    run(models[:1])  # file caches and allocators
-    together, apart = [], []
-    for _ in range(rounds):
-        together.append(seconds(lambda: run(models)))
-        apart.append([seconds(lambda model=model: run([model])) for model in models])  # type: ignore[misc]
-    to_one = [t / statistics.mean(a) for t, a in zip(together, apart, strict=True)]
-    to_all = [t / sum(a) for t, a in zip(together, apart, strict=True)]
-    speed = images / statistics.mean(statistics.mean(a) for a in apart)
-    rounds_seen = f"(rounds {min(to_one):.2f} to {max(to_one):.2f})"
-    return (
-        f"{arch}: one checkpoint {speed:.0f} images/s; {checkpoints} together cost {statistics.median(to_one):.2f} x "
-        f"one {rounds_seen}, {statistics.median(to_all):.2f} x {checkpoints} one by one"
-    )
+def evaluate_once(suite: Path, models: Sequence[EvaluationModel], config: EvaluationConfig) -> None:
+    """One evaluation into a fresh folder, in which no classifier of an earlier round is found."""
+    with tempfile.TemporaryDirectory() as output:
+        found = evaluate(list(models), suite=suite, output=output, config=config)
+    assert all(not evaluation.failures and not evaluation.reused for evaluation in found)
+
+
+def has_bf16() -> bool:
+    try:
+        check_bf16(torch.device("cpu"))
+    except UserError:
+        return False
+    return True
 
 
 def main() -> None:

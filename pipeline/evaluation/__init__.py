@@ -32,34 +32,41 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate checkpoints on every task of a suite, all of them in one pass over its images.
 
-    Args: checkpoints: what `load_for_evaluation` takes, or models in memory; one or several.
-      suite: a folder of tasks, `datacomp`, or what `open_suite` returns. output: the folder for one checkpoint's
-      results; for several, of one folder each. By default RUN/evaluation/<checkpoint> for a checkpoint inside a run.
-      processes: ranks and this one's device, from `start_processes` or a running training; by default one process.
-      progress: called after every task.
-    Returns: one `Evaluation` per checkpoint, the same on every process. A task that fails is in its `failures`.
-    Raises: UserError when a checkpoint or the suite cannot be loaded at all.
+    Args:
+        checkpoints: What `load_for_evaluation` takes, or models in memory; one or several.
+        suite: A folder of tasks, a YAML file of tasks, `datacomp`, or what `open_suite` returns.
+        output: The folder for one checkpoint's results; for several, of one folder each. By default
+            RUN/evaluation/<checkpoint> for a checkpoint inside a run.
+        config: Settings; by default those of `EvaluationConfig`.
+        processes: Ranks and this one's device, from `start_processes` or a running training; by default one process.
+        progress: Called after every task with its key and the evaluations.
+
+    Returns:
+        One `Evaluation` per checkpoint, the same on every process. A task that failed is in its `failures`.
+
+    Raises:
+        UserError: A checkpoint or the suite cannot be loaded at all, or results cannot be written to `output`.
     """
     import torch
 
     from pipeline.evaluation.datasets.suite import Suite, open_suite
     from pipeline.evaluation.runner.checkpoint_model import load_checkpoint
     from pipeline.evaluation.runner.compute import Compute
-    from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig, Evaluator
-    from pipeline.evaluation.runner.output import output_folders, write_summaries
+    from pipeline.evaluation.runner.evaluator import EvaluationConfig, Evaluator
+    from pipeline.evaluation.runner.output import write_summary
+    from pipeline.evaluation.runner.prepare import prepare
     from pipeline.evaluation.runner.processes import Alone
     from pipeline.evaluation.runner.session import Session
     from pipeline.model.evaluation_model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
     world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = config or EvaluationConfig()
+    session = Session(settings, world, Compute(device, threads=settings.threads, precision=settings.precision))
     given = [checkpoints] if isinstance(checkpoints, str | EvaluationModel) else list(checkpoints)
     models = [load_checkpoint(item, device=device) if isinstance(item, str) else item for item in given]
-    folders = output_folders([model.source for model in models], output)
-    evaluations = [Evaluation(model, folder) for model, folder in zip(models, folders, strict=True)]
-    settings = config or EvaluationConfig()
-    session = Session(settings, world, Compute(device, threads=settings.threads))
+    evaluations, opened = prepare(models, opened, output=output, session=session)
     Evaluator(evaluations, session=session).run(opened, progress=progress)
-    if world.rank == 0:
-        write_summaries(evaluations, opened)
+    for evaluation in evaluations if world.rank == 0 else ():
+        evaluation.summary = write_summary(evaluation, opened, settings.settings())
     return evaluations

@@ -13,12 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None) -> Path:
+def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None, mixed: bool = False) -> Path:
     """Write the report of one run, or the comparison of several, the first of them being the baseline.
 
-    Args: output: folder to write into; by default the run's own, or `comparison` for several.
-    Returns: the HTML page; the other files lie beside it.
-    Raises: UserError when a folder is not a run's.
+    Args:
+        runs: Folders of runs.
+        output: Folder to write into; by default the run's own, or `comparison` for several.
+        mixed: Compare runs that were evaluated with different settings or on different data, too.
+
+    Returns:
+        The HTML page; the other files are beside it.
+
+    Raises:
+        UserError: A folder is not a run's, or the runs were not evaluated alike.
     """
     from pipeline.report.run_data import read_run
 
@@ -29,4 +36,4 @@ def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None
         return write_page(found[0], Path(output or found[0].folder))
     from pipeline.report.comparison_page import write_comparison
 
-    return write_comparison(found, Path(output or "comparison"))
+    return write_comparison(found, Path(output or "comparison"), mixed=mixed)

@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.report.bootstrap import Difference, difference, resample
 from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
+SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
+"""What scores that are compared have in common."""
+NOT_OFFICIAL = "not the official data"
 SEED_KEYS = ("seed", "output", "name")  # settings in which repetitions of one run may differ
 
 
@@ -50,9 +54,22 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Hold the latest evaluation of every run against that of the first."""
+def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
+    """Compare the latest evaluation of every run with that of the first.
+
+    Args:
+        runs: The first is the baseline.
+        mixed: Compare scores of different settings or data, too, and say so.
+
+    Raises:
+        UserError: A task was evaluated with different settings or on different data, and `mixed` is not given.
+    """
     latest = [run.latest for run in runs]
+    different = _different_settings(runs, latest)
+    if different and not mixed:
+        raise UserError(
+            f"{different[0]} Evaluate the runs with equal settings on equal data, or compare them with --mixed."
+        )
     by_task = {score.task: score for e in latest if e is not None for score in e.scores}
     drawn: dict[str, np.ndarray | None] = {}
     tasks = []
@@ -69,7 +86,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         aggregates=tuple(aggregates),
         tasks=tuple(tasks),
         methods=tuple(_methods(runs, aggregates)),
-        notes=tuple(_notes(runs, latest)),
+        notes=(*different, *_notes(runs, latest)),
     )
 
 
@@ -88,13 +105,34 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
     have = [{score.task for score in e.scores} if e else set() for e in evaluations]
     official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
     if official:
-        return official
+        return {_noted(name, keys, evaluations): keys for name, keys in official.items()}
     shared = set.intersection(*have) if have else set()
     found: dict[str, tuple[str, ...]] = {}
     for protocol, name in (("classification", "Zero-shot"), ("retrieval", "Retrieval")):
         keys = tuple(s.task for e in evaluations[:1] if e for s in e.of(protocol) if s.task in shared)
         if keys:
             found[f"{name} (mean of {len(keys)} shared tasks)" if len(keys) > 1 else name] = keys
+    return found
+
+
+def _noted(name: str, keys: Sequence[str], evaluations: Sequence[StoredEvaluation | None]) -> str:
+    """An official aggregate's name, with a note where some of the data is not the official one."""
+    scores = [e.score(key) for e in evaluations if e for key in keys]
+    return name if all(score.official for score in scores if score is not None) else f"{name} ({NOT_OFFICIAL})"
+
+
+def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
+    """One sentence per task that was not evaluated alike in all runs."""
+    found = []
+    for key in dict.fromkeys(score.task for e in latest if e for score in e.scores):
+        scores = {name: e.score(key) for name, e in zip(labels(runs), latest, strict=True) if e is not None}
+        inputs = {name: score.inputs for name, score in scores.items() if score is not None}
+        for setting in SETTINGS:
+            values = {name: str(own[setting])[:12] for name, own in inputs.items() if setting in own}
+            if len(set(values.values())) > 1:
+                shown = ", ".join(f"{name}: {value}" for name, value in values.items())
+                what = "on different data" if setting == "task_data" else f"with different {setting}"
+                found.append(f"{key} was evaluated {what} ({shown}).")
     return found
 
 

@@ -22,9 +22,9 @@ from pipeline.report.run_data import Run
 from pipeline.report.run_page import render
 
 
-def write_comparison(runs: Sequence[Run], output: Path) -> Path:
+def write_comparison(runs: Sequence[Run], output: Path, *, mixed: bool = False) -> Path:
     """Write `comparison.html`, `.md`, `.csv` and `.tex` into `output`. Returns: the page."""
-    comparison = compare(runs)
+    comparison = compare(runs, mixed=mixed)
     context = {
         "c": comparison,
         "title": " · ".join(comparison.labels),

@@ -14,7 +14,8 @@ import numpy as np
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.task_score import TaskScore
 
-SUMMARY, TIMINGS = "summary.json", "timings.json"
+SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
+ANOTHER_SUITE = "it is a task of another suite"
 NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
 
 
@@ -24,6 +25,8 @@ class Score(TaskScore):
 
     inputs: Mapping[str, Any]
     path: Path
+    official: bool = False
+    """Whether the data has the official counts."""
 
     @property
     def label(self) -> str:
@@ -130,9 +133,13 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
     scores, summary = [], _read_json(folder / SUMMARY)
     weights = summary.get("checkpoint")
     for path in sorted(folder.glob("*.json")):
-        if path.name in (SUMMARY, TIMINGS):
+        if path.name in (SUMMARY, TIMINGS, LOCK):
             continue
         tree = _read_json(path)
+        reason = summary.get("left_out", {}).get(tree.get("task"), ANOTHER_SUITE)
+        if reason != ANOTHER_SUITE:
+            notes.append(f"{folder.name}/{path.name} is left out: {reason}.")
+            continue
         if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is left out.")
         elif all(key in tree for key in NEEDED):
@@ -167,6 +174,7 @@ def _score(tree: Mapping[str, Any], path: Path) -> Score:
         samples=int(tree["samples"]),
         inputs=tree.get("inputs", {}),
         path=path,
+        official=bool(tree.get("official")),
     )
 
 

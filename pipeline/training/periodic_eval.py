@@ -25,11 +25,13 @@ class InTrainingConfig:
     """Evaluation of a small suite while training; the ranks share the work. For larger suites use `neuclip watch`."""
 
     suite: str | None = None
-    """Folder of the suite; None: no evaluation while training."""
+    """A folder of tasks, or a YAML file that describes tasks; None: no evaluation while training."""
     every: int = Field(default=1000, ge=1)
     """Steps between evaluations; the weights of the last step are always evaluated."""
     workers: int | None = Field(default=None, ge=0)
     """Processes that decode images on each rank. None: one per core; 0: the rank itself, fastest for tiny suites."""
+    cache: str | None = None
+    """Folder that keeps decoded images, so that only the first evaluation decodes them."""
 
 
 class PeriodicEvaluation:
@@ -47,7 +49,8 @@ class PeriodicEvaluation:
 
     def __init__(self, config: InTrainingConfig, *, run: Path, model: ModelConfig, world: World) -> None:
         self._suite = open_suite(config.suite or "")
-        self._run, self._world, self._settings = run, world, EvaluationConfig(workers=config.workers)
+        self._run, self._world = run, world
+        self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
         # Attention as `neuclip evaluate` computes it: a score must not depend on who computed it.
         self._model = replace(model, pretrained=None, packed_attention=False)
 

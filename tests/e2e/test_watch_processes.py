@@ -16,6 +16,7 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.evaluation.watch.suite_identity import suite_identity
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 
@@ -44,7 +45,9 @@ def test_kill_9_loses_nothing_and_nothing_is_done_twice(tmp_path: Path) -> None:
         write_classification(suite, TASKS[key], samples=300)
     for step in STEPS[:-1]:
         save_step(run, step)
-    ledger = run / "evaluation-ledger" / open_suite(suite).identity
+    settings = EvaluationConfig(micro_batch=8).settings()
+    identity = suite_identity(open_suite(suite), settings, known=tmp_path / "digests.json")
+    ledger = run / "evaluation-ledger" / identity
     logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
     watchers = [start(run, suite, logs[0])]
     try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import tarfile
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,13 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep.evalsets import mirror
+from data_prep.evalsets import fetch_sets
+from data_prep.evalsets.fetch_sets import SetSource, check_evalsets, fetch_evalsets
 from data_prep.evalsets.hub_sets import HUB_SETS, HubSet
-from data_prep.evalsets.mirror import PublishedSet, check_evalsets, fetch_evalsets
 from jobs.evalsets import command
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.task import Task, folder_names
+from tests.evaluation_suite import write_cache, write_classification
 from tests.hub import COMMIT, Hub
 from tests.web import serve
 
@@ -59,10 +63,22 @@ def tar_of(samples: range) -> bytes:
 
 def parquet_of(rows: int) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table({"caption": [["a", "b"]] * rows}), buffer)
+    pq.write_table(pa.table({"image": [{"bytes": b"RIFF"}] * rows, "caption": [["a", "b"]] * rows}), buffer)
     return buffer.getvalue()
 
 
+def zip_of(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(f"images/{name}.jpg", name)
+    return buffer.getvalue()
+
+
+INSTANCES = b"""cue,candidates,associations
+a,"[""x"", ""y""]","[""x""]"
+b,"[""y"", ""x""]","[""x"", ""y""]"
+"""
 FILES = {
     "djghosh/wds_cifar10_test": {
         "README.md": b"not wanted",
@@ -73,20 +89,20 @@ FILES = {
         "test/1.tar": tar_of(range(3, 5)),
     },
     "nlphuji/flickr": {"TEST/test/0000.parquet": parquet_of(3)},
-    "nlphuji/winogavil": {"winogavil_dataset.csv": b"cue,candidates\na,b\nc,d\n", "images.zip": b"PK..."},
+    "nlphuji/winogavil": {"winogavil_dataset.csv": INSTANCES, "images.zip": zip_of("x", "y")},
 }
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(mirror, "HUB_SETS", TINY)
+    monkeypatch.setattr(fetch_sets, "HUB_SETS", TINY)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     with serve() as site:
         yield Hub(site, FILES)
 
 
 def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) -> None:
-    source = PublishedSet(endpoint=hub.base)
+    source = SetSource(endpoint=hub.base)
     outcome = fetch_evalsets(tmp_path, source=source)
     assert outcome.problems == {}
     assert outcome.good == {"cifar10": 5, "retrieval/flickr": 3, "misc/winogavil": 2}
@@ -110,16 +126,16 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_pat
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
-    outcome = fetch_evalsets(tmp_path, source=PublishedSet(endpoint=hub.base))
+    outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint=hub.base))
     assert outcome.good == {}
     assert "test/0.tar of djghosh/wds_cifar10_test came with a wrong digest" in outcome.problems["cifar10"]
-    assert "holds 2 samples, but the benchmark has 3" in outcome.problems["retrieval/flickr"]
+    assert "has 2 samples, but 3 are expected" in outcome.problems["retrieval/flickr"]
     assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
 
 
 def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path: Path) -> None:
     noted: list[str] = []
-    outcome = fetch_evalsets(tmp_path, source=PublishedSet(endpoint="http://127.0.0.1:9"), on_note=noted.append)
+    outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint="http://127.0.0.1:9"), on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
     assert all("cannot be fetched: " in problem for problem in outcome.problems.values())
     assert len(noted) == len(TINY)
@@ -128,12 +144,12 @@ def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path:
 def test_wrong_number_of_classes_is_named(hub: Hub, tmp_path: Path) -> None:
     repo = "djghosh/wds_cifar10_test"
     hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
-    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=PublishedSet(endpoint=hub.base))
-    assert "names 1 classes, but the benchmark has 2" in outcome.problems["cifar10"]
+    outcome = fetch_evalsets(tmp_path, ["cifar10"], source=SetSource(endpoint=hub.base))
+    assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
 def test_a_fetched_folder_is_a_mirror(hub: Hub, tmp_path: Path) -> None:
-    fetch_evalsets(tmp_path / "one", source=PublishedSet(endpoint=hub.base))
+    fetch_evalsets(tmp_path / "one", source=SetSource(endpoint=hub.base))
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
     result = CliRunner().invoke(command, words, standalone_mode=False)
@@ -156,4 +172,40 @@ def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
     with pytest.raises(UserError, match="is not a folder"):
-        fetch_evalsets(tmp_path, source=PublishedSet(mirror=tmp_path / "none"))
+        fetch_evalsets(tmp_path, source=SetSource(mirror=tmp_path / "none"))
+
+
+def test_datacomps_own_download_is_a_mirror(tmp_path: Path) -> None:
+    """`download_evalsets.py` leaves `hf_cache/` with arrow files that name their images by absolute paths."""
+    root = tmp_path / "datacomp"
+    (root / "wds_cifar10_test/test").mkdir(parents=True)
+    for name, body in FILES["djghosh/wds_cifar10_test"].items():
+        (root / "wds_cifar10_test" / name).write_bytes(body)
+    write_cache(root, samples=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch_sets, "HUB_SETS", TINY)
+        outcome = fetch_evalsets(tmp_path / "suite", ["cifar10", "misc/winogavil"], source=SetSource(root))
+        assert outcome.problems == {}
+        assert outcome.good == {"cifar10": 5, "misc/winogavil": 2}
+        shutil.rmtree(root)
+        assert check_evalsets(tmp_path / "suite", ["misc/winogavil"]).good == {"misc/winogavil": 2}
+        next((tmp_path / "suite").rglob("downloads/**/*.jpg")).write_bytes(b"another")
+        assert "differ from what was fetched" in check_evalsets(tmp_path / "suite").problems["misc/winogavil"]
+
+
+def test_locking_a_suite_of_ones_own(tmp_path: Path) -> None:
+    """`--lock` records what is there; what was recorded before must still be so."""
+    folder = write_classification(tmp_path, replace(TASKS["cifar10"], key="mine"), samples=8)
+    result = CliRunner().invoke(command, [str(tmp_path), "--lock"], standalone_mode=False)
+    assert result.return_value == 0
+    assert "mine: 8 samples recorded" in result.output
+    facts = json.loads((tmp_path / "suite.json").read_text())["tasks"]["mine"]
+    assert (facts["samples"], facts["classes"]) == (8, 6)
+    assert "classnames.txt" in facts["sha256"]
+    (folder / "classnames.txt").write_text((folder / "classnames.txt").read_text().replace("crane", "cranes"))
+    result = CliRunner().invoke(command, [str(tmp_path), "--lock"], standalone_mode=False)
+    assert result.return_value == 1
+    assert "another SHA-256 than was recorded with the data (classnames.txt)" in result.output
+    assert json.loads((tmp_path / "suite.json").read_text())["tasks"]["mine"] == facts
+    with pytest.raises(UserError, match="without the other options"):
+        command.main([str(tmp_path), "--lock", "--check"], standalone_mode=False)

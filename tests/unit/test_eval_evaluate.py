@@ -26,15 +26,8 @@ from pipeline.evaluation.runner.compute import Compute, microbatches
 from pipeline.evaluation.runner.evaluator import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
-from tests.checkpoints import contents, save_checkpoint
+from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import write_classification, write_one_of_each
-
-QUICK = EvaluationConfig(workers=0, micro_batch=16)
-
-
-def make_model(seed: int, *, image_size: int | None = None) -> EvaluationModel:
-    towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny", image_size=image_size), seed=seed)
-    return for_evaluation(towers, architecture, source=f"model-{seed}")
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +95,18 @@ def test_changed_data_prompts_and_settings_are_computed_again(model: EvaluationM
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["vtab/clevr_closest_object_distance"])
 
+    accepting = dataclasses.replace(QUICK, relock=True)
+
     def reused(config: EvaluationConfig = QUICK) -> bool:
-        return bool(evaluate(model, suite=suite, output=output, config=config)[0].reused)
+        found = evaluate(model, suite=suite, output=output, config=config)[0]
+        assert not found.failures
+        return bool(found.reused)
 
     assert [reused(), reused()] == [False, True]
     (folder / "zeroshot_classification_templates.txt").write_text("a {c}\n")
-    assert [reused(), reused()] == [False, True]
+    assert [reused(accepting), reused()] == [False, True]
     write_classification(suite, TASKS["vtab/clevr_closest_object_distance"], seed=9)
-    assert [reused(), reused()] == [False, True]
+    assert [reused(accepting), reused()] == [False, True]
     assert not reused(dataclasses.replace(QUICK, blank_class="drop"))
 
 
@@ -141,7 +138,9 @@ def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationMode
     key = corrupt_one_image(folders[1])
     found = evaluate(model, suite=suite, output=output, config=QUICK)[0]
     assert set(found.results) == {"imagenet1k", "imagenet-a"}
-    assert f"Corrupt image {key} in" in found.failures["imagenetv2"]
+    assert "(test/1.tar)" in found.failures["imagenetv2"]
+    fresh = evaluate(model, suite=suite, output=tmp_path / "fresh", config=QUICK)[0]
+    assert f"Corrupt image {key} in" in fresh.failures["imagenetv2"]
     assert not (output / "imagenetv2.json").exists()  # it was of other data: set aside, not presented
     assert (output / "imagenetv2.json.stale").exists()
     summary = json.loads((output / "summary.json").read_text())

@@ -233,7 +233,8 @@ def test_a_task_of_ones_own_is_in_no_aggregate() -> None:
     assert len(DATACOMP) == 38
 
 
-def test_the_table_is_read_without_torch() -> None:
-    """`data_prep` reads the table, too, and must start without waiting for torch."""
-    code = "import sys, pipeline.evaluation.datasets.datacomp; print('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["datacomp", "suite", "record_suite"])
+def test_the_table_and_the_readers_import_no_torch(module: str) -> None:
+    """`data_prep` uses them, too, and must start without waiting for torch."""
+    code = f"import sys, pipeline.evaluation.datasets.{module}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

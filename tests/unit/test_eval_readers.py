@@ -7,27 +7,32 @@ import io
 import json
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.suite import Entry, check_digests, open_suite, open_task
+from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
+from pipeline.evaluation.datasets.suite_facts import check_digests, file_digests
 from pipeline.evaluation.datasets.tables import as_list
+from pipeline.evaluation.datasets.tar_index import read_members
 from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskError, decode
 from pipeline.evaluation.datasets.webdataset import open_webdataset
 from pipeline.evaluation.protocols import classification
-from pipeline.evaluation.runner.results import file_digests
 from tests.evaluation_suite import (
     association_rows,
     image_bytes,
     retrieval_rows,
     write_association,
+    write_cache,
     write_classification,
     write_retrieval,
     write_tars,
@@ -94,6 +99,11 @@ def test_a_further_metadata_column_is_allowed_and_a_missing_one_is_not(tmp_path:
         open_webdataset(folder, columns=5)
 
 
+def compare(entry: Entry, files: dict[str, str]) -> None:
+    """Compare digests with those that were recorded with the suite's data."""
+    check_digests(entry.task.key, files, entry.expected["sha256"], folder=entry.folder, written="was recorded")
+
+
 def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
@@ -116,7 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "class names are missing": (lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
     "too few class names": (
         lambda f: (f / "classnames.txt").write_text("one\ntwo\n"),
-        "labels run from 0 to 4, but .* names 2",
+        "labels run from 0 to 4, but there are 2 class names",
     ),
     "no place in a template": (
         lambda f: (f / "zeroshot_classification_templates.txt").write_text("a photo\n"),
@@ -193,9 +203,9 @@ def test_counts_and_digests_of_the_suite_are_held_against_the_data(tmp_path: Pat
     suite_json.write_text(json.dumps({"tasks": {"cifar10": facts}}))
     entry = open_suite(tmp_path).entries[0]
     assert open_task(entry).samples == 22
-    check_digests(entry, {"test/0.tar": digest})
+    compare(entry, {"test/0.tar": digest})
     with pytest.raises(TaskError, match="another SHA-256"):
-        check_digests(entry, {"test/0.tar": "0" * 64})
+        compare(entry, {"test/0.tar": "0" * 64})
     for wrong, message in (({"samples": 23}, "has 22 samples, but 23"), ({"classes": 7}, "has 6 classes, but 7")):
         suite_json.write_text(json.dumps({"tasks": {"cifar10": {**facts, **wrong}}}))
         with pytest.raises(TaskError, match=message):
@@ -238,7 +248,7 @@ def test_suites_are_found_and_mistakes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
 def test_lists_are_read_however_they_are_stored(text: object) -> None:
-    assert as_list(text) == ["a", "b c"]
+    assert as_list(text, where="row 1") == ["a", "b c"]
 
 
 def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
@@ -259,9 +269,9 @@ def test_what_was_written_down_when_fetching_is_held_against_the_data(tmp_path: 
     entry = open_suite(tmp_path).entries[0]
     data = open_task(entry)
     found = file_digests(data.files, data.folder)
-    check_digests(entry, found)
+    compare(entry, found)
     with pytest.raises(TaskError, match=r"another SHA-256 .* \(classnames\.txt\)"):
-        check_digests(entry, {**found, "classnames.txt": "0" * 64})
+        compare(entry, {**found, "classnames.txt": "0" * 64})
     lock["cifar10"]["samples"] = 21
     (tmp_path / "evalsets.json").write_text(json.dumps(lock))
     with pytest.raises(TaskError, match="has 22 samples, but 21 are expected"):
@@ -283,3 +293,93 @@ def test_a_csv_may_name_its_images_in_a_column(tmp_path: Path) -> None:
     text = (folder / "test.csv").read_text().replace("raw,filename", "caption,image", 1)
     (folder / "test.csv").write_text(text)
     assert len(open_task(Entry(FLICKR, folder)).captions) == 22
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_datacomps_own_cache_is_read_as_it_is(tmp_path: Path, embedded: bool) -> None:
+    """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow`, also after the whole folder was moved."""
+    write_cache(tmp_path / "there", embedded=embedded)
+    shutil.move(tmp_path / "there", tmp_path / "here")
+    entry = next(e for e in open_suite(tmp_path / "here").entries if e.task == WINOGAVIL)
+    data = open_task(entry)
+    rows = association_rows()
+    assert data.samples == len(rows)
+    for instance, row in zip(data.instances, rows, strict=True):
+        assert [data.images.read(k) for k in instance.candidates] == [body for _, body in row["candidate_images"]]
+    digests = file_digests(data.files, data.folder)
+    assert any(name.endswith("thing1.jpg") for name in digests) != embedded, "images outside the table count, too"
+
+
+def test_a_cache_that_is_partial_or_ambiguous_is_refused(tmp_path: Path) -> None:
+    version = write_cache(tmp_path)
+    info = json.loads((version / "dataset_info.json").read_text())
+    info["splits"]["test"]["num_examples"] = 12
+    (version / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(TaskError, match=r"has 9 rows, but its dataset_info\.json says 12"):
+        open_task(open_suite(tmp_path).entries[0])
+    write_cache(tmp_path, digest="cd34")
+    with pytest.raises(TaskError, match="must hold one finished data set, but holds 2"):
+        open_task(open_suite(tmp_path).entries[0])
+    shutil.rmtree(version)
+    next((tmp_path / "hf_cache/downloads").rglob("thing1.jpg")).unlink()
+    with pytest.raises(TaskError, match=r"Cannot read .*thing1\.jpg"):
+        open_task(open_suite(tmp_path).entries[0])
+
+
+def test_stated_counts_of_winogavil_hold(tmp_path: Path) -> None:
+    folder = write_association(tmp_path, layout="csv+zip")
+    text = (folder / "test.csv").read_text().splitlines()
+    stated = [f"{line},{10 if number else 'num_candidates'}" for number, line in enumerate(text)]
+    (folder / "test.csv").write_text("\n".join(stated))
+    with pytest.raises(TaskError, match=r"row 1 of .*test\.csv has 5 candidates, but its num_candidates says 10"):
+        open_task(Entry(WINOGAVIL, folder))
+
+
+def test_parts_of_two_versions_are_refused(tmp_path: Path) -> None:
+    folder = write_retrieval(tmp_path, FLICKR, layout="parquet")
+    part = folder / "data/test-00001-of-00002.parquet"
+    part.rename(folder / "data/test-00001-of-00003.parquet")
+    with pytest.raises(TaskError, match="of different versions"):
+        open_task(Entry(FLICKR, folder))
+    (folder / "data/test-00001-of-00003.parquet").rename(folder / "data/0002.parquet")
+    (folder / "data/test-00000-of-00002.parquet").rename(folder / "data/0000.parquet")
+    with pytest.raises(TaskError, match="the numbered parts 1 are missing"):
+        open_task(Entry(FLICKR, folder))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_no_cut_and_no_zeros_in_a_tar_go_unnoticed(seed: int) -> None:
+    """A tar that is cut or partly overwritten anywhere gives all its members, or is refused."""
+    rng = np.random.default_rng(seed)
+    buffer = io.BytesIO()
+    bodies = [rng.integers(0, 256 if rng.random() < 0.5 else 1, rng.integers(0, 2000)).astype("u1") for _ in range(12)]
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for number, body in enumerate(bodies):
+            info = tarfile.TarInfo(f"s{number}.bin")
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body.tobytes()))
+    whole = buffer.getvalue()
+    end = whole.rstrip(b"\0") and len(whole)
+    if rng.random() < 0.5:
+        damaged = whole[: int(rng.integers(0, end))]
+    else:
+        start = int(rng.integers(0, end // 512)) * 512
+        damaged = whole[:start] + bytes(min(2048, len(whole) - start)) + whole[start + 2048 :]
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "0.tar"
+        path.write_bytes(damaged)
+        try:
+            found = list(read_members(path))
+        except TaskError:
+            return
+        if len(found) < len(bodies):
+            # Zeros from a header to the very end of the file look like the end of a shorter archive.
+            assert not any(damaged[found[-1].offset + found[-1].size :] if found else damaged)
+
+
+def test_two_keys_for_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text("a/b: {csv: x.csv, label: y}\na--b: {csv: x.csv, label: y}\n")
+    with pytest.raises(TaskError, match="would write their results to the same file"):
+        open_task(open_suite(tmp_path).entries[0])
+    assert (Task("scenes/count", "").stem, Task("scenes-count", "").stem) == ("scenes--count", "scenes-count")

@@ -48,6 +48,10 @@ DATA_PREP = {
 SHARED = {
     "pipeline.data.shards.manifest_format",
     "pipeline.evaluation.datasets.datacomp",
+    # Evaluation sets are counted by the reader that will evaluate them.
+    "pipeline.evaluation.datasets.suite",
+    "pipeline.evaluation.datasets.suite_facts",
+    "pipeline.evaluation.datasets.suite_folders",
     "pipeline.evaluation.datasets.task",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 import torch
 
 import jobs
+from pipeline.checkpoint.layout import sha256
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.runner.processes import Alone
 from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher
+from pipeline.evaluation.watch.suite_identity import suite_identity
+from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher, brief, forget_after
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 
@@ -126,7 +129,7 @@ def test_an_interrupted_watcher_releases_its_lease(
         patch.setattr("pipeline.evaluation.evaluate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             watcher.step()
-    end = json.loads((tmp_path / LEDGER_FOLDER / suite.identity / "step-00000100/end-0001.json").read_text())
+    end = json.loads((tmp_path / LEDGER_FOLDER / watcher.identity / "step-00000100/end-0001.json").read_text())
     assert end["how"] == "released"
     assert make_watcher(tmp_path, suite, []).step()  # at once, without waiting for the lease to run out
 
@@ -183,3 +186,93 @@ def test_some_tasks_done_are_not_all_tasks_done(tmp_path: Path) -> None:
     for opened in (some, everything, everything):
         make_watcher(tmp_path / "run", opened, said).run(threading.Event(), once=True)
     assert [line.partition(": ")[2] for line in said if "done" in line] == ["1 tasks done.", "2 tasks done."]
+
+
+def test_results_count_and_not_the_ledgers_word(tmp_path: Path, suite: Suite) -> None:
+    """Results that were deleted, and an outcome that was emptied, are noticed and made good."""
+    for step in (100, 200, 300):
+        save_step(tmp_path, step)
+    said: list[str] = []
+    watcher = make_watcher(tmp_path, suite, said)
+    assert watcher.run(threading.Event(), once=True)
+    shutil.rmtree(tmp_path / "evaluation/step-00000100")
+    (tmp_path / "evaluation/step-00000200/cifar10.json").write_text("{")
+    (watcher.ledgers[tmp_path].folder / "step-00000300/done.json").write_text("")
+    later: list[str] = []
+    again = make_watcher(tmp_path, suite, later, attempts=1)
+    assert again.run(threading.Event(), once=True)
+    assert evaluated(later) == [[300], [200, 100]]
+    assert sum("its results are missing" in line for line in later) == 2
+    assert {name: outcome["outcome"] for name, outcome in again.ledgers[tmp_path].outcomes().items()} == {
+        f"step-{step:08d}": "done" for step in (100, 200, 300)
+    }
+    assert (tmp_path / "evaluation/step-00000100/cifar10.json").is_file()
+    shutil.rmtree(tmp_path / "evaluation/step-00000200")
+    assert again.step(), "the same watcher notices, too"
+
+
+def test_a_checkpoint_that_is_being_copied_is_not_there_yet(tmp_path: Path, suite: Suite) -> None:
+    whole, run = save_step(tmp_path / "other", 100), tmp_path / "run"
+    names = ("open_clip_config.json", "open_clip_model.safetensors")
+    files = {name: {"bytes": (whole / name).stat().st_size, "sha256": sha256(whole / name)} for name in names}
+    (whole / "checkpoint.json").write_text(json.dumps({"step": 100, "files": files}))
+    copy = run / "checkpoints" / whole.name
+    copy.mkdir(parents=True)
+    said: list[str] = []
+    watcher = make_watcher(run, suite, said)
+    for name in ("checkpoint.json", *names):
+        body = (whole / name).read_bytes()
+        (copy / name).write_bytes(body[: len(body) // 2])
+        assert not watcher.run(threading.Event(), once=True) or name == "checkpoint.json"
+        (copy / name).write_bytes(body)
+    assert watcher.run(threading.Event(), once=True)
+    assert sum("is not complete yet" in line for line in said) == 1
+    assert "failed" not in " ".join(said)
+    assert watcher.ledgers[run].outcomes()[whole.name]["attempt"] == 1
+
+
+def test_stray_files_stop_no_watcher(tmp_path: Path, suite: Suite) -> None:
+    save_step(tmp_path, 100)
+    for name in (
+        "checkpoints/step-old",
+        "checkpoints/step-00000200.bak",
+        "evaluation/step-x",
+        "evaluation/step-1.json",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "checkpoint.json").write_text("{}")
+    (tmp_path / "checkpoints/step-00000300").write_text("a file")
+    said: list[str] = []
+    watcher = make_watcher(tmp_path, suite, said)
+    folder = watcher.ledgers[tmp_path].folder / "step-00000100"
+    folder.mkdir(parents=True)
+    for name in ("lease-.json", "lease-abc.json", "end-x.json"):
+        (folder / name).write_text("[]")
+    (folder.parent / "notes.txt").write_text("stray")
+    assert watcher.run(threading.Event(), once=True)
+    assert evaluated(said) == [[100]]
+    forget_after(tmp_path, 50)
+    assert not folder.exists()
+    assert (tmp_path / "evaluation/step-x").is_dir()
+
+
+def test_other_data_and_other_settings_are_another_suite_to_the_ledger(tmp_path: Path) -> None:
+    """The identity is made of contents: the folder's name does not matter, its data does."""
+    roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
+    for root, seed in zip(roots, (0, 0, 1), strict=True):
+        write_classification(root, TASKS["cifar10"], samples=8, seed=seed)
+    known, settings = tmp_path / "digests.json", EvaluationConfig().settings()
+    same, copied, other = (suite_identity(open_suite(root), settings, known=known) for root in roots)
+    assert same == copied != other
+    assert same.startswith("mini-")
+    assert same != suite_identity(open_suite(roots[0]), {**settings, "blank_class": "drop"}, known=known)
+    (roots[0] / "wds_cifar10_test/classnames.txt").write_text("edited\n")
+    assert same != suite_identity(open_suite(roots[0]), settings, known=known)
+    known.write_text("damaged")
+    assert same == suite_identity(open_suite(roots[1]), settings, known=known)
+
+
+def test_messages_about_many_failures_are_short() -> None:
+    text = brief({f"task{number}": "a reason " * 200 for number in range(38)})
+    assert len(text) < 1200
+    assert "and 35 more tasks failed" in text

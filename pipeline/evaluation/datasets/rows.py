@@ -1,62 +1,112 @@
-"""Retrieval and WinoGAViL from the rows of a table: which images there are, and what belongs to them."""
+"""Retrieval, association and classification tasks from the rows of a table: its images, and what belongs to them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.evaluation.datasets.tables import CsvZipTable, Needs, Place, Table, TableImages, as_list, open_table
-from pipeline.evaluation.datasets.task import Task
+from pipeline.evaluation.datasets.csv_table import CsvTable, Needs, find_csv
+from pipeline.evaluation.datasets.dataset_table import DatasetTable, open_cached, open_saved
+from pipeline.evaluation.datasets.parquet_table import ParquetTable, parquet_files
+from pipeline.evaluation.datasets.tables import Place, TableImages, as_list
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
 
+AnyTable = ParquetTable | DatasetTable | CsvTable
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
 CSV_NEEDS: dict[str, Needs] = {
     "retrieval": (IMAGES, CAPTIONS),
     "association": (("candidates",), ("cue",), ("associations",)),
 }
+STATED_COUNTS = {"num_candidates": "candidates", "num_associations": "associations"}
+"""WinoGAViL's columns that say how many names a list must have."""
 
 
-def open_rows(task: Task, folder: Path) -> TaskData:
-    """A retrieval or association task out of a table. Raises: TaskError when there is none or columns are missing."""
-    table = open_table(folder, needs=CSV_NEEDS[task.protocol])
-    if table is None:
-        raise TaskError(
-            f"{folder} has no layout that is known for {task.key}: expected a wds folder (test/nshards.txt), "
-            "a save_to_disk folder, parquet files, or a CSV with a zip of images."
-        )
-    if not len(table):
-        raise TaskError(f"{folder} holds no rows at all.")
-    return _retrieval(table, folder) if task.protocol == "retrieval" else _association(table, folder)
+@dataclass(frozen=True)
+class LabelColumns:
+    """Which columns of a table make a classification task, and its prompts."""
+
+    image: str
+    label: str
+    templates: tuple[str, ...]
+    names: Mapping[str, str] | Sequence[str] | None = None
+    """Class names by label, or in the order of the labels; None takes those of the data set, or the labels."""
 
 
-def _retrieval(table: Table, folder: Path) -> TaskData:
-    captions = [as_list(value) for value in table.values(_column(table, CAPTIONS, folder))]
-    image = _column(table, IMAGES, folder)
-    places: list[Place] = [(row, None) for row in range(len(table))]
+def find_table(folder: Path, *, needs: Needs, split: str = "test") -> AnyTable:
+    """The table in a folder, in whichever layout it has. Raises: TaskError when it has none that is known."""
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return open_saved(folder, split=split)
+    if next(folder.rglob("*.arrow"), None) is not None:
+        return open_cached(folder, split=split)
+    files = parquet_files(folder, split=split)
+    if files:
+        return ParquetTable(files, folder)
+    if next(folder.rglob("*.csv"), None) is not None:
+        return find_csv(folder, needs=needs)
+    raise TaskError(
+        f"{folder} has no layout that is known: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
+        "cache of `datasets` (*.arrow), parquet files, or a CSV with a zip of images."
+    )
+
+
+def open_rows(protocol: str, folder: Path) -> TaskData:
+    """A retrieval or association task from a folder. Raises: TaskError when it is missing, partial or damaged."""
+    table = find_table(folder, needs=CSV_NEEDS[protocol])
+    return retrieval_rows(table, folder) if protocol == "retrieval" else association_rows(table, folder)
+
+
+def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
+    """Images with captions.
+
+    Args:
+        table: The rows. Rows that name the same image file are one image with several captions.
+        folder: The task's folder, for messages.
+        image: The column of images; by default one of the names in use.
+        caption: The column of captions, one or a list in every row.
+    """
+    texts = table.values(_column(table, (caption,) if caption else CAPTIONS, folder))
+    column = _column(table, (image,) if image else IMAGES, folder)
+    captions: list[list[str]] = []
+    places: list[Place] = []
+    by_name: dict[str, int] = {}
+    names = table.values(column) if isinstance(table, CsvTable) else [None] * len(table)
+    for row, (text, name) in enumerate(zip(texts, names, strict=True)):
+        own = as_list(text, where=table.row_name(row))
+        if not own or not all(item.strip() for item in own):
+            raise TaskError(f"{table.row_name(row)} has an empty caption: fetch the table again.")
+        if name is None or name not in by_name:
+            if name is not None:
+                by_name[name] = len(places)
+            places.append((row, None))
+            captions.append(own)
+        else:
+            captions[by_name[name]] += own
     return TaskData(
         folder,
         table.layout,
-        TableImages(table, image, places),
-        table.files,
+        TableImages(table, column, _some(places, folder)),
+        (*table.files, *table.image_files(column)),
         captions=tuple(tuple(own) for own in captions),
     )
 
 
-def _association(table: Table, folder: Path) -> TaskData:
-    """Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
-    names = [as_list(value) for value in table.values(_column(table, ("candidates",), folder))]
+def association_rows(table: AnyTable, folder: Path) -> TaskData:
+    """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
+    lists = {name: _lists(table, name, folder) for name in ("candidates", "associations")}
     cues = table.values(_column(table, ("cue",), folder))
-    truths = [as_list(value) for value in table.values(_column(table, ("associations",), folder))]
     # In a CSV the candidates' names are those of the images.
-    possible = ("candidate_images", "candidates") if isinstance(table, CsvZipTable) else ("candidate_images",)
+    possible = ("candidate_images", "candidates") if isinstance(table, CsvTable) else ("candidate_images",)
     column = _column(table, possible, folder)
     places: list[Place] = []
     by_digest: dict[bytes, int] = {}
     instances = []
-    for row, (own, cue, truth) in enumerate(zip(names, cues, truths, strict=True)):
+    for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
+        _check_instance(table.row_name(row), own, str(cue or ""), truth)
         positions = []
         for position in range(len(own)):
             place = (row, position)
@@ -67,10 +117,89 @@ def _association(table: Table, folder: Path) -> TaskData:
             positions.append(by_digest[digest])
         associated = tuple(bool(value) for value in np.isin(own, truth))
         instances.append(Instance(str(cue), tuple(positions), associated))
-    return TaskData(folder, table.layout, TableImages(table, column, places), table.files, instances=tuple(instances))
+    images = TableImages(table, column, _some(places, folder))
+    files = (*table.files, *table.image_files(column))
+    return TaskData(folder, table.layout, images, files, instances=tuple(instances))
 
 
-def _column(table: Table, names: tuple[str, ...], folder: Path) -> str:
+def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskData:
+    """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
+    column, label = (_column(table, (name,), folder) for name in (columns.image, columns.label))
+    values = ["" if value is None else str(value).strip() for value in table.values(label)]
+    empty = next((row for row, value in enumerate(values) if not value), None)
+    if empty is not None:
+        raise TaskError(f"{table.row_name(empty)} has no {label}.")
+    stored = table.class_names(label)
+    if stored or all(value.isdecimal() for value in values):
+        found = [str(number) for number in range(max([len(stored) - 1, *map(int, values)]) + 1)]
+    else:
+        found = sorted(set(values))
+    classnames = class_names(found, columns.names, stored=stored, where=str(folder))
+    number = {value: position for position, value in enumerate(found)}
+    places: list[Place] = [(row, None) for row in range(len(table))]
+    return TaskData(
+        folder,
+        table.layout,
+        TableImages(table, column, _some(places, folder)),
+        (*table.files, *table.image_files(column)),
+        labels=np.array([number[value] for value in values], dtype=np.int64),
+        classnames=classnames,
+        templates=columns.templates,
+    )
+
+
+def class_names(
+    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
+) -> tuple[str, ...]:
+    """A name for every label, from what the user gave, or the data set, or the labels themselves.
+
+    Raises:
+        TaskError: The given names do not fit the labels.
+    """
+    defaults = dict(zip(labels, stored, strict=False)) or {label: label.replace("_", " ") for label in labels}
+    if given is None:
+        return tuple(defaults[label] for label in labels)
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(labels) - set(stored))
+        if unknown:
+            raise TaskError(f"{where}: classnames has {unknown[0]!r}, but the classes are {', '.join(labels[:20])}.")
+        return tuple(str(given.get(label, given.get(defaults[label], defaults[label]))) for label in labels)
+    if len(given) != len(labels):
+        raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
+    return tuple(map(str, given))
+
+
+def _lists(table: AnyTable, column: str, folder: Path) -> list[list[str]]:
+    """A column of lists; where another column says how long each must be, it is."""
+    values = table.values(_column(table, (column,), folder))
+    found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
+    for counts in (name for name, of in STATED_COUNTS.items() if of == column and name in table.columns):
+        for row, (own, count) in enumerate(zip(found, table.values(counts), strict=True)):
+            if str(count).strip() and len(own) != int(float(count)):
+                raise TaskError(f"{table.row_name(row)} has {len(own)} {column}, but its {counts} says {count}.")
+    return found
+
+
+def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequence[str]) -> None:
+    if not cue.strip():
+        raise TaskError(f"{where} has no cue.")
+    if not candidates or not truth:
+        raise TaskError(f"{where} has no {'associations' if candidates else 'candidates'}.")
+    strange = [name for name in truth if name not in candidates]
+    if strange:
+        raise TaskError(
+            f"{where}: the association {strange[0]!r} is not among its {len(candidates)} candidates. The row is "
+            "incomplete: fetch the table again."
+        )
+
+
+def _some(places: list[Place], folder: Path) -> list[Place]:
+    if not places:
+        raise TaskError(f"{folder} holds no rows at all.")
+    return places
+
+
+def _column(table: AnyTable, names: tuple[str, ...], folder: Path) -> str:
     found = next((name for name in names if name in table.columns), None)
     if found is None:
         raise TaskError(

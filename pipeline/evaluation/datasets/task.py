@@ -35,8 +35,8 @@ class Task:
 
     @property
     def stem(self) -> str:
-        """The key as a file name."""
-        return re.sub(r"[^\w.+-]", "-", self.key)
+        """The key as a file name; `/` and `-` stay apart, except in the benchmark's keys, which are distinct."""
+        return re.sub(r"[^\w.+-]", "-", self.key.replace("/", "-" if self.samples is not None else "--"))
 
 
 def official_folder(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ import numpy as np
 from pipeline.errors import UserError
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
+LONGEST_MESSAGE = 600
 
 
 class TaskError(UserError):
-    """A task cannot be scored: its data is missing, partial, damaged or contradicts itself, or a model fails on it."""
+    """A task cannot be scored: its data is missing, partial, damaged or inconsistent, or a model fails on it."""
 
 
 class ImageSource(Protocol):
@@ -42,29 +44,40 @@ class Instance:
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a protocol needs of one task.
-
-    files: everything that determines the data, in a fixed order; their digests make the data digest.
-    blank_classes: blank lines of classnames.txt that were dropped.
-    labels: [n] int64 and metadata: [n, columns] int64, for classification. captions: per image, for retrieval.
-    """
+    """What a protocol needs of one task."""
 
     folder: Path
     layout: str
     images: ImageSource
     files: tuple[Path, ...]
+    """Everything that determines the data, in a fixed order; their digests make the data digest."""
     blank_classes: int = 0
+    """Blank lines of classnames.txt that were dropped."""
     labels: np.ndarray | None = None
+    """[n] int64, for classification."""
     metadata: np.ndarray | None = None
+    """[n, columns] int64, for classification tasks with groups."""
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
     captions: tuple[tuple[str, ...], ...] = ()
+    """Per image, for retrieval."""
     instances: tuple[Instance, ...] = ()
 
     @property
     def samples(self) -> int:
         """What the benchmark counts: instances where there are any, images otherwise."""
         return len(self.instances) or len(self.images)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How much there is of everything, as a lock records it."""
+        found = {
+            "samples": self.samples,
+            "images": len(self.images),
+            "classes": len(self.classnames) + self.blank_classes,
+            "captions": sum(map(len, self.captions)),
+        }
+        return {name: count for name, count in found.items() if count}
 
 
 class MemoryImages:
@@ -83,6 +96,22 @@ class MemoryImages:
         return self._names[index]
 
 
+class FileImages:
+    """Images that are files of their own."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = list(paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> bytes:
+        return read_bytes(self._paths[index])
+
+    def name(self, index: int) -> str:
+        return str(self._paths[index])
+
+
 def decode(blob: bytes, *, name: str) -> Any:
     """The image as the benchmark sees it: RGB by PIL, EXIF rotation ignored, alpha dropped.
 
@@ -95,13 +124,31 @@ def decode(blob: bytes, *, name: str) -> Any:
             return image.convert("RGB")
     except Exception as error:  # PIL raises many kinds for damaged files
         raise TaskError(
-            f"Corrupt image {name} ({len(blob):,} bytes): {error}. Fetch this file of the task again."
+            f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."
         ) from error
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """The stripped lines of a text file; a blank line is a line. Raises: TaskError when there is no such file."""
+    """The stripped lines of a text file; a blank line is a line. Raises: TaskError when it cannot be read."""
     try:
-        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        text = path.read_text(encoding="utf-8")
+        if "\0" in text:
+            raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
+        return tuple(line.strip() for line in text.splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"Cannot read {path}: {error}. The task's folder is incomplete.") from error
+        raise TaskError(f"Cannot read {path}: {plain(error)}. The task's folder is incomplete or damaged.") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content. Raises: TaskError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
+
+
+def plain(error: object, *, longest: int = LONGEST_MESSAGE) -> str:
+    """A message in one line, without memory addresses (they change from run to run), cut where it is too long."""
+    text = re.sub(r"<([\w.]+)(?: object)? at 0x[0-9a-fA-F]+>", r"<\1>", str(error))
+    text = " ".join(re.sub(r"\bat 0x[0-9a-fA-F]+", "", text).split())
+    return text if len(text) <= longest else f"{text[: longest - 40]} ... ({len(text):,} characters)"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, read_lines
+from pipeline.evaluation.datasets.tar_index import read_members
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
 
 SMALL_SUFFIXES = ("cls", "npy", "txt")
 BlankClass = Literal["keep", "drop"]
@@ -20,7 +20,7 @@ BlankClass = Literal["keep", "drop"]
 
 @dataclass
 class TarSample:
-    """One sample: where its image lies, and its small members' contents."""
+    """One sample: where its image is, and the contents of its small members."""
 
     key: str
     shard: int
@@ -57,26 +57,36 @@ class TarImages:
 
 
 def is_webdataset(folder: Path) -> bool:
+    """Whether a folder is of this layout."""
     return (folder / "test" / "nshards.txt").is_file() or any((folder / "test").glob("*.tar"))
+
+
+def is_retrieval(folder: Path) -> bool:
+    """Whether a folder of this layout says that it holds captions instead of labels."""
+    kind = folder / "dataset_type.txt"
+    return kind.is_file() and read_lines(kind)[:1] == ("retrieval",)
 
 
 def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass = "keep") -> TaskData:
     """Open a `wds_*_test` folder.
 
-    Args: columns: how many columns every sample's `.npy` must have at least; 0 when the task uses none.
-      blank_class: what a blank line of classnames.txt is: a class whose name is empty, or nothing at all, as in
-      the benchmark's pinned stack (labels behind it then mean other names; only for comparison with published numbers).
-    Raises: TaskError when a shard is missing or cut short, or a sample lacks a member.
+    Args:
+        folder: The task's folder.
+        columns: How many columns every sample's `.npy` must have at least; 0 when the task uses none.
+        blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
+            (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
+            for comparison with published numbers.
+
+    Raises:
+        TaskError: A shard is missing, surplus, damaged, empty or a copy of another, or a sample lacks a member.
     """
     shards = _shards(folder)
     samples = [sample for number, shard in enumerate(shards) for sample in _read_shard(shard, number)]
-    if not samples:
-        raise TaskError(f"{folder} holds no samples at all.")
-    _check_samples(samples, shards)
     images = TarImages(shards, samples)
+    _check_samples(samples, shards)
+    _check_copies(samples, images)
     files = (folder / "test" / "nshards.txt", *shards)
-    kind = read_lines(folder / "dataset_type.txt") if (folder / "dataset_type.txt").is_file() else ("classification",)
-    if kind[:1] == ("retrieval",):
+    if is_retrieval(folder):
         captions = tuple(_captions(sample, shards) for sample in samples)
         return TaskData(folder, "webdataset", images, (*files, folder / "dataset_type.txt"), captions=captions)
     classnames = read_lines(folder / "classnames.txt")
@@ -99,65 +109,80 @@ def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass =
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:
-    lines = read_lines(folder / "test" / "nshards.txt")
-    if not lines or not lines[0].isdigit() or int(lines[0]) < 1:
-        raise TaskError(f"{folder / 'test' / 'nshards.txt'} must hold the number of shards, but holds {lines[:1]}.")
-    shards = tuple(folder / "test" / f"{number}.tar" for number in range(int(lines[0])))
+    """The tars that nshards.txt promises, all of them and no others."""
+    test = folder / "test"
+    lines = read_lines(test / "nshards.txt")
+    if not lines or not lines[0].isdecimal() or int(lines[0]) < 1:
+        raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {lines[:1]}.")
+    shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise TaskError(
-            f"{folder / 'test'}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}). "
+            f"{test}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}). "
             "A score over partial data would not be this task's score: fetch them."
+        )
+    there = sorted(path.name for path in test.glob("*.tar") if not path.name.startswith("."))
+    surplus = sorted(set(there) - {shard.name for shard in shards})
+    if surplus:
+        raise TaskError(
+            f"{test}: nshards.txt says {len(shards)} shards, but there are {len(there)} tars "
+            f"({', '.join(surplus[:5])} too many). Fetch nshards.txt again, or remove what does not belong there."
         )
     return shards
 
 
 def _read_shard(shard: Path, number: int) -> Iterator[TarSample]:
+    """The samples of one tar: neighbouring members with the same name up to the first dot."""
     sample: TarSample | None = None
-    try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                key, _, suffix = os.path.basename(member.name).partition(".")
-                key = os.path.join(os.path.dirname(member.name), key)
-                if sample is None or sample.key != key:
-                    if sample is not None:
-                        yield sample
-                    sample = TarSample(key, number)
-                suffix = suffix.lower()
-                if suffix in IMAGE_SUFFIXES:
-                    if sample.image is not None:
-                        raise TaskError(f"Sample {key} in {shard} has two images.")
-                    sample.image = (member.offset_data, member.size)
-                elif suffix in SMALL_SUFFIXES:
-                    sample.small[suffix] = archive.extractfile(member).read()  # type: ignore[union-attr]
-            _check_end(shard, archive.offset)
-    except (tarfile.TarError, OSError) as error:
-        raise TaskError(f"The shard {shard} is damaged or cut short ({error}): fetch it again.") from error
-    if sample is not None:
-        yield sample
-
-
-def _check_end(shard: Path, end: int) -> None:
-    """A complete tar ends in zero blocks; nothing else shows that a file was cut between two members."""
     with shard.open("rb") as file:
-        file.seek(max(0, end - tarfile.BLOCKSIZE))
-        tail = file.read(2 * tarfile.BLOCKSIZE)
-    if tarfile.NUL * tarfile.BLOCKSIZE not in tail:
-        raise TaskError(f"The shard {shard} has no end-of-archive mark: it was cut short. Fetch it again.")
+        for member in read_members(shard):
+            folder, base = os.path.split(member.name)
+            key, _, suffix = base.partition(".")
+            key, suffix = os.path.join(folder, key), suffix.lower()
+            if sample is None or sample.key != key:
+                if sample is not None:
+                    yield sample
+                sample = TarSample(key, number)
+            if suffix in IMAGE_SUFFIXES:
+                if sample.image is not None:
+                    raise TaskError(f"Sample {key} in {shard} has two images.")
+                sample.image = (member.offset, member.size)
+            elif suffix in SMALL_SUFFIXES:
+                if suffix in sample.small:
+                    raise TaskError(f"Sample {key} in {shard} has two members .{suffix}.")
+                sample.small[suffix] = os.pread(file.fileno(), member.size, member.offset)
+    if sample is None:
+        raise TaskError(f"The shard {shard} holds no samples at all: it is damaged or not the task's. Fetch it again.")
+    yield sample
 
 
 def _check_samples(samples: list[TarSample], shards: tuple[Path, ...]) -> None:
     seen: set[tuple[int, str]] = set()
     for sample in samples:
         if (sample.shard, sample.key) in seen:
-            raise TaskError(f"{shards[sample.shard]} holds sample {sample.key} twice, or its members lie apart.")
+            raise TaskError(f"{shards[sample.shard]} holds sample {sample.key} twice, or its members are not together.")
         seen.add((sample.shard, sample.key))
     for sample in samples:
         if sample.image is None:
             allowed = ", ".join(f".{suffix}" for suffix in IMAGE_SUFFIXES)
             raise TaskError(f"Sample {sample.key} in {shards[sample.shard]} has no image ({allowed}).")
+
+
+def _check_copies(samples: Sequence[TarSample], images: TarImages) -> None:
+    """No two shards hold the same samples, whatever the tars' dates and names are.
+
+    Sizes and labels are compared first, contents only where these agree.
+    """
+    by_shard: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_shard.setdefault(sample.shard, []).append(index)
+    known: dict[object, list[int]] = {}
+    for shard, indices in by_shard.items():
+        facts = tuple((samples[k].image[1], tuple(sorted(samples[k].small.items()))) for k in indices)  # type: ignore[index]
+        twin = known.setdefault(facts, indices)
+        if twin is not indices and all(images.read(a) == images.read(b) for a, b in zip(twin, indices, strict=True)):
+            first, second = images.shards[samples[twin[0]].shard], images.shards[shard]
+            raise TaskError(f"{second} holds the same {len(indices)} samples as {first}: it is a copy. Fetch it again.")
 
 
 def _member(sample: TarSample, suffix: str, shards: tuple[Path, ...]) -> bytes:
@@ -177,9 +202,12 @@ def _label(sample: TarSample, shards: tuple[Path, ...]) -> int:
 
 
 def _captions(sample: TarSample, shards: tuple[Path, ...]) -> tuple[str, ...]:
-    captions = tuple(_member(sample, "txt", shards).decode("utf-8").splitlines())
-    if not captions:
-        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]} has no captions.")
+    try:
+        captions = tuple(_member(sample, "txt", shards).decode("utf-8").splitlines())
+    except UnicodeDecodeError as error:
+        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .txt is not UTF-8 ({error}).") from error
+    if not captions or not all(caption.strip() for caption in captions):
+        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .txt has no caption or a blank line.")
     return captions
 
 
@@ -187,10 +215,14 @@ def _metadata(samples: list[TarSample], shards: tuple[Path, ...], columns: int) 
     """[n, columns or more] int64, paired by sample and never by a second reading."""
     rows: list[np.ndarray] = []
     for sample in samples:
-        row = np.load(io.BytesIO(_member(sample, "npy", shards)), allow_pickle=False)
+        where = f"Sample {sample.key} in {shards[sample.shard]}"
+        try:
+            row = np.load(io.BytesIO(_member(sample, "npy", shards)), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise TaskError(f"{where}: .npy is damaged ({plain(error)}). Fetch this shard again.") from error
         if row.ndim != 1 or len(row) < columns or (rows and row.shape != rows[0].shape):
             raise TaskError(
-                f"Sample {sample.key} in {shards[sample.shard]}: .npy has shape {row.shape}, "
+                f"{where}: .npy has shape {row.shape}, "
                 f"but the task needs {columns} columns, the same number for every sample."
             )
         rows.append(row.astype(np.int64))

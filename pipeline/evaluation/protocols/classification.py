@@ -18,7 +18,7 @@ from pipeline.evaluation.runner.texts import TextSide
 
 Outcomes = dict[str, np.ndarray]
 LOGIT_SCALE = 100.0
-"""The benchmark's; a checkpoint's own scale is never used, and no rank depends on it."""
+"""The benchmark's scale. A checkpoint's own is never used; predictions and ranks do not depend on it."""
 
 
 def check(task: Task, data: TaskData) -> None:
@@ -27,14 +27,16 @@ def check(task: Task, data: TaskData) -> None:
         raise TaskError(f"{data.folder} holds no labels: {task.key} is a classification task.")
     classes = len(data.classnames)
     if not data.templates or any("{c}" not in template for template in data.templates):
-        raise TaskError(f"{data.folder}: every line of zeroshot_classification_templates.txt needs the place of {{c}}.")
+        raise TaskError(
+            f"{data.folder}: every template (zeroshot_classification_templates.txt) needs the place of {{c}}."
+        )
     low, high = int(data.labels.min()), int(data.labels.max())
     if low < 0 or high >= classes + data.blank_classes:  # a class whose blank name was dropped is never predicted
         raise TaskError(
-            f"{data.folder}: labels run from {low} to {high}, but classnames.txt names {classes} classes. "
+            f"{data.folder}: labels run from {low} to {high}, but there are {classes} class names (classnames.txt). "
             "One of them is of another version."
         )
-    if "top5" in task.main_metric and classes < 5:
+    if ("top5" in task.main_metric or task.main_metric == "acc5") and classes < 5:
         raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
 
 
@@ -73,7 +75,7 @@ def chance(task: Task, *, classes: int) -> float | None:
     """The expected score of a uniform guess; None where that has no simple form (macro F1)."""
     if task.main_metric.startswith("F1"):
         return None
-    return min(1.0, (5 if "top5" in task.main_metric else 1) / classes)
+    return min(1.0, (5 if "top5" in task.main_metric or task.main_metric == "acc5" else 1) / classes)
 
 
 class ZeroShot:

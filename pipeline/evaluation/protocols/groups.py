@@ -1,6 +1,6 @@
 """Metrics over groups of samples: macro F1 and worst groups (WILDS, Dollar Street, GeoDE).
 
-Groups without samples do not exist here: the benchmark skips them. FMoW's region "Other" counts, as in the official
+Groups without samples are skipped, as in the benchmark. FMoW's region "Other" counts, as in the official
 code, whose intended exclusion never takes effect.
 """
 
@@ -14,24 +14,32 @@ from pipeline.evaluation.datasets.task import Task
 
 
 def metrics(task: Task, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What a task with metadata adds to accuracy; names as in the official results."""
-    if not task.fields:
-        return {}
+    """What a task adds to accuracy by its metadata or its main metric; names as in the official results."""
     target, prediction, rank = found["target"], found["prediction"], found["rank"]
+    values: dict[str, float] = {}
     if task.main_metric == "F1-macro_all":
-        return {
-            "F1-macro_all": macro_f1(target, prediction),
-            "recall-macro_all": macro_recall(target, prediction),
-        }
-    if not task.group:
-        return {}
+        values["F1-macro_all"] = macro_f1(target, prediction)
+        values["recall-macro_all"] = macro_recall(target, prediction)
+    if not task.fields:
+        return values
     prefix, right = ("acc_top5", rank < 5) if "top5" in task.main_metric else ("acc", rank == 0)
-    means, counts = by_group(right, found[f"field:{task.group}"])
-    values = {task.main_metric: min(means.values()), f"{prefix}_avg": float(np.mean(right))}
-    for group, mean in means.items():
-        values[f"{prefix}_{task.group}:{group}"] = mean
-        values[f"count_{task.group}:{group}"] = float(counts[group])
+    values[f"{prefix}_avg"] = float(np.mean(right))
+    for name in (task.group, *task.secondary_groups):
+        if not name:
+            continue
+        means, counts = by_group(right, found[f"field:{name}"])
+        values[_worst_name(task, name, prefix)] = min(means.values())
+        for group, mean in means.items():
+            values[f"{prefix}_{name}:{group}"] = mean
+            values[f"count_{name}:{group}"] = float(counts[group])
     return values
+
+
+def _worst_name(task: Task, group: str, prefix: str) -> str:
+    """The official name of a worst group's metric: FMoW has two kinds of groups and names them, the others have one."""
+    if group == task.group:
+        return task.main_metric
+    return f"{prefix}_worst_{group}" if task.group else f"{prefix}_wg"
 
 
 def by_group(right: np.ndarray, group: np.ndarray) -> tuple[dict[int, float], dict[int, int]]:

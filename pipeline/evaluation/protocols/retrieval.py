@@ -17,13 +17,18 @@ from pipeline.evaluation.runner.texts import TextSide
 
 KS = (1, 5, 10)
 BLOCK = 256
-"""Rows of the similarity matrix at a time; fixed, so that its bits are."""
+"""Rows of the similarity matrix at a time. It is fixed, because the last bits of a product depend on its shape."""
 
 
 def check(data: TaskData) -> None:
     """Raises: TaskError when there are no captions, or not for every image."""
-    if len(data.captions) != len(data.images) or not all(data.captions):
+    if len(data.captions) != len(data.images):
         raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
+    bare = [index for index, own in enumerate(data.captions) if not own]
+    if bare:
+        raise TaskError(
+            f"{len(bare)} of {len(data.images)} images have no caption, the first: {data.images.name(bare[0])}."
+        )
 
 
 def owners(data: TaskData) -> np.ndarray:
@@ -34,8 +39,13 @@ def owners(data: TaskData) -> np.ndarray:
 def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray) -> dict[str, np.ndarray]:
     """Per caption the rank of its image, per image the best rank of its captions; 0 is the first.
 
-    Args: images: [n, d] and texts: [distinct captions, d] unit features. side: the captions. owner: [m] their images.
     Ties go to the lower index.
+
+    Args:
+        images: [n, d] unit features.
+        texts: [distinct captions, d] unit features.
+        side: The captions.
+        owner: [m] the captions' images.
     """
     own, captions = torch.from_numpy(owner), texts[side.rows]
     image_rank = [
@@ -101,5 +111,5 @@ class Retrieval:
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
         return metrics(found)
 
-    def chance(self) -> float:
-        return chance(self.data)
+    def chance(self) -> float | None:
+        return chance(self.data) if self.task.main_metric == "mean_recall@1" else None

@@ -14,19 +14,19 @@ SHOWN_MISSING = 6
 
 @dataclass(frozen=True)
 class Aggregate:
-    """score: the mean of the main metrics, None while tasks are missing. official: all data has the official counts.
-
-    partial_mean: the mean over what is there; not comparable with anything but the same tasks.
-    """
+    """The mean of some tasks' main metrics."""
 
     name: str
     score: float | None
+    """None while tasks are missing."""
     complete: bool
     official: bool
+    """Whether all data has the official counts."""
     tasks: int
     expected: int
     missing: tuple[str, ...]
     partial_mean: float | None
+    """The mean over the tasks that are there; comparable only with a mean over the same tasks."""
 
 
 def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
@@ -52,7 +52,7 @@ def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
 
 
 def describe(value: Aggregate) -> str:
-    """One line for people: an incomplete aggregate says so before its number."""
+    """One line for the terminal: an incomplete aggregate says so before its number."""
     note = "" if value.official else " (not the official data)"
     if value.complete:
         return f"{value.name}: {value.score:.4f}{note}"

@@ -2,39 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline.checkpoint.layout import META_NAME, read_meta, sha256
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import plain
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.model_folder import WEIGHTS_NAME
 
+POSITIONS = "visual.positional_embedding"
+
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
-    """What `load_for_evaluation` loads, held against the digests that a checkpoint of ours carries.
+    """What `load_for_evaluation` loads, compared with the digests that a checkpoint of ours carries.
 
-    Raises: UserError when nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
+    Raises:
+        UserError: Nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
     """
     try:
         model = load_for_evaluation(spec, device=device)
     except UserError:
         raise
+    except OSError as error:
+        raise UserError(f"{plain(spec, longest=200)} cannot be read: {error.strerror or plain(error)}.") from error
     except Exception as error:  # open_clip asserts, unpickles and indexes its way through a file of another model
         raise UserError(
-            f"{spec} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
+            f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
         ) from error
     folder = Path(model.source)
-    if (folder / META_NAME).is_file():
-        meta = read_meta(folder)
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            expected = meta.get("files", {}).get(name, {}).get("sha256")
-            if expected is not None and sha256(folder / name) != expected:
-                raise UserError(
-                    f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. "
-                    "Take another checkpoint, or copy this one again from where it is whole."
-                )
+    wrong = damaged_files(folder)
+    if wrong:
+        raise UserError(
+            f"{folder / wrong[0]} is damaged: its SHA-256 is not the one in {META_NAME}. "
+            "Take another checkpoint, or copy this one again from where it is whole."
+        )
     return model
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """The model's files in a checkpoint of ours that have another SHA-256 than `checkpoint.json` says."""
+    stated = stated_files(folder)
+    return [name for name, facts in stated.items() if "sha256" in facts and sha256(folder / name) != facts["sha256"]]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the model's files of a checkpoint are there with their stated sizes: a copy may still be under way."""
+    try:
+        stated = stated_files(folder)
+        there = all((folder / name).is_file() for name in (CONFIG_NAME, WEIGHTS_NAME))
+        return there and all(
+            (folder / name).stat().st_size == facts["bytes"] for name, facts in stated.items() if "bytes" in facts
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for a folder of another kind."""
+    if not (folder / META_NAME).is_file():
+        return {}
+    files = read_meta(folder).get("files", {})
+    return {name: files[name] for name in (CONFIG_NAME, WEIGHTS_NAME) if name in files}
+
+
+def notes_on(model: EvaluationModel) -> list[str]:
+    """What a user should know about a loaded model: that its weights were interpolated to another image size."""
+    stored = _stored_positions(model.source)
+    positions = model.towers.clip.state_dict().get(POSITIONS)
+    if stored is None or positions is None or stored == positions.shape[0]:
+        return []
+    sizes = [round((count - 1) ** 0.5) for count in (stored, positions.shape[0])]
+    note = (
+        f"The weights of {model.source} have position embeddings for {sizes[0]} x {sizes[0]} patches, but the model is "
+        f"configured for images of {model.image_size} pixels, {sizes[1]} x {sizes[1]} patches: open_clip interpolated "
+        "them. Scores are those of the interpolated model."
+    )
+    return [note]
+
+
+def _stored_positions(source: str) -> int | None:
+    """How many position embeddings the image tower has in the weights file; None where that cannot be told."""
+    from safetensors import safe_open
+
+    path = Path(source) / WEIGHTS_NAME if Path(source).is_dir() else Path(source.partition(":")[2])
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return int(file.get_slice(POSITIONS).get_shape()[0])
+        if not path.is_file():
+            return None
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = state.get("state_dict", state)
+        found = next((value for name, value in state.items() if name.removeprefix("module.") == POSITIONS), None)
+        return None if found is None else int(found.shape[0])
+    except Exception:  # a file of any other kind: it has been loaded already, and this is a remark only
+        return None

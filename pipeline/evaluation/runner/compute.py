@@ -14,15 +14,19 @@ Shape legend: M micro-batch, B loader batch, d feature dimension.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import platform
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pipeline.errors import UserError
 from pipeline.precision import true_fp32
 
 T = TypeVar("T")
@@ -48,11 +52,17 @@ def microbatches(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[t
 class Compute:
     """Where and how features are computed; use as a context manager.
 
-    Args: device: of the models. threads: CPU threads, each computing whole micro-batches.
+    Args:
+        device: The models' device.
+        threads: CPU threads, each of which computes whole micro-batches.
+        precision: `fp32`, or `bf16` on a device that computes it in hardware.
     """
 
-    def __init__(self, device: torch.device, *, threads: int | None = None) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, threads: int | None = None, precision: str = "fp32") -> None:
+        """Raises: UserError when the device has no bf16."""
+        if precision == "bf16":
+            check_bf16(device)
+        self.device, self.precision = device, precision
         self.threads = (threads or torch.get_num_threads()) if device.type == "cpu" else 1
         self._pool: ThreadPoolExecutor | None = None
         self._restore = contextlib.ExitStack()
@@ -85,11 +95,54 @@ class Compute:
         while flying:
             yield flying.popleft().result()
 
+    def encoding(self) -> contextlib.AbstractContextManager[object]:
+        """The context in which encoders run."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
+
     def name(self) -> str:
         """The device as results record it: what two computers must share for bits to be equal."""
         if self.device.type == "cuda":
             return f"cuda {torch.cuda.get_device_name(self.device)}"
-        return f"{self.device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{self.device.type} {platform.machine()} {capability} {kernel_fingerprint()}"
+
+
+def check_bf16(device: torch.device) -> None:
+    """Raises: UserError when the device would compute bf16 in software, many times slower than fp32."""
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+        has = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    if not has:
+        raise UserError(f"precision = 'bf16', but this {device.type} does not compute bf16 in hardware: use fp32.")
+
+
+@functools.cache
+def kernel_fingerprint() -> str:
+    """Digest of a few results of this process's CPU kernels.
+
+    Which instructions are used depends on the CPU and on torch's, MKL's and oneDNN's environment variables; only the
+    first can be asked. Kernels that sum in another order give other last bits, and those are compared here.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        digest = hashlib.sha256()
+        for rows, inner, columns in ((64, 192, 768), (50, 513, 64), (257, 96, 31)):
+            x = torch.randn(rows, inner, generator=generator)
+            y = x @ torch.randn(inner, columns, generator=generator)
+            z = torch.nn.functional.gelu(torch.nn.functional.layer_norm(y, (columns,)))
+            digest.update(torch.softmax(z, -1).numpy().tobytes() + y.numpy().tobytes())
+        image = torch.randn(2, 3, 64, 64, generator=generator)
+        weight = torch.randn(24, 3, 16, 16, generator=generator)
+        digest.update(torch.nn.functional.conv2d(image, weight, stride=16).numpy().tobytes())
+        return digest.hexdigest()[:12]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.runner import results
 from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
+from pipeline.evaluation.runner.pixel_cache import PixelCache
 from pipeline.evaluation.runner.session import Session
 from pipeline.evaluation.runner.texts import TextSide, check_finite
 from pipeline.files import replacing
@@ -52,7 +53,7 @@ class ClassifierCache:
         self._memory: dict[str, Tensor] = {}
 
     def get(self, model: EvaluationModel, side: TextSide, *, folder: Path) -> Tensor:
-        """The features of `side`, encoded if need be. Args: folder: where they are kept."""
+        """The features of `side`, encoded if need be and kept in `folder`."""
         key = self._key(model, side)
         if key not in self._memory:
             path = folder / f"{key[:32]}.npy"
@@ -67,7 +68,8 @@ class ClassifierCache:
 
     def _key(self, model: EvaluationModel, side: TextSide) -> str:
         versions = [results.code_version(), results.package_versions()]
-        settings = [self._session.compute.name(), self._session.config.micro_batch]
+        compute = self._session.compute
+        settings = [compute.name(), compute.precision, self._session.config.micro_batch]
         facts = [model.digest, results.model_config_digest(model), side.digest, settings, versions]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -85,13 +87,21 @@ def _store(path: Path, features: Tensor) -> None:
 
 
 def image_pass(
-    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor], *, data: str
 ) -> tuple[dict[int, Kept], dict[int, str]]:
     """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
 
-    Raises: TaskError, on every process, when an image cannot be read.
+    Args:
+        session: Settings, processes and device.
+        protocol: The task's protocol on its data.
+        models: By number.
+        texts: Every model's text features.
+        data: Digest of the task's data, for the cache of decoded images.
+
+    Raises:
+        TaskError: On every process, when an image cannot be read.
     """
-    parts = session.together(lambda: _my_images(session, protocol, models, texts))
+    parts = session.together(lambda: _my_images(session, protocol, models, texts, data=data))
     gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
     pieces = [found for _, found in sorted(gathered, key=lambda piece: piece[0])]
     kept: dict[int, Kept] = {}
@@ -107,9 +117,12 @@ def image_pass(
 
 
 def _my_images(
-    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor]
+    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor], *, data: str
 ) -> list[tuple[int, dict[int, Kept | str]]]:
-    """This process' micro-batches: their numbers, and per model what to keep or what went wrong."""
+    """This process's micro-batches: their numbers, and per model what to keep or what went wrong.
+
+    A piece of work is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
+    """
     source, device, config = protocol.data.images, session.compute.device, session.config
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
@@ -119,20 +132,27 @@ def _my_images(
         micro_batch=config.micro_batch,
         batch_size=config.batch_size,
         workers=config.loader_workers(session.world.size),
+        cache=PixelCache(Path(config.cache), data=data, micro_batch=config.micro_batch) if config.cache else None,
     )
 
-    def encode(number: int, valid: int, tensors: dict[str, Tensor]) -> tuple[int, dict[int, Kept | str]]:
-        start = number * config.micro_batch
-        moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
-        found: dict[int, Kept | str] = {}
-        for index, model in models.items():
-            features = model.encode_image(moved[keys[index]])[:valid]
-            try:
-                check_finite(features, what=lambda row: source.name(start + row))
-                found[index] = protocol.keep(features, on_device[index], start=start)
-            except TaskError as error:
-                found[index] = str(error)
-        return number, found
+    def work() -> Iterator[tuple[int, int, int, Tensor]]:
+        for number, valid, tensors in images.run(
+            rank=session.world.rank, size=session.world.size, pin=device.type == "cuda"
+        ):
+            moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
+            yield from ((number, valid, index, moved[keys[index]]) for index in models)
 
-    passed = images.run(rank=session.world.rank, size=session.world.size, pin=device.type == "cuda")
-    return list(session.compute.map(encode, passed))
+    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Kept | str]:
+        start = number * config.micro_batch
+        with session.compute.encoding():
+            features = models[index].encode_image(pixels)[:valid]
+        try:
+            check_finite(features, what=lambda row: source.name(start + row))
+            return number, index, protocol.keep(features, on_device[index], start=start)
+        except TaskError as error:
+            return number, index, str(error)
+
+    found: dict[int, dict[int, Kept | str]] = {}
+    for number, index, kept in session.compute.map(encode, work()):
+        found.setdefault(number, {})[index] = kept
+    return list(found.items())

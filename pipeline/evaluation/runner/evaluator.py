@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.evaluation.datasets.suite import Entry, Suite, check_digests, is_official, open_task
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
+from pipeline.evaluation.datasets.suite_facts import check_copies, check_digests
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
 from pipeline.evaluation.protocols.association import Association
 from pipeline.evaluation.protocols.classification import ZeroShot
 from pipeline.evaluation.protocols.retrieval import Retrieval
 from pipeline.evaluation.runner import results
+from pipeline.evaluation.runner.checkpoint_evaluation import Evaluation as Evaluation
+from pipeline.evaluation.runner.class_details import class_details, write_class_details
 from pipeline.evaluation.runner.encode import ClassifierCache, Kept, image_pass, text_features
 from pipeline.evaluation.runner.examples import write_examples
 from pipeline.evaluation.runner.results import TaskResult
@@ -32,67 +34,66 @@ PROTOCOLS: dict[str, Callable[..., Any]] = {
 CLASSIFIERS = "classifiers"
 
 
-@dataclass
-class Evaluation:
-    """What became of one checkpoint: results and failures by task key, and how long each task took.
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task whose data has been opened and checked."""
 
-    reused: keys of results that were there already with the same inputs.
-    """
-
-    model: EvaluationModel
-    folder: Path
-    results: dict[str, TaskResult] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    timings: dict[str, dict[str, float]] = field(default_factory=dict)
-    reused: set[str] = field(default_factory=set)
-
-    def path(self, entry: Entry) -> Path:
-        """The file of a task's result."""
-        return self.folder / f"{entry.task.stem}.json"
+    entry: Entry
+    data: TaskData
+    files: Mapping[str, str]
+    """Digests of the data's files, by name."""
+    protocol: Any
 
 
 class Evaluator:
-    """Evaluates the models of `evaluations` together; a failed task or checkpoint never hides the others."""
+    """Evaluates the models of `evaluations` together; a failed task or checkpoint does not stop the others."""
 
     def __init__(self, evaluations: Sequence[Evaluation], *, session: Session) -> None:
         self.evaluations, self.session = list(evaluations), session
         self._classifiers = ClassifierCache(session)
 
     def run(self, suite: Suite, *, progress: Callable[[str, Sequence[Evaluation]], None] | None = None) -> None:
-        """Every task of the suite; `progress` is told of each one that is done."""
+        """Evaluate every task of the suite. `progress` is called after each."""
         with self.session.compute:
             for entry in suite.entries:
                 try:
-                    self._task(entry)
+                    self._task(entry, suite)
                 except TaskError as error:
                     for evaluation in self.evaluations:
                         self._fail(evaluation, entry, str(error))
                 if progress is not None:
                     progress(entry.task.key, self.evaluations)
 
-    def _task(self, entry: Entry) -> None:
+    def _task(self, entry: Entry, suite: Suite) -> None:
         started = time.perf_counter()
-        session, config = self.session, self.session.config
-        data = session.together(lambda: open_task(entry, blank_class=config.blank_class))
-        files = self._digests(data)
-        check_digests(entry, files)
-        protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
-        inputs = [self._inputs(evaluation.model, data, files) for evaluation in self.evaluations]
-        wanted = self._wanted(entry, inputs)
-        encoded = {index: self._texts(index, protocol, entry) for index in wanted}
+        opened = self._open(entry)
+        inputs = [self._inputs(evaluation.model, opened) for evaluation in self.evaluations]
+        wanted = self._wanted(entry, inputs, self._unlocked(opened))
+        encoded = {index: self._texts(index, opened) for index in wanted}
         texts = {index: features for index, features in encoded.items() if features is not None}
-        if not texts:
-            return
-        models = {index: self.evaluations[index].model for index in texts}
-        kept, failed = image_pass(session, protocol, models, texts)
-        for index, message in failed.items():
-            self._fail(self.evaluations[index], entry, message)
-        for index, found in kept.items():
-            self._score(self.evaluations[index], entry, protocol, (found, texts[index], inputs[index]))
-        seconds = time.perf_counter() - started
-        speed = {"seconds": seconds, "images": len(data.images), "images_per_second": len(data.images) / seconds}
-        for index in kept:
-            self.evaluations[index].timings[entry.task.key] = {**speed, "checkpoints": len(models)}
+        if texts:
+            models = {index: self.evaluations[index].model for index in texts}
+            data = results.data_digest(opened.files)
+            kept, failed = image_pass(self.session, opened.protocol, models, texts, data=data)
+            for index, message in failed.items():
+                self._fail(self.evaluations[index], entry, message)
+            for index, found in kept.items():
+                self._score(self.evaluations[index], opened, (found, texts[index], inputs[index]))
+            seconds, images = time.perf_counter() - started, len(opened.data.images)
+            speed = {"seconds": seconds, "images": images, "images_per_second": images / seconds}
+            for index in kept:
+                self.evaluations[index].timings[entry.task.key] = {**speed, "checkpoints": len(models)}
+        self._lock(opened, suite)
+
+    def _open(self, entry: Entry) -> OpenedTask:
+        session = self.session
+        data = session.together(lambda: open_task(entry, blank_class=session.config.blank_class))
+        files = self._digests(data)
+        key, expected = entry.task.key, entry.expected.get("sha256", {})
+        check_digests(key, files, expected, folder=entry.folder, written="was recorded with the data")
+        check_copies(key, files)
+        protocol = session.together(lambda: PROTOCOLS[entry.task.protocol](entry.task, data))
+        return OpenedTask(entry, data, files, protocol)
 
     def _digests(self, data: TaskData) -> dict[str, str]:
         """SHA-256 of every file of a task by its name within the folder; the processes share the hashing."""
@@ -102,17 +103,35 @@ class Evaluator:
             merged.update(part)
         return dict(sorted(merged.items()))
 
-    def _inputs(self, model: EvaluationModel, data: TaskData, files: Mapping[str, str]) -> dict[str, Any]:
-        config = self.session.config
-        settings = {
-            "blank_class": config.blank_class,
-            "micro_batch": config.micro_batch,
-            "precision": "fp32",
-            "device": self.session.compute.name(),
-        }
-        return results.inputs_of(model, data, files=files, settings=settings)
+    def _unlocked(self, opened: OpenedTask) -> list[int]:
+        """The checkpoints that were first evaluated on this very data, or on none; the others fail."""
+        found = []
+        for index, evaluation in enumerate(self.evaluations):
+            try:
+                if not self.session.config.relock:
+                    evaluation.lock.check(opened.entry.task.key, opened.data, opened.files)
+                found.append(index)
+            except TaskError as error:
+                self._fail(evaluation, opened.entry, str(error))
+        return found
 
-    def _wanted(self, entry: Entry, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _lock(self, opened: OpenedTask, suite: Suite) -> None:
+        """Record the data of a task that was scored."""
+        key, relock = opened.entry.task.key, self.session.config.relock
+        scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
+        changed = [lock for lock in scored if lock.add(key, opened.data, opened.files)]
+
+        def write() -> None:
+            for lock in changed:
+                lock.write(suite, replacing=relock)
+
+        self.session.on_main(write)
+
+    def _inputs(self, model: EvaluationModel, opened: OpenedTask) -> dict[str, Any]:
+        settings = {**self.session.config.settings(), "device": self.session.compute.name()}
+        return results.inputs_of(model, opened.data, files=opened.files, settings=settings)
+
+    def _wanted(self, entry: Entry, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
         """Which checkpoints need this task: the first process looks, so that all agree."""
 
         def look() -> list[TaskResult | None]:
@@ -120,30 +139,31 @@ class Evaluator:
                 return [None] * len(inputs)
             return [results.read_result(evaluation.path(entry)) for evaluation in self.evaluations]
 
-        wanted = []
+        wanted, task = [], entry.task
         for index, (result, wished) in enumerate(zip(self.session.on_main(look), inputs, strict=True)):
-            if result is not None and result.inputs == wished:
-                self.evaluations[index].results[entry.task.key] = result
-                self.evaluations[index].reused.add(entry.task.key)
+            if index not in allowed:
+                continue
+            same = result is not None and (result.task, result.main_metric) == (task.key, task.main_metric)
+            if result is not None and same and result.inputs == wished:
+                self.evaluations[index].results[task.key] = result
+                self.evaluations[index].reused.add(task.key)
             else:
                 wanted.append(index)
         return wanted
 
-    def _texts(self, index: int, protocol: Any, entry: Entry) -> Tensor | None:
-        evaluation = self.evaluations[index]
+    def _texts(self, index: int, opened: OpenedTask) -> Tensor | None:
+        evaluation, protocol = self.evaluations[index], opened.protocol
         try:
-            if entry.task.protocol != "classification":  # captions and cues belong to one task alone
+            if opened.entry.task.protocol != "classification":  # captions and cues belong to one task only
                 return text_features(self.session, evaluation.model, protocol.texts)
             return self._classifiers.get(evaluation.model, protocol.texts, folder=evaluation.folder / CLASSIFIERS)
         except TaskError as error:
-            self._fail(evaluation, entry, str(error))
+            self._fail(evaluation, opened.entry, str(error))
             return None
 
-    def _score(
-        self, evaluation: Evaluation, entry: Entry, protocol: Any, parts: tuple[Kept, Tensor, Mapping[str, Any]]
-    ) -> None:
+    def _score(self, evaluation: Evaluation, opened: OpenedTask, parts: tuple[Kept, Tensor, Mapping[str, Any]]) -> None:
         kept, texts, inputs = parts
-        task = entry.task
+        task, protocol = opened.entry.task, opened.protocol
 
         def score() -> TaskResult:
             outcomes = protocol.finish(kept, texts)
@@ -156,25 +176,27 @@ class Evaluator:
                 score=metrics[task.main_metric],
                 metrics=metrics,
                 chance=protocol.chance(),
-                samples=protocol.data.samples,
-                official=is_official(entry, protocol.data),
+                samples=opened.data.samples,
+                official=is_official(opened.entry, opened.data),
                 inputs=inputs,
             )
+            if task.protocol == "classification":
+                write_class_details(evaluation.folder, task.stem, class_details(outcomes, opened.data.classnames))
             if task.protocol == "retrieval" and self.session.config.examples:
                 features = (torch.from_numpy(kept["features"]), texts[protocol.texts.rows])
                 folder = evaluation.folder / f"{task.stem}.examples"
-                write_examples(folder, protocol.data, features=features, count=self.session.config.examples)
-            results.write_result(evaluation.path(entry), result, outcomes)
+                write_examples(folder, opened.data, features=features, count=self.session.config.examples)
+            results.write_result(evaluation.path(opened.entry), result, outcomes)
             return result
 
         try:
             evaluation.results[task.key] = self.session.on_main(score)
         except TaskError as error:
-            self._fail(evaluation, entry, str(error))
+            self._fail(evaluation, opened.entry, str(error))
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
-        """Record a failure; an older result that could not be confirmed steps aside, but is not lost."""
-        evaluation.failures[entry.task.key] = message
+        """Record a failure. An older result that could not be confirmed is renamed, not lost."""
+        evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
         if self.session.world.rank == 0 and path.exists():
             path.replace(path.with_suffix(".json.stale"))

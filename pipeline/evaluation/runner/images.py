@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
 from pipeline.evaluation.runner.compute import microbatches
+from pipeline.evaluation.runner.pixel_cache import PixelCache, split_transform, to_tensors
 from pipeline.model.evaluation_model import EvaluationModel
 
 Transform = Callable[[Any], Tensor]
+Batch = tuple[int, np.ndarray]
+"""The number of a loader item, and the images in it."""
 
 
 def preprocessing_key(model: EvaluationModel) -> str:
@@ -24,72 +27,115 @@ def preprocessing_key(model: EvaluationModel) -> str:
     return json.dumps(dict(model.architecture.preprocess_cfg), sort_keys=True, default=list)
 
 
-class _Decoded(Dataset[tuple[Tensor, ...]]):
-    """Item i: the image at `order[i]` under every transform; decoding errors travel as text in `errors`."""
-
-    def __init__(self, source: ImageSource, transforms: Sequence[Transform]) -> None:
-        self.source, self.transforms = source, transforms
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        image = decode(self.source.read(index), name=self.source.name(index))
-        return tuple(transform(image) for transform in self.transforms)
-
-
 class _Batches(Dataset[Any]):
-    """Item k: the stacked images of the k-th loader batch, or the message of what was wrong with one of them."""
+    """Item k: the stacked images of the k-th batch under every preprocessing, or what was wrong with one of them."""
 
-    def __init__(self, images: _Decoded, batches: list[np.ndarray]) -> None:
-        self.images, self.batches = images, batches
+    def __init__(self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch]) -> None:
+        self.source, self.transforms, self.batches = source, transforms, batches
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...] | str:
         try:
-            columns = zip(*(self.images[int(i)] for i in self.batches[index]), strict=True)
-            return tuple(torch.stack(column) for column in columns)
+            return self.tensors(*self.batches[index])
         except TaskError as error:
             return str(error)  # an exception would come back from a worker wrapped in its traceback
+
+    def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
+        """The images of one batch, one tensor per preprocessing."""
+        rows = []
+        for index in images:
+            image = self.decoded(int(index))
+            rows.append([transform(image) for transform in self.transforms.values()])
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+    def decoded(self, index: int) -> Any:
+        return decode(self.source.read(index), name=self.source.name(index))
+
+
+class _CachedBatches(_Batches):
+    """The same with a cache of decoded images; a batch is a micro-batch. Only what is not cached is decoded."""
+
+    def __init__(
+        self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch], cache: PixelCache
+    ) -> None:
+        super().__init__(source, transforms, batches)
+        self.cache = cache
+        self.parts = {key: split_transform(transform) for key, transform in transforms.items()}
+
+    def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
+        paths = {key: self.cache.path(key, number) for key in self.transforms}
+        loaded = {key: self.cache.load(path, len(images)) for key, path in paths.items()}
+        found = {key: pixels for key, pixels in loaded.items() if pixels is not None}
+        missing = [key for key in self.transforms if key not in found]
+        if missing:
+            rows = []
+            for index in images:
+                image = self.decoded(int(index))
+                rows.append([self.parts[key][0](image) for key in missing])
+            for key, column in zip(missing, zip(*rows, strict=True), strict=True):
+                found[key] = np.stack(column)
+                self.cache.store(paths[key], found[key])
+        return tuple(to_tensors(self.parts[key][1], found[key]) for key in self.transforms)
 
 
 class ImagePass:
     """The images of one task, preprocessed for every distinct key, in this process's micro-batches.
 
-    Args: transforms: preprocessing by key. micro_batch: M. batch_size: images per loader item; `workers`: processes
-      that decode (0: this one).
+    Args:
+        source: The images.
+        transforms: Preprocessing by key.
+        micro_batch: M.
+        batch_size: Images per loader item.
+        workers: Processes that decode (0: this one).
+        cache: Where decoded images are kept.
     """
 
     def __init__(
-        self, source: ImageSource, transforms: dict[str, Transform], *, micro_batch: int, batch_size: int, workers: int
+        self,
+        source: ImageSource,
+        transforms: Mapping[str, Transform],
+        *,
+        micro_batch: int,
+        batch_size: int,
+        workers: int,
+        cache: PixelCache | None = None,
     ) -> None:
-        self._decoded = _Decoded(source, list(transforms.values()))
-        self._keys = list(transforms)
+        self._source, self._transforms, self._cache = source, dict(transforms), cache
         self._micro_batch, self._batch_size, self._workers = micro_batch, batch_size, workers
 
     def run(self, *, rank: int = 0, size: int = 1, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
 
-        Raises: TaskError for an image that cannot be read.
+        Raises:
+            TaskError: An image cannot be read.
         """
-        m, n = self._micro_batch, len(self._decoded)
-        numbers = range(rank, -(-n // m), size)
-        mine = np.concatenate([np.arange(k * m, min((k + 1) * m, n)) for k in numbers] or [np.arange(0)])
-        batches = [mine[start : start + self._batch_size] for start in range(0, len(mine), self._batch_size)]
-        workers = min(self._workers, len(batches))
+        numbers = range(rank, -(-len(self._source) // self._micro_batch), size)
+        items = self._items(numbers)
+        workers = min(self._workers, len(items))
         loader: DataLoader[Any] = DataLoader(
-            _Batches(self._decoded, batches),
+            items,
             batch_size=None,
             num_workers=workers,
             pin_memory=pin,
             # A fork of a process with a GPU, and in training with threads of NCCL's, may hang.
             multiprocessing_context=_fork_server() if pin and workers else None,
         )
-        cut = microbatches(self._checked(loader), m)
+        cut = microbatches(self._checked(loader), self._micro_batch)
         for number, (valid, tensors) in zip(numbers, cut, strict=True):
-            yield number, valid, dict(zip(self._keys, tensors, strict=True))
+            yield number, valid, dict(zip(self._transforms, tensors, strict=True))
+
+    def _items(self, numbers: range) -> _Batches:
+        m, n = self._micro_batch, len(self._source)
+        pieces = [np.arange(k * m, min((k + 1) * m, n)) for k in numbers]
+        if self._cache is not None:
+            batches = list(zip(numbers, pieces, strict=True))
+            return _CachedBatches(self._source, self._transforms, batches, self._cache)
+        mine = np.concatenate(pieces or [np.arange(0)])
+        starts = range(0, len(mine), self._batch_size)
+        batches = [(k, mine[start : start + self._batch_size]) for k, start in enumerate(starts)]
+        return _Batches(self._source, self._transforms, batches)
 
     @staticmethod
     def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:

@@ -7,20 +7,26 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.datasets.suite_facts import file_digests as file_digests
+from pipeline.evaluation.datasets.task_data import TaskData
 from pipeline.evaluation.task_score import TaskScore
 from pipeline.files import replacing, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 
 PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
 NUMERIC_SOURCES = (
+    "evaluation/datasets/csv_table.py",
+    "evaluation/datasets/dataset_table.py",
+    "evaluation/datasets/own_tasks.py",
+    "evaluation/datasets/parquet_table.py",
+    "evaluation/datasets/tar_index.py",
     "evaluation/datasets/rows.py",
     "evaluation/datasets/tables.py",
     "evaluation/datasets/task_data.py",
@@ -34,6 +40,7 @@ NUMERIC_SOURCES = (
     "evaluation/runner/compute.py",
     "evaluation/runner/encode.py",
     "evaluation/runner/images.py",
+    "evaluation/runner/pixel_cache.py",
     "evaluation/runner/texts.py",
     "model/architectures.py",
     "model/evaluation_model.py",
@@ -42,15 +49,19 @@ NUMERIC_SOURCES = (
     "precision.py",
 )
 """The files of `pipeline/` that a score is a function of; a change of any of them makes results stale."""
+SETTINGS = ("blank_class", "micro_batch", "precision", "code")
+"""Inputs that all results of one summary have in common."""
 OUTCOMES_SUFFIX = ".outcomes.npz"
 
 
 @dataclass(frozen=True)
 class TaskResult(TaskScore):
-    """A task's score and its provenance. official: the data has the official counts. inputs: all it depends on."""
+    """A task's score and everything that it depends on."""
 
     official: bool
+    """Whether the data has the official counts."""
     inputs: Mapping[str, Any]
+    """Digests, settings and versions: equal inputs give an equal result."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=False, allow_nan=False) + "\n"
@@ -74,13 +85,13 @@ def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarr
 def inputs_of(
     model: EvaluationModel, data: TaskData, *, files: Mapping[str, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that determines a result, as digests and versions. Args: files: digests by name."""
+    """Everything that determines a result, as digests and versions. `files` holds the digests of the data, by name."""
     prompts = json.dumps([data.classnames, data.templates], ensure_ascii=False)
     return {
         "checkpoint": model.digest,
         "architecture": model.architecture.name,
         "model_config": model_config_digest(model),
-        "task_data": _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items())),
+        "task_data": data_digest(files),
         "layout": data.layout,
         "prompts": _sha256(prompts),
         **settings,
@@ -90,8 +101,13 @@ def inputs_of(
     }
 
 
+def data_digest(files: Mapping[str, str]) -> str:
+    """One digest for a task's data, from those of its files by name."""
+    return _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items()))
+
+
 def model_config_digest(model: EvaluationModel) -> str:
-    """SHA-256 of the architecture and preprocessing, which the weights alone do not tell."""
+    """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
     architecture = model.architecture
     towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
     config = {"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg)}
@@ -112,23 +128,6 @@ def code_version() -> str:
 @functools.cache
 def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
-    """SHA-256 of files, by their names within `folder`. Raises: TaskError when one cannot be read."""
-    found = {}
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                found[_relative(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
-    return found
-
-
-def _relative(path: Path, folder: Path) -> str:
-    path, folder = path.absolute(), folder.absolute()
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
 
 
 def _sha256(text: str) -> str:

@@ -22,11 +22,14 @@ TEXTS_PER_UNIT = 1024
 
 
 class TextSide:
-    """The distinct texts of a task, in units that processes share.
+    """The distinct texts of a task, in units that processes share among themselves.
 
-    rows: for every text as given, its row among the distinct ones.
-    Args: texts: class names, captions or cues, repetitions included. templates: with `{c}` for the text; None takes
-    every text as it is.
+    Attributes:
+        rows: For every text as given, its row among the distinct ones.
+
+    Args:
+        texts: Class names, captions or cues, repetitions included.
+        templates: With `{c}` for the text; None takes every text as it is.
     """
 
     def __init__(self, texts: Sequence[str], *, templates: Sequence[str] | None = None) -> None:
@@ -59,7 +62,8 @@ def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compu
     pieces = ((model.tokenize(list(texts[at : at + micro_batch])),) for at in range(0, len(texts), micro_batch))
 
     def encode(valid: int, columns: tuple[Tensor, ...]) -> Tensor:
-        return model.encode_text(columns[0].to(compute.device))[:valid].float().cpu()
+        with compute.encoding():
+            return model.encode_text(columns[0].to(compute.device))[:valid].float().cpu()
 
     features = torch.cat(list(compute.map(encode, microbatches(pieces, micro_batch))))
     check_finite(features, what=lambda row: f"the text {texts[row]!r}")

@@ -1,25 +1,30 @@
-"""Who evaluates what: leases and outcomes as files that are created once and never changed.
+"""Which watcher evaluates which checkpoint: leases and outcomes as files that are created once and never changed.
 
-Files and not a database, because watchers on several machines share nothing but a file system: SQLite's locks do not
-hold on NFS, and its write-ahead log needs shared memory. What does hold everywhere is that `link` creates a name once.
-So each fact is one small file whose name can be taken only once, written under another name first:
+Files and not a database, because watchers on several machines share nothing but a file system: SQLite's locks are
+unreliable on NFS, and its write-ahead log needs shared memory. What is reliable everywhere is that `link` creates a
+name only once. So each fact is one small file with a name of its own, written under a temporary name first:
 
     LEDGER/step-00000500/
         lease-0001.json    an attempt: who, where, since when
-        lease-0001.beat    rewritten by its owner alone, to show that it lives
-        end-0001.json      the attempt is over, without a result
-        done.json          the outcome; the checkpoint is never evaluated again
+        lease-0001.beat    rewritten by the lease's owner only, to show that it is alive
+        end-0001.json      the attempt ended without a result
+        done.json          the outcome
 
-The highest lease is the one that counts, unless it has ended or its owner is dead: then the next number may be taken,
-by one watcher only. Dead means that its beat has not changed for `ttl` seconds *of the observer's own clock*: clocks
-of different machines are never compared. An owner that was only asleep writes the same results again, byte for byte,
-and finds `done.json` taken.
+The lease with the highest number counts, unless it has ended or its owner is dead: then the next number may be taken,
+by one watcher only. An owner is taken for dead when its beat has not changed for `ttl` seconds of the *observer's*
+clock; clocks of different machines are never compared. An owner that was only suspended writes the same results again,
+byte for byte, and finds `done.json` there.
+
+The ledger schedules; results are what counts. A watcher that finds a checkpoint done but its results missing, or
+`done.json` damaged, sets the outcome aside (`superseded-0001.json`), and the checkpoint is evaluated again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -33,11 +38,12 @@ from pipeline.files import write_text
 
 DONE = "done.json"
 RELEASED, FAILED = "released", "failed"
-ABANDONED = "abandoned"
+FINISHED, ABANDONED = "done", "abandoned"
+_LEASE = re.compile(r"^lease-(\d+)\.json$")
 
 
 def create_once(path: Path, text: str) -> bool:
-    """Create a complete file under a name that nobody has taken; False when somebody has. Safe on NFS."""
+    """Create a complete file unless the name is taken already. Returns: whether it was created. Safe on NFS."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     write_text(temporary, text, durable=True)
@@ -45,8 +51,8 @@ def create_once(path: Path, text: str) -> bool:
         os.link(temporary, path)
         return True
     except OSError as error:
-        # The server's answer may be lost although the link was made, and a second request finds the name taken: the
-        # link count knows.
+        # The server's answer may be lost although the link was made, and the repeated request then finds the name
+        # taken. The link count shows whether it was made.
         if temporary.stat().st_nlink == 2:
             return True
         return False if isinstance(error, FileExistsError) else _create_exclusively(path, text)
@@ -55,7 +61,7 @@ def create_once(path: Path, text: str) -> bool:
 
 
 def _create_exclusively(path: Path, text: str) -> bool:
-    """For file systems without hard links: the name is taken at once, its content follows."""
+    """For file systems without hard links: the file exists at once, its content follows."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -68,7 +74,7 @@ def _create_exclusively(path: Path, text: str) -> bool:
 
 @dataclass
 class Lease:
-    """One attempt at one checkpoint, held by this process; its heart beats in a thread until it ends."""
+    """One attempt at one checkpoint, held by this process; a thread writes its heartbeat until it ends."""
 
     folder: Path
     number: int
@@ -84,13 +90,13 @@ class Lease:
         return self
 
     def finish(self, outcome: Mapping[str, Any]) -> bool:
-        """Write the outcome; False when another watcher, having thought this one dead, was first."""
+        """Write the outcome. Returns: False when another watcher took this one for dead and was first."""
         self._end_heartbeat()
         record = {"checkpoint": self.folder.name, **outcome, "attempt": self.number, **self.owner}
         return create_once(self.folder / DONE, json.dumps(record, indent=1) + "\n")
 
     def give_up(self, reason: str, *, how: str = FAILED) -> None:
-        """End the attempt without an outcome; `how` = released does not count as one."""
+        """End the attempt without an outcome. With `how` = released it does not count as an attempt."""
         self._end_heartbeat()
         record = {"how": how, "reason": reason, **self.owner}
         create_once(self.folder / f"end-{self.number:04d}.json", json.dumps(record, indent=1) + "\n")
@@ -102,7 +108,7 @@ class Lease:
             try:
                 self._beat(count)
             except OSError:
-                continue  # a file system that is away for a while is no reason to stop working
+                continue  # the file system may be unreachable for a while; the work goes on
 
     def _beat(self, count: int) -> None:
         beat = self.folder / f"lease-{self.number:04d}.beat"
@@ -117,8 +123,12 @@ class Lease:
 class Ledger:
     """The leases and outcomes below `folder`, as one watcher sees them.
 
-    Args: ttl: seconds without a heartbeat after which an owner is taken for dead. attempts: after so many failed or
-    died attempts a checkpoint is abandoned, so that one that kills its watchers does not do so for ever.
+    Args:
+        folder: Of one run and one suite.
+        ttl: Seconds without a heartbeat after which an owner is taken for dead.
+        attempts: After so many attempts that failed or whose owner died a checkpoint is abandoned, so that one that
+            kills its watchers does not do so for ever.
+        clock: Seconds, for tests.
     """
 
     def __init__(
@@ -130,13 +140,30 @@ class Ledger:
         self._first: dict[Path, str] = {}
 
     def done(self, name: str) -> bool:
-        return (self.folder / name / DONE).exists()
+        """Whether a checkpoint has an outcome, finished or abandoned. A damaged record is none."""
+        return bool(_read_json(self.folder / name / DONE))
+
+    def finished(self, name: str) -> bool:
+        """Whether a checkpoint was evaluated, as the ledger has it."""
+        return _read_json(self.folder / name / DONE).get("outcome") == FINISHED
+
+    def reopen(self, name: str, reason: str) -> None:
+        """Set an outcome aside, so that the checkpoint is evaluated again; that costs it no attempt."""
+        folder = self.folder / name
+        number = self._highest(folder)
+        if number:
+            record = {"how": RELEASED, "reason": reason, "at": _now()}
+            create_once(folder / f"end-{number:04d}.json", json.dumps(record, indent=1) + "\n")
+        with contextlib.suppress(FileNotFoundError):  # another watcher was faster
+            os.replace(folder / DONE, folder / f"superseded-{number:04d}.json")
 
     def claim(self, name: str) -> Lease | None:
-        """A lease on a checkpoint; None when it is done, held by a living watcher, or another one was faster."""
+        """A lease on a checkpoint; None when it is done, held by a watcher that is alive, or another one was faster."""
         folder = self.folder / name
         if self.done(name):
             return None
+        if (folder / DONE).exists():
+            self.reopen(name, f"{DONE} was damaged")
         number = self._highest(folder)
         if number and not self._is_over(folder, number):
             return None
@@ -149,13 +176,13 @@ class Ledger:
         if not create_once(path, json.dumps(owner, indent=1) + "\n"):
             return None
         lease = Lease(folder, number + 1, owner, interval=self.ttl / 6).start()
-        if self.done(name):  # seen only now: directories are cached
+        if self.done(name):  # network file systems cache directories, so it may be visible only now
             lease.give_up("it was done already", how=RELEASED)
             return None
         return lease
 
     def in_doubt(self, name: str) -> bool:
-        """Whether somebody holds this checkpoint who was not seen alive yet, nor long enough to be taken for dead."""
+        """Whether the owner of this checkpoint has neither been seen alive nor been silent for `ttl` seconds yet."""
         folder = self.folder / name
         number = self._highest(folder)
         if not number or self.done(name) or self._is_over(folder, number):
@@ -180,15 +207,17 @@ class Ledger:
 
     @staticmethod
     def _highest(folder: Path) -> int:
-        return max((int(path.stem.split("-")[1]) for path in folder.glob("lease-*.json")), default=0)
+        found = (_LEASE.match(path.name) for path in folder.glob("lease-*.json"))
+        return max((int(match[1]) for match in found if match), default=0)
 
     @staticmethod
     def _released(folder: Path) -> int:
         return sum(_read_json(path).get("how") == RELEASED for path in folder.glob("end-*.json"))
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
-        """What became of every checkpoint that is done, by name."""
-        return {path.parent.name: _read_json(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
+        """The outcome of every checkpoint that has one, by name."""
+        found = {path.parent.name: _read_json(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
+        return {name: outcome for name, outcome in found.items() if outcome}
 
 
 def _read(path: Path) -> str:

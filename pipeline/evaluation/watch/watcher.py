@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,59 +12,61 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.layout import PREFIX, finished_checkpoints, step_of
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
+from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.runner.checkpoint_model import load_checkpoint
 from pipeline.evaluation.runner.processes import Processes
 from pipeline.evaluation.runner.session import EvaluationConfig, attempt
-from pipeline.evaluation.watch.ledger import ABANDONED, RELEASED, Lease, Ledger
+from pipeline.evaluation.watch.candidates import LEDGER_FOLDER as LEDGER_FOLDER
+from pipeline.evaluation.watch.candidates import Candidates, step
+from pipeline.evaluation.watch.candidates import forget_after as forget_after
+from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, RELEASED, Lease, Ledger
+from pipeline.evaluation.watch.suite_identity import suite_identity
 
-LEDGER_FOLDER = "evaluation-ledger"
 Say = Callable[[str], None]
+SHOWN_FAILURES = 3
 
 
 @section
 class WatchConfig:
-    """How to watch.
-
-    interval: seconds between looks at the folder. ttl: seconds without a heartbeat after which another watcher is taken
-    for dead; on a network file system more than its attribute cache holds (60 by default). attempts: how often a
-    checkpoint is tried, by the same watcher not before `retry_after` seconds. order: which waiting checkpoint comes
-    first; `newest` shows how training goes now and fills in the past when there is time. together: so many waiting
-    checkpoints share one pass over the images, except that the newest goes alone. every: only steps that are multiples
-    of this.
-    """
+    """How to watch."""
 
     interval: float = Field(default=30.0, gt=0)
+    """Seconds between looks at the folder."""
     retry_after: float = Field(default=300.0, ge=0)
+    """Seconds before the same watcher tries a failed checkpoint again."""
     ttl: float = Field(default=180.0, gt=0)
+    """Seconds without a heartbeat after which another watcher is taken for dead; on a network file system more than its
+    attribute cache keeps entries (60 by default)."""
     attempts: int = Field(default=3, ge=1)
+    """How often a checkpoint is tried before it is abandoned."""
     order: Literal["newest", "oldest"] = "newest"
+    """Which waiting checkpoint comes first; `newest` shows how training goes now and fills in the past later."""
     together: int = Field(default=4, ge=1)
+    """How many waiting checkpoints share one pass over the images; the newest is evaluated by itself."""
     every: int = Field(default=1, ge=1)
-
-
-def forget_after(run: Path, step: int) -> None:
-    """Remove scores and outcomes of later steps than `step`: the run went back, other weights will bear their names."""
-    for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
-        for path in run.glob(f"{folder}/{PREFIX}*"):
-            if step_of(path) > step:
-                shutil.rmtree(path, ignore_errors=True)
+    """Evaluate only steps that are multiples of this."""
 
 
 @dataclass(frozen=True)
 class WatchItem:
-    """A checkpoint to evaluate now; the lease is held by the first process only."""
+    """A checkpoint to evaluate now; only the first process holds its lease."""
 
     path: Path
     lease: Lease | None
 
 
 class Watcher:
-    """Watches runs and evaluates their checkpoints on one suite, every one once.
+    """Watches runs and evaluates their checkpoints on one suite, each of them once.
 
-    Args: runs: their folders. processes: ranks and device, as for `evaluate`; only the first rank decides.
+    Args:
+        runs: Their folders.
+        suite: The tasks.
+        config: When to look and what to take first.
+        evaluation: Settings of the evaluations.
+        processes: Ranks and device, as for `evaluate`. Only the first rank decides.
+        say: Called with a line for the log.
     """
 
     def __init__(
@@ -81,33 +82,42 @@ class Watcher:
         self.runs, self.suite, self.config, self.evaluation = list(runs), suite, config, evaluation
         self.processes, self.say = processes, say
         self._retry_at: dict[Path, float] = {}
+        self._mentioned: set[Path] = set()
+        self.candidates = {run: Candidates(run, every=config.every) for run in self.runs}
+        known = self.runs[0] / LEDGER_FOLDER / "digests.json"
+        mine = suite_identity(suite, evaluation.settings(), known=known) if processes[0].rank == 0 else ""
+        self.identity: str = processes[0].gather_objects(mine)[0]
         self.ledgers = {
-            run: Ledger(run / LEDGER_FOLDER / suite.identity, ttl=config.ttl, attempts=config.attempts)
+            run: Ledger(run / LEDGER_FOLDER / self.identity, ttl=config.ttl, attempts=config.attempts)
             for run in self.runs
         }
 
     def run(self, stop: threading.Event, *, once: bool = False) -> bool:
         """Work until `stop` is set; with `once` until nothing waits and no lease of a dead watcher is left.
 
-        Returns: whether every checkpoint has its scores.
+        Returns:
+            Whether every checkpoint has its scores.
         """
-        found = sum(step_of(path) % self.config.every == 0 for run in self.runs for path in finished_checkpoints(run))
-        self._tell(f"{found:,} checkpoints on {self.suite.name}, {found - len(self.waiting()):,} of them dealt with.")
+        found = sum(len(candidates.ready()) for candidates in self.candidates.values())
+        self._log(
+            f"{found:,} checkpoints on {self.suite.name}, {found - len(self.waiting()):,} of them have an outcome."
+        )
         for name, folder in self.abandoned():
-            self._tell(f"{name} was abandoned: the reasons are in {folder}; remove that folder to try again.")
+            self._log(f"{name} was abandoned: the reasons are in {folder}; remove that folder to try again.")
         while not stop.is_set():
             if self.step():
                 continue
+            self._mention_incomplete()
             if once and not self._in_doubt():
                 left = len(self.waiting())
                 if left:
-                    self._tell(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
-                return not left and not self.abandoned()
+                    self._log(f"{left:,} checkpoints are left: other watchers have them, or they failed and wait.")
+                return not left and self._all_scored()
             stop.wait(min(self.config.interval, self.config.ttl / 4) if once else self.config.interval)
-        return not self.waiting() and not self.abandoned()
+        return not self.waiting() and self._all_scored()
 
     def abandoned(self) -> list[tuple[str, Path]]:
-        """Checkpoints that nobody tries any more, and their folders in the ledger."""
+        """Checkpoints that are not tried any more, and their folders in the ledger."""
         return [
             (name, ledger.folder / name)
             for ledger in self.ledgers.values()
@@ -130,6 +140,19 @@ class Watcher:
             raise
         return bool(items)
 
+    def waiting(self) -> list[tuple[Path, Path]]:
+        """(run, checkpoint) of everything that has no outcome or whose results are gone, in the order of work."""
+        found = [
+            (run, path)
+            for run, candidates in self.candidates.items()
+            for path in candidates.ready()
+            if not self.ledgers[run].done(path.name) or self._is_lost(run, path)
+        ]
+        return sorted(found, key=lambda item: step(item[1]), reverse=self.config.order == "newest")
+
+    def _is_lost(self, run: Path, path: Path) -> bool:
+        return self.ledgers[run].finished(path.name) and not self.candidates[run].has_results(path, self.suite)
+
     def _claimed(self, mine: list[WatchItem]) -> list[WatchItem]:
         """What all processes work on now; leases are appended to `mine` as they are taken."""
         world = self.processes[0]
@@ -138,39 +161,41 @@ class Watcher:
         paths: list[Path] = world.gather_objects([item.path for item in mine])[0]
         return mine or [WatchItem(path, None) for path in paths]
 
-    def waiting(self) -> list[tuple[Path, Path]]:
-        """(run, checkpoint) of everything that is not done, what comes first in front."""
-        found = [
-            (run, path)
-            for run in self.runs
-            for path in finished_checkpoints(run)
-            if step_of(path) % self.config.every == 0 and not self.ledgers[run].done(path.name)
-        ]
-        return sorted(found, key=lambda item: step_of(item[1]), reverse=self.config.order == "newest")
-
     def _claim(self, items: list[WatchItem]) -> None:
-        """Leases on what comes first: the newest alone, what is left to fill in several at a time."""
-        newest = {path for run in self.runs for path in finished_checkpoints(run)[-1:]}
+        """Leases on what comes first: the newest by itself, older ones several at a time."""
+        newest = {path for candidates in self.candidates.values() for path in candidates.ready()[-1:]}
         for run, path in self.waiting():
             alone = self.config.order == "newest" and path in newest
             if (alone and items) or time.monotonic() < self._retry_at.get(path, 0.0):
                 continue
+            if self._is_lost(run, path):
+                self._log(f"{path.name}: its results are missing, although it was evaluated; it is evaluated again.")
+                self.ledgers[run].reopen(path.name, "results were missing")
             lease = self.ledgers[run].claim(path.name)
             if lease is not None:
                 items.append(WatchItem(path, lease))
                 if alone or len(items) == self.config.together:
                     break
             elif path.name in dict(self.abandoned()):
-                self._tell(f"{path.name} is abandoned after {self.config.attempts} attempts.")
+                self._log(f"{path.name} is abandoned after {self.config.attempts} attempts.")
 
     def _in_doubt(self) -> bool:
-        """Whether a lease stands whose owner may be dead, as the first process sees it."""
+        """Whether there is a lease whose owner may be dead, as the first process sees it."""
         world = self.processes[0]
         doubt = world.rank == 0 and any(self.ledgers[run].in_doubt(path.name) for run, path in self.waiting())
         return bool(world.gather_objects(doubt)[0])
 
+    def _all_scored(self) -> bool:
+        return not self.abandoned() and not any(c.incomplete() for c in self.candidates.values())
+
+    def _mention_incomplete(self) -> None:
+        for candidates in self.candidates.values():
+            for path in set(candidates.incomplete()) - self._mentioned:
+                self._log(f"{path.name} is not complete yet: a file is missing, or shorter than checkpoint.json says.")
+                self._mentioned.add(path)
+
     def _evaluate(self, items: Sequence[WatchItem]) -> None:
-        """Evaluate checkpoints in one pass; one that cannot be loaded does not keep the others back."""
+        """Evaluate checkpoints in one pass; one that cannot be loaded does not hold up the others."""
         from pipeline.evaluation import evaluate
 
         world, device = self.processes
@@ -187,7 +212,7 @@ class Watcher:
                 self._give_up(item, broken[item.path])
         if not whole:
             return
-        self._tell(f"Evaluating {', '.join(item.path.name for item in whole)} on {self.suite.name}.")
+        self._log(f"Evaluating {', '.join(item.path.name for item in whole)} on {self.suite.name}.")
         found, error = attempt(
             lambda: evaluate(models, suite=self.suite, config=self.evaluation, processes=self.processes)
         )
@@ -195,24 +220,31 @@ class Watcher:
             if found is None:
                 self._give_up(item, str(error))
             elif found[position].failures:
-                self._give_up(item, "; ".join(f"{key}: {text}" for key, text in found[position].failures.items()))
+                self._give_up(item, brief(found[position].failures))
             else:
                 self._finish(item, {key: result.score for key, result in sorted(found[position].results.items())})
 
     def _finish(self, item: WatchItem, scores: Mapping[str, float]) -> None:
         if item.lease is None:
             return
-        if item.lease.finish({"suite": self.suite.name, "outcome": "done", "scores": scores}):
-            self._tell(f"{item.path.name}: {len(scores)} tasks done.")
+        if item.lease.finish({"suite": self.suite.name, "outcome": FINISHED, "scores": scores}):
+            self._log(f"{item.path.name}: {len(scores)} tasks done.")
         else:
-            self._tell(f"{item.path.name}: another watcher took it over and was first; the results are the same.")
+            self._log(f"{item.path.name}: another watcher took it over and was first; the results are the same.")
 
     def _give_up(self, item: WatchItem, reason: str) -> None:
-        self._tell(f"{item.path.name} failed, and is tried {self.config.attempts} times at most: {reason}")
+        self._log(f"{item.path.name} failed, and is tried {self.config.attempts} times at most: {reason}")
         if item.lease is not None:
             item.lease.give_up(reason)
             self._retry_at[item.path] = time.monotonic() + self.config.retry_after
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.processes[0].rank == 0:
             self.say(text)
+
+
+def brief(failures: Mapping[str, str]) -> str:
+    """A few failures in one line; the rest is in the checkpoint's summary.json."""
+    shown = [f"{key}: {plain(text, longest=300)}" for key, text in list(failures.items())[:SHOWN_FAILURES]]
+    more = len(failures) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more tasks failed, see summary.json" if more else "")

@@ -1,0 +1,127 @@
+"""Fetch the evaluation sets from the hub or a local mirror, and verify every digest and count.
+
+What was fetched is written to `evalsets.json` beside the sets: repository, commit, size and SHA-256 of every file.
+Later calls use the same commits and fetch only what is missing or damaged; checking needs no network at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.evalsets.hub_sets import HUB_SETS, HubSet
+from data_prep.evalsets.set_sources import differing_files, fetch_from_hub, fetch_from_mirror
+from pipeline.config import suggest
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite import Entry, open_task
+from pipeline.files import write_json
+
+LOCK_NAME = "evalsets.json"
+Lock = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SetSource:
+    """Where the sets come from: a local folder that holds them, or the hub."""
+
+    mirror: Path | None = None
+    """A folder of the sets in any layout that the evaluation reads, such as the benchmark's own download."""
+    endpoint: str | None = None
+    """Another hub with the same interface."""
+
+
+@dataclass
+class FetchOutcome:
+    """What became of each set."""
+
+    good: dict[str, int] = field(default_factory=dict)
+    """Number of samples, by key."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What is wrong, by key."""
+
+
+def fetch_evalsets(
+    root: str | Path,
+    keys: Iterable[str] = (),
+    *,
+    source: SetSource = SetSource(),
+    on_note: Callable[[str], None] = lambda note: None,
+) -> FetchOutcome:
+    """Bring evaluation sets into a folder and verify them; one bad set does not stop the others.
+
+    Args:
+        root: The folder, one folder per set.
+        keys: Which sets; by default all 38.
+        source: Where they come from.
+        on_note: Called with a line per set.
+
+    Raises:
+        UserError: A key is unknown, or the mirror is not there.
+    """
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    if source.mirror is not None and not source.mirror.is_dir():
+        raise UserError(f"The mirror {source.mirror} is not a folder.")
+    lock, outcome = read_lock(root), FetchOutcome()
+    mirrored = read_lock(source.mirror) if source.mirror else {}
+    for chosen in choose(keys):
+        try:
+            if source.mirror is not None:
+                entry = fetch_from_mirror(chosen, root / chosen.folder, source.mirror, mirrored.get(chosen.key))
+            else:
+                entry = fetch_from_hub(chosen, root / chosen.folder, source.endpoint, lock.get(chosen.key))
+            outcome.good[chosen.key] = entry["samples"] = count(chosen, root / chosen.folder)
+            lock[chosen.key] = entry
+            write_json(root / LOCK_NAME, lock)
+        except (UserError, OSError, ValueError) as error:
+            outcome.problems[chosen.key] = str(error)
+        on_note(f"{chosen.key}: {outcome.problems.get(chosen.key) or 'verified'}")
+    return outcome
+
+
+def check_evalsets(root: str | Path, keys: Iterable[str] = ()) -> FetchOutcome:
+    """Verify sets that were fetched before against `evalsets.json`, without network."""
+    root = Path(root)
+    lock, outcome = read_lock(root), FetchOutcome()
+    for chosen in choose(keys):
+        if chosen.key not in lock:
+            outcome.problems[chosen.key] = "was never fetched"
+            continue
+        wrong = differing_files(root / chosen.folder, lock[chosen.key]["files"])
+        if wrong:
+            outcome.problems[chosen.key] = f"{', '.join(wrong[:3])} differ from what was fetched"
+            continue
+        try:
+            outcome.good[chosen.key] = count(chosen, root / chosen.folder)
+        except (UserError, OSError, ValueError) as error:
+            outcome.problems[chosen.key] = str(error)
+    return outcome
+
+
+def choose(keys: Iterable[str]) -> list[HubSet]:
+    """The sets of these keys, or all. Raises: UserError naming the nearest key."""
+    keys = list(keys) or list(HUB_SETS)
+    for key in keys:
+        if key not in HUB_SETS:
+            raise UserError(f"There is no evaluation set {key!r}. {suggest(key, tuple(HUB_SETS))}")
+    return [HUB_SETS[key] for key in keys]
+
+
+def read_lock(root: Path) -> Lock:
+    """What was fetched into a folder before."""
+    path = root / LOCK_NAME
+    lock: Lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return lock
+
+
+def count(chosen: HubSet, folder: Path) -> int:
+    """The samples of a set, counted by the evaluation's own reader.
+
+    Raises:
+        UserError: The set is partial or damaged, or has other counts than the benchmark.
+    """
+    expected = {"samples": chosen.task.samples, "classes": chosen.task.classes}
+    return open_task(Entry(chosen.task, folder, expected)).samples

@@ -1,0 +1,141 @@
+"""The files of one evaluation set: from the hub at a recorded commit, or from a local copy."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from data_prep.dataset.canonical_tar import sha256_of
+from data_prep.evalsets.hub_sets import HubSet
+from data_prep.sources.hub import in_a_line
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite import Entry, open_task
+from pipeline.evaluation.datasets.suite_facts import relative_name
+from pipeline.evaluation.datasets.suite_folders import find_folders, index_folders
+from pipeline.files import replacing
+
+Files = Mapping[str, Mapping[str, Any]]
+"""Size (`bytes`) and `sha256` of files, by name within a set's folder."""
+
+
+def fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Copy a set from a folder that holds it in any layout that the evaluation reads.
+
+    Args:
+        chosen: The set.
+        target: Its folder in the suite.
+        mirror: A folder of `neuclip evalsets`, of the benchmark's download_evalsets.py (with its `hf_cache/`), or of
+            copies under the names that people give them.
+        known: What the mirror's own evalsets.json says about the set.
+
+    Returns:
+        The set's entry for evalsets.json.
+
+    Raises:
+        UserError: The mirror does not hold the set, holds it twice or damaged, or the copy is not faithful.
+    """
+    folders = find_folders(chosen.task, index_folders(mirror))
+    if len(folders) != 1:
+        found = " and ".join(map(str, folders)) or f"none (such as {chosen.folder})"
+        raise UserError(f"The mirror must hold one folder of {chosen.key}, but holds {found}.")
+    if known is not None:
+        wrong = differing_files(folders[0], known["files"])
+        if wrong:
+            raise UserError(f"The mirror's {', '.join(wrong[:3])} differ from its own evalsets.json.")
+    data = open_task(Entry(chosen.task, folders[0]))
+    files: dict[str, dict[str, Any]] = {}
+    for path in data.files:
+        name = _name_in_copy(path, data.folder)
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        if differing_files(target, {name: files[name]}):
+            with replacing(target / name, unique=False) as temporary:
+                shutil.copyfile(path, temporary)
+    wrong = differing_files(target, files)
+    if wrong:
+        raise UserError(f"{', '.join(wrong[:3])} were not copied faithfully: is the disk full or failing?")
+    facts = known or {"repo": f"mirror {mirror}", "commit": None}
+    return {"repo": facts["repo"], "commit": facts["commit"], "files": dict(sorted(files.items()))}
+
+
+def _name_in_copy(path: Path, folder: Path) -> str:
+    """A file's name in the copy. Images of a `datasets` cache are outside the table's folder, below `downloads/`."""
+    name = relative_name(path, folder)
+    return name[name.index("downloads/") :] if name.startswith("../") and "downloads/" in name else name
+
+
+def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Fetch what is missing or damaged of a set from the hub, at the commit of the first time.
+
+    Args:
+        chosen: The set.
+        target: Its folder in the suite.
+        endpoint: Another hub with the same interface.
+        known: The set's entry in evalsets.json from an earlier call.
+
+    Returns:
+        The set's entry for evalsets.json.
+
+    Raises:
+        UserError: The hub cannot be reached, does not have the set, or sends other bytes than it states.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    api = HfApi(endpoint=endpoint)
+    pinned = known["commit"] if known and known["repo"] == chosen.repo else None
+    try:
+        commit = pinned or api.repo_info(chosen.repo, repo_type="dataset", revision=chosen.revision).sha
+        tree = api.list_repo_tree(chosen.repo, recursive=True, revision=commit, repo_type="dataset")
+        published = {item.path: item for item in tree if hasattr(item, "size")}
+        names = _wanted(chosen, list(published))
+        # The hub's client trusts files that are there already, so damaged ones are removed first.
+        for name in names:
+            if (target / name).exists() and not _is_published(target / name, published[name]):
+                (target / name).unlink()
+        snapshot_download(
+            chosen.repo,
+            repo_type="dataset",
+            revision=commit,
+            allow_patterns=names,
+            local_dir=target,
+            endpoint=endpoint,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+        raise UserError(f"{chosen.repo} cannot be fetched: {in_a_line(error)}") from error
+    wrong = [name for name in names if not _is_published(target / name, published[name])]
+    if wrong:
+        raise UserError(f"{', '.join(wrong[:3])} of {chosen.repo} came with a wrong digest: try again.")
+    files = {n: {"bytes": (target / n).stat().st_size, "sha256": sha256_of(target / n)} for n in names}
+    return {"repo": chosen.repo, "commit": commit, "files": files}
+
+
+def _wanted(chosen: HubSet, names: list[str]) -> list[str]:
+    found = sorted(n for n in names if any(fnmatch(n, p) for p in chosen.patterns) and not n.startswith("."))
+    if not found:
+        raise UserError(f"{chosen.folder} has none of the files {', '.join(chosen.patterns)}.")
+    return found
+
+
+def _is_published(path: Path, published: Any) -> bool:
+    """Whether a file has the size and the digest that the hub states: SHA-256 of large files, git's of small ones."""
+    if not path.exists() or path.stat().st_size != published.size:
+        return False
+    if published.lfs is not None:
+        return sha256_of(path) == published.lfs.sha256
+    body = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest() == published.blob_id
+
+
+def differing_files(folder: Path, files: Files) -> list[str]:
+    """The names of files that are missing or differ from what is recorded."""
+
+    def differs(name: str, facts: Mapping[str, Any]) -> bool:
+        path = folder / name
+        return not path.exists() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]
+
+    return [name for name, facts in files.items() if differs(name, facts)]

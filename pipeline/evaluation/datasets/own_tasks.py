@@ -1,0 +1,206 @@
+"""Tasks of one's own: a folder of class folders, a CSV, or a Hugging Face data set, described in a few lines of YAML.
+
+    # tasks.yaml in the suite's folder, or given as the suite itself
+    products:
+      folder: photos                      # photos/mug/1.jpg, photos/t_shirt/7.png, ...
+      templates: ["a photo of a {c}.", "a {c} in a shop"]
+      classnames: {t_shirt: T-shirt}
+      metric: mean_per_class_recall
+    catalogue:
+      csv: catalogue.csv
+      image: file
+      caption: text
+    birds:
+      dataset: birds                      # save_to_disk, parquet, or owner/name on the hub
+      label: species
+
+Paths are relative to the YAML file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from pipeline.config import parse, read_yaml, section
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.csv_table import CsvTable
+from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.rows import (
+    AnyTable,
+    LabelColumns,
+    class_names,
+    find_table,
+    labelled_rows,
+    retrieval_rows,
+)
+from pipeline.evaluation.datasets.task import ProtocolName, Task
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, plain
+
+TASKS_NAME = "tasks.yaml"
+KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
+METRICS: dict[ProtocolName, tuple[str, ...]] = {
+    "classification": ("acc1", "acc5", "mean_per_class_recall", "F1-macro_all"),
+    "retrieval": (
+        "mean_recall@1",
+        *(f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)),
+    ),
+}
+TEMPLATES = ("a photo of a {c}.",)
+
+
+@section
+class OwnTask:
+    """One task of a `tasks.yaml`: where its data is (`folder`, `csv` or `dataset`), and how it is scored."""
+
+    name: str = ""
+    """Name in tables and reports; by default the task's key."""
+    folder: str | None = None
+    """A folder with one folder of images per class."""
+    csv: str | None = None
+    """A CSV with one image per row, named in the column `image`."""
+    dataset: str | None = None
+    """A `save_to_disk` folder, a folder of parquet files, or a data set on the hub (owner/name, its parquet files)."""
+    images: str | None = None
+    """With `csv`: the folder that image names are relative to; by default the CSV's own."""
+    image: str = "image"
+    """The column of images."""
+    caption: str | None = None
+    """The column of captions: makes it a retrieval task. Rows with the same image are captions of one image."""
+    label: str | None = None
+    """The column of labels, numbers or names: makes it a classification task."""
+    split: str = "test"
+    """With `dataset`: which split."""
+    revision: str | None = None
+    """With `dataset` on the hub: the commit, tag or branch."""
+    classnames: dict[str, str] | list[str] | None = None
+    """Names for the prompts: by class folder or label, or a list in the order of the labels (class folders: sorted)."""
+    templates: list[str] = Field(default_factory=lambda: list(TEMPLATES), min_length=1)
+    """Prompts, each with `{c}` for the class name."""
+    metric: str | None = None
+    """The score: acc1 (default), acc5, mean_per_class_recall or F1-macro_all; for captions mean_recall@1 (default),
+    or image_retrieval_recall@K or text_retrieval_recall@K with K 1, 5 or 10."""
+
+    @property
+    def protocol(self) -> ProtocolName:
+        return "retrieval" if self.caption else "classification"
+
+
+def read_own_tasks(path: Path) -> dict[str, OwnTask]:
+    """The tasks of a YAML file by key. Raises: UserError that names the task and what is wrong with it."""
+    found = {}
+    for key, tree in read_yaml(path).items():
+        where = f"{path}: the task {key!r}"
+        if not KEY.match(str(key)):
+            raise UserError(f"{where}: a key is made of letters, digits, '-', '_' and '.', in parts divided by '/'.")
+        if key in TASKS:
+            raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
+        if not isinstance(tree, Mapping):
+            raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
+        found[str(key)] = _checked(parse(OwnTask, tree, prefix=str(key)), where)
+    return found
+
+
+def _checked(own: OwnTask, where: str) -> OwnTask:
+    sources = [name for name in ("folder", "csv", "dataset") if getattr(own, name)]
+    if len(sources) != 1:
+        given = " and ".join(sources) or "none"
+        raise UserError(f"{where} needs exactly one of folder, csv and dataset, but has {given}.")
+    if sources == ["folder"] and (own.caption or own.label):
+        raise UserError(f"{where}: the folders' names are the labels; caption and label need csv or dataset.")
+    if sources != ["folder"] and bool(own.caption) == bool(own.label):
+        raise UserError(f"{where} needs either caption (retrieval) or label (classification): the name of a column.")
+    wrong = next((template for template in own.templates if "{c}" not in template), None)
+    if wrong is not None:
+        raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
+    allowed = METRICS[own.protocol]
+    if own.metric is not None and own.metric not in allowed:
+        raise UserError(f"{where}: metric = {own.metric!r} is not known. Allowed: {', '.join(allowed)}.")
+    return own
+
+
+def task_of(key: str, own: OwnTask) -> Task:
+    """The task that an entry of the YAML describes."""
+    metric = own.metric or METRICS[own.protocol][0]
+    return Task(key, own.name or key, protocol=own.protocol, main_metric=metric)
+
+
+def place_of(own: OwnTask, base: Path) -> Path:
+    """The folder or file that the data is in, or is fetched to."""
+    given = own.folder or own.csv or own.dataset or ""
+    if own.dataset and not (base / given).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        return base / ".hub" / given.replace("/", "--")
+    return base / given
+
+
+def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
+    """Open a task of one's own. Raises: TaskError when its data is missing, partial or damaged."""
+    if own.folder:
+        return _class_folders(own, place)
+    table: AnyTable
+    if own.csv:
+        if not place.is_file():
+            raise TaskError(f"There is no CSV {place}.")
+        table = CsvTable(place, images=base / own.images if own.images else place.parent)
+    else:
+        if place.parent.name == ".hub" and not place.is_dir():
+            _fetch(own, place)
+        if not place.is_dir():
+            raise TaskError(f"There is no data set {place}: give a folder, or owner/name on the hub.")
+        table = find_table(place, needs=(), split=own.split)
+    folder = place.parent if own.csv else place
+    if own.caption:
+        return retrieval_rows(table, folder, image=own.image, caption=own.caption)
+    columns = LabelColumns(own.image, own.label or "", tuple(own.templates), own.classnames)
+    return labelled_rows(table, folder, columns)
+
+
+def _class_folders(own: OwnTask, folder: Path) -> TaskData:
+    """One folder per class, in sorted order; files that are no images are refused rather than passed over."""
+    if not folder.is_dir():
+        raise TaskError(f"There is no folder {folder}.")
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise TaskError(f"{folder} holds no folders of classes: expected {folder.name}/CLASS/IMAGE.jpg.")
+    paths, labels = [], []
+    for label, class_folder in enumerate(classes):
+        files = sorted(p for p in class_folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+        strange = [p for p in files if p.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES]
+        if strange or not files:
+            what = f"{strange[0].name}, which is no image" if strange else "no image"
+            raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
+        paths += files
+        labels += [label] * len(files)
+    names = class_names([path.name for path in classes], own.classnames, where=str(folder))
+    return TaskData(
+        folder,
+        "class folders",
+        FileImages(paths),
+        tuple(paths),
+        labels=np.array(labels, dtype=np.int64),
+        classnames=names,
+        templates=tuple(own.templates),
+    )
+
+
+def _fetch(own: OwnTask, place: Path) -> None:
+    """Fetch a data set's parquet files from the hub. Raises: TaskError when the hub does not give them."""
+    from huggingface_hub import snapshot_download
+
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": own.revision, "allow_patterns": ["*.parquet"]}
+    partial = place.with_name(f"{place.name}.partial")
+    try:
+        snapshot_download(own.dataset or "", local_dir=partial, **options)
+    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+        raise TaskError(
+            f"{own.dataset} cannot be fetched from the hub ({plain(error)}): is the name right and the hub reachable? "
+            "A copy on this machine is read with dataset: FOLDER."
+        ) from error
+    if not any(partial.rglob("*.parquet")):
+        raise TaskError(f"{own.dataset} has no parquet files on the hub; try revision: refs/convert/parquet.")
+    partial.rename(place)

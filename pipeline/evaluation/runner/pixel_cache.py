@@ -1,0 +1,95 @@
+"""Decoded images on disk: what comes out of resizing and cropping, so that a second evaluation need not decode.
+
+A file holds one micro-batch as 8-bit pixels. Its name is made of everything that determines the pixels: the task's
+data, the preprocessing, the micro-batch's number and size, and the versions of the libraries. It ends in a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.runner.results import package_versions
+from pipeline.files import replacing
+
+Transform = Callable[[Any], Tensor]
+CHECKSUM_BYTES = 4
+
+
+class PixelCache:
+    """The cached micro-batches of one task.
+
+    Args:
+        folder: `evaluation.cache`, for all tasks and suites.
+        data: Digest of the task's data.
+        micro_batch: Images per micro-batch.
+    """
+
+    def __init__(self, folder: Path, *, data: str, micro_batch: int) -> None:
+        self._folder, self._data, self._micro_batch = folder, data, micro_batch
+
+    def path(self, preprocessing: str, number: int) -> Path:
+        """The file of a micro-batch under a preprocessing, given as JSON."""
+        packages = {name: package_versions()[name] for name in ("pillow", "torchvision", "open_clip_torch")}
+        facts = json.dumps([self._data, preprocessing, self._micro_batch, packages], sort_keys=True)
+        return self._folder / hashlib.sha256(facts.encode()).hexdigest()[:32] / f"{number:06d}.npy"
+
+    def load(self, path: Path, rows: int) -> np.ndarray | None:
+        """[rows, H, W, 3] uint8; None when the file is not there or not whole."""
+        try:
+            with path.open("rb") as file:
+                pixels = np.load(file, allow_pickle=False)
+                checksum = file.read(CHECKSUM_BYTES)
+        except (OSError, ValueError, EOFError):
+            return None
+        whole = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == rows
+        return pixels if whole and checksum == _checksum(pixels) else None
+
+    def store(self, path: Path, pixels: np.ndarray) -> None:
+        """Write a micro-batch. Raises: TaskError when the disk does not take it."""
+        try:
+            with replacing(path) as temporary, temporary.open("wb") as file:
+                np.save(file, pixels, allow_pickle=False)
+                file.write(_checksum(pixels))
+        except OSError as error:
+            raise TaskError(
+                f"The cache {self._folder} cannot be written ({error.strerror}): free some space, or leave cache out."
+            ) from error
+
+
+def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transform]:
+    """A preprocessing as two parts: from an image to 8-bit pixels [H, W, 3], and from these to its tensor, bit by bit.
+
+    Raises:
+        TaskError: It is not open_clip's sequence with `ToTensor` in it.
+    """
+    from torchvision.transforms import Compose, ToTensor
+
+    steps = list(getattr(transform, "transforms", ()))
+    place = next((k for k, step in enumerate(steps) if isinstance(step, ToTensor)), None)
+    if place is None:
+        raise TaskError("The preprocessing of this model has no ToTensor step, so its images cannot be cached.")
+    before, after = Compose(steps[:place]), Compose(steps[place:])
+
+    def to_pixels(image: Any) -> np.ndarray:
+        return np.asarray(before(image).convert("RGB"))
+
+    return to_pixels, after
+
+
+def _checksum(pixels: np.ndarray) -> bytes:
+    return zlib.crc32(pixels.tobytes()).to_bytes(CHECKSUM_BYTES, "big")
+
+
+def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:
+    """[rows, H, W, 3] uint8 -> [rows, 3, H, W] as the whole preprocessing gives it."""
+    return torch.stack([after(np.array(image)) for image in pixels])

@@ -1,0 +1,78 @@
+"""Which checkpoints of a run can be evaluated now, and whether the results of those that were are still there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.checkpoint.layout import PREFIX, finished_checkpoints
+from pipeline.evaluation.datasets.suite import Suite
+from pipeline.evaluation.runner.checkpoint_model import is_complete
+from pipeline.evaluation.runner.output import default_folder
+from pipeline.evaluation.runner.results import read_result
+
+NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
+LEDGER_FOLDER = "evaluation-ledger"
+
+
+class Candidates:
+    """The checkpoints of one run, as one watcher sees them."""
+
+    def __init__(self, run: Path, *, every: int) -> None:
+        self.run, self._every = run, every
+        self._complete: set[Path] = set()
+        self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
+
+    def ready(self) -> list[Path]:
+        """Checkpoints whose model is there with its stated sizes, oldest first."""
+        return [path for path in self._wanted() if self._is_complete(path)]
+
+    def incomplete(self) -> list[Path]:
+        """Checkpoints that are being copied, or were cut short."""
+        return [path for path in self._wanted() if not self._is_complete(path)]
+
+    def has_results(self, path: Path, suite: Suite) -> bool:
+        """Whether every task of the suite has a readable result for this checkpoint.
+
+        A folder is read again only after something was added to it, renamed or removed.
+        """
+        folder = default_folder(str(path))
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return False
+        if self._checked.get(folder, (None,))[0] != changed:
+            found = (read_result(file) for file in sorted(folder.glob("*.json")))
+            self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
+        return {entry.task.key for entry in suite.entries} <= self._checked[folder][1]
+
+    def _wanted(self) -> list[Path]:
+        """Folders that are named like a checkpoint; stray files and folders are none of a watcher's business."""
+        found = [path for path in finished_checkpoints(self.run) if NAME.match(path.name)]
+        return [path for path in sorted(found, key=step) if step(path) % self._every == 0]
+
+    def _is_complete(self, path: Path) -> bool:
+        if path not in self._complete and is_complete(path):
+            self._complete.add(path)
+        return path in self._complete
+
+
+def step(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    match = NAME.match(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def forget_after(run: Path, last: int) -> None:
+    """Remove scores and outcomes of later steps than `last`: the run went back, and their names will be reused."""
+    for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
+        for path in _checkpoint_folders(run.glob(f"{folder}/{PREFIX}*")):
+            if step(path) > last:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _checkpoint_folders(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if NAME.match(path.name) and path.is_dir()]

@@ -1,0 +1,196 @@
+"""What an evaluation writes: the lock, the summary, other tools' formats, the cache, and messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.task_data import TaskError, decode, plain
+from pipeline.evaluation.runner import images
+from pipeline.evaluation.runner.compute import check_bf16
+from pipeline.evaluation.runner.session import attempt
+from pipeline.model.evaluation_model import EvaluationModel
+from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
+from tests.evaluation_suite import write_classification, write_one_of_each
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    return make_model(0)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("suite")
+    return write_one_of_each(root, "imagenet1k", "fairness/dollar_street", flickr="parquet", winogavil="csv+zip")
+
+
+@pytest.fixture(scope="module")
+def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("expected")
+    evaluate(model, suite=suite, output=folder, config=QUICK)
+    return contents(folder)
+
+
+def test_data_that_changed_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
+    """The lock serves all checkpoints of a run: a second checkpoint is not scored on other data than the first."""
+    suite, run = tmp_path / "suite", tmp_path / "run/evaluation"
+    write_classification(suite, TASKS["mnist"])
+    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures
+    assert (run / "suite.lock.json").is_file()
+    write_classification(suite, TASKS["mnist"], seed=9)
+    later = evaluate(make_model(1), suite=suite, output=run / "step-00000200", config=QUICK)[0]
+    assert "another SHA-256 than when they were first evaluated" in later.failures["mnist"]
+    assert "relock=true" in later.failures["mnist"]
+    accepting = dataclasses.replace(QUICK, relock=True)
+    assert not evaluate(make_model(1), suite=suite, output=run / "step-00000200", config=accepting)[0].failures
+    assert not evaluate(make_model(2), suite=suite, output=run / "step-00000300", config=QUICK)[0].failures
+    earlier = evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0]
+    assert not earlier.reused, "its result was of the data before"
+    (run / "suite.lock.json").write_text("{")
+    with pytest.raises(UserError, match=r"suite\.lock\.json is damaged"):
+        evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)
+
+
+def test_a_summary_is_of_one_suite_and_one_setting(model: EvaluationModel, tmp_path: Path) -> None:
+    """Results that were made with other settings, or for another suite, are kept but not averaged with these."""
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    shifts = AGGREGATES["ImageNet dist. shifts"]
+    for key in shifts:
+        write_classification(suite, TASKS[key], samples=8)
+
+    def summary() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((output / "summary.json").read_text())
+        return found
+
+    whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
+    assert summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
+    dropping = dataclasses.replace(QUICK, blank_class="drop")
+    evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=dropping)
+    assert set(summary()["scores"]) == {shifts[0]}
+    assert set(summary()["left_out"]) == set(shifts[1:])
+    assert summary()["left_out"][shifts[1]] == "it has other settings: blank_class=keep"
+    assert not summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
+    part = evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=QUICK)[0]
+    assert part.summary is not None
+    assert part.summary.aggregates["ImageNet dist. shifts"].complete, "the others are there with the same settings"
+    assert whole.summary is not None
+    assert part.summary.identity == whole.summary.identity
+    write_classification(tmp_path / "other", TASKS["mnist"], samples=8)
+    evaluate(model, suite=tmp_path / "other", output=output, config=QUICK)
+    assert set(summary()["scores"]) == {"mnist"}
+    assert set(summary()["left_out"].values()) == {"it is a task of another suite"}
+    assert [path.name for path in output.glob("imagenet*.json")] != [], "their results are still there"
+
+
+def test_the_formats_that_other_tools_read(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
+    lines = [json.loads(line) for line in (tmp_path / "eval_results.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == list(found.results)
+    for line in lines:
+        result = found.results[line["key"]]
+        assert line["dataset"] == result.name
+        assert line["metrics"] == {**result.metrics, "main_metric": result.score}
+    table = (tmp_path / "scores.csv").read_text().splitlines()
+    assert table[0] == "task,name,metric,score,chance,samples,official"
+    assert table[1].startswith(f"imagenet1k,ImageNet 1k,acc1,{found.results['imagenet1k'].score!r},")
+    details = json.loads((tmp_path / "classes/imagenet1k.json").read_text())
+    assert sum(entry["samples"] for entry in details["classes"]) == 37 == np.sum(details["matrix"])
+    right = sum(details["matrix"][k][k] for k in range(6))
+    assert found.results["imagenet1k"].score == pytest.approx(right / 37)
+    assert all(pair["true"] != pair["predicted"] and pair["count"] for pair in details["confusions"])
+    images = json.loads((next(tmp_path.glob("*.examples")) / "images.json").read_text())
+    for example in images:
+        assert [caption["right"] for caption in example["captions"]].count(True) == min(
+            5, sum(caption["caption"] in example["own"] for caption in example["captions"])
+        )
+        assert (example["rank"] < 5) == any(caption["right"] for caption in example["captions"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_cache_of_decoded_images_changes_no_byte(
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, count: int
+) -> None:
+    """The second evaluation of a suite decodes nothing; damaged files of the cache are decoded again."""
+    models = [model, make_model(2, image_size=48)][:count]
+    cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
+    evaluate(models, suite=suite, output=tmp_path / "first", config=cached)
+    files = sorted((tmp_path / "cache").rglob("*.npy"))
+    assert files
+    decoded: list[str] = []
+
+    def counting(blob: bytes, *, name: str) -> Any:
+        decoded.append(name)
+        return decode(blob, name=name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "decode", counting)
+        evaluate(models, suite=suite, output=tmp_path / "second", config=cached)
+        assert not decoded
+        blob = bytearray(files[0].read_bytes())
+        blob[-100] ^= 1
+        files[0].write_bytes(bytes(blob))
+        evaluate(models, suite=suite, output=tmp_path / "third", config=cached)
+        assert 0 < len(decoded) <= 16, "one micro-batch"
+    for name in ("first", "second", "third"):
+        assert contents(tmp_path / name if count == 1 else tmp_path / name / "model-0") == expected
+
+
+def test_bf16_is_an_option_that_results_record(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    bf16 = dataclasses.replace(QUICK, precision="bf16")
+    try:
+        check_bf16(torch.device("cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
+    found = evaluate(model, suite=suite, output=tmp_path / "bf16", config=bf16)[0]
+    assert {result.inputs["precision"] for result in found.results.values()} == {"bf16"}
+    again = evaluate(model, suite=suite, output=tmp_path / "again", config=dataclasses.replace(bf16, batch_size=5))[0]
+    assert contents(tmp_path / "bf16") == contents(tmp_path / "again")
+    assert not again.reused
+    exact = evaluate(model, suite=suite, output=tmp_path / "bf16", config=QUICK)[0]
+    assert not exact.reused
+    for key, result in exact.results.items():
+        assert result.score == pytest.approx(found.results[key].score, abs=0.35), "37 samples, and ties among them"
+
+
+def test_failures_say_what_is_wrong_and_hold_no_addresses(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError) as raised:
+        decode(b"no image", name="s1 in 0.tar")
+    assert "0x" not in str(raised.value)
+    assert plain("<PIL.Image.Image at 0x7f12> and <x object at 0xab>") == "<PIL.Image.Image> and <x>"
+    assert len(plain("word " * 5000)) <= 600
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file: give a folder"):
+        evaluate(model, suite=suite, output=tmp_path / "file", config=QUICK)
+    with pytest.raises(UserError, match="File name too long"):
+        evaluate(model, suite=suite, output=tmp_path / ("x" * 300), config=QUICK)
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        evaluate(model, suite=tmp_path / ("x" * 300), output=tmp_path / "out", config=QUICK)
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        evaluate("x" * 300, suite=suite, output=tmp_path / "out", config=QUICK)
+    _, message = attempt(lambda: (tmp_path / ("y" * 300)).read_text())
+    assert message is not None
+    assert "cannot be read or written: File name too long" in message
+
+
+def test_weights_of_another_image_size_are_mentioned(suite: Path, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "step-00000001", 0)
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    config["model_cfg"]["vision_cfg"]["image_size"] = 96
+    config["preprocess_cfg"]["size"] = 96
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    opened = open_suite(suite).only(["imagenet1k"])
+    found = evaluate(str(folder), suite=opened, output=tmp_path / "out", config=QUICK)[0]
+    assert len(found.notes) == 1
+    assert "open_clip interpolated them" in found.notes[0]
+    assert json.loads((tmp_path / "out/summary.json").read_text())["notes"] == list(found.notes)

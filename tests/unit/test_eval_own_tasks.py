@@ -1,0 +1,218 @@
+"""Tasks of one's own: class folders, a CSV and Hugging Face data sets become tasks by a few lines of YAML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from jobs.evaluate import command
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.model.evaluation_model import EvaluationModel
+from tests.checkpoints import QUICK, make_model, save_checkpoint
+from tests.evaluation_suite import image_bytes, write_classification
+from tests.hub import Hub
+from tests.web import serve
+
+CLASSES = ("mug", "t_shirt", "plate")
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    return make_model(0)
+
+
+def bodies(count: int) -> list[tuple[str, bytes]]:
+    rng = np.random.default_rng(7)
+    return [image_bytes(rng, number) for number in range(count)]
+
+
+def write_class_folders(root: Path) -> None:
+    for number, (suffix, body) in enumerate(bodies(12)):
+        folder = root / "photos" / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.{suffix}").write_bytes(body)
+
+
+def write_csv(root: Path, column: str) -> None:
+    lines = [f"file,{column}"]
+    (root / "pictures").mkdir(parents=True)
+    for number, (suffix, body) in enumerate(bodies(9)):
+        (root / f"pictures/{number}.{suffix}").write_bytes(body)
+        value = CLASSES[number % 3] if column == "kind" else f"caption {number}"
+        lines.append(f"{number}.{suffix},{value}")
+    if column == "text":
+        lines.append(lines[1].replace("caption 0", "another of the first"))
+    (root / "items.csv").write_text("\n".join(lines) + "\n")
+
+
+def one_task(root: Path, text: str) -> Entry:
+    (root / "tasks.yaml").write_text(text)
+    return open_suite(root).entries[0]
+
+
+def opened(root: Path, text: str) -> TaskData:
+    return open_task(one_task(root, text))
+
+
+def test_class_folders_with_names_templates_and_metric_of_their_own(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    text = """
+products:
+  name: Our products
+  folder: photos
+  templates: ["a photo of a {c}.", "a {c} in a shop"]
+  classnames: {t_shirt: T-shirt}
+  metric: mean_per_class_recall
+"""
+    data = opened(tmp_path, text)
+    assert data.classnames == ("mug", "plate", "T-shirt")
+    assert data.templates == ("a photo of a {c}.", "a {c} in a shop")
+    assert data.labels is not None
+    assert np.bincount(data.labels).tolist() == [4, 4, 4]
+    found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    result = found.results["products"]
+    assert (result.name, result.main_metric) == ("Our products", "mean_per_class_recall")
+    assert result.score == result.metrics["mean_per_class_recall"]
+    assert not result.official
+    (tmp_path / "tasks.yaml").write_text(text.replace("mean_per_class_recall", "F1-macro_all"))
+    other = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    assert not other.reused
+    assert other.results["products"].score == other.results["products"].metrics["F1-macro_all"]
+
+
+def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path: Path, model: EvaluationModel) -> None:
+    write_csv(tmp_path / "labels", "kind")
+    data = opened(tmp_path / "labels", "kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
+    assert data.classnames == ("mug", "plate", "t shirt")
+    assert data.samples == 9
+    assert [data.images.read(k) for k in range(9)] == [body for _, body in bodies(9)]
+    write_csv(tmp_path / "captions", "text")
+    text = "catalogue: {csv: items.csv, images: pictures, image: file, caption: text, metric: text_retrieval_recall@5}"
+    data = opened(tmp_path / "captions", text)
+    assert data.samples == 9
+    assert data.captions[0] == ("caption 0", "another of the first"), "two rows of one image"
+    found = evaluate(model, suite=tmp_path / "captions", output=tmp_path / "out", config=QUICK)[0]
+    assert found.results["catalogue"].score == found.results["catalogue"].metrics["text_retrieval_recall@5"]
+
+
+def saved_dataset(root: Path, *, parquet: bool) -> None:
+    import datasets
+
+    kind = datasets.ClassLabel(names=list(CLASSES))
+    features = datasets.Features({"image": datasets.Image(), "species": kind})
+    images = [{"bytes": body, "path": None} for _, body in bodies(9)]
+    made = datasets.Dataset.from_dict({"image": images, "species": [k % 3 for k in range(9)]}, features=features)
+    if parquet:
+        (root / "birds").mkdir(parents=True)
+        made.to_parquet(str(root / "birds/test-00000-of-00001.parquet"))
+    else:
+        made.save_to_disk(str(root / "birds"))
+
+
+@pytest.mark.parametrize("parquet", [True, False])
+def test_a_hugging_face_data_set(tmp_path: Path, model: EvaluationModel, parquet: bool) -> None:
+    saved_dataset(tmp_path, parquet=parquet)
+    data = opened(tmp_path, "birds: {dataset: birds, label: species, metric: acc1}")
+    assert data.classnames == CLASSES, "the names that the data set has for its labels"
+    assert not evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0].failures
+    assert opened(tmp_path, "birds: {dataset: birds, label: species, classnames: [a, b, c]}").classnames == tuple("abc")
+
+
+def test_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_dataset(tmp_path / "made", parquet=True)
+    body = next((tmp_path / "made").rglob("*.parquet")).read_bytes()
+    entry = one_task(tmp_path, "birds: {dataset: someone/birds, label: species}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        with pytest.raises(TaskError, match="cannot be fetched from the hub"):
+            open_task(entry)
+    with serve() as site:
+        hub = Hub(site, {"someone/birds": {"data/test-00000-of-00001.parquet": body}})
+
+        def snapshot(repo: str, **options: Any) -> str:
+            return str(real(repo, endpoint=hub.base, **options))
+
+        import huggingface_hub
+
+        real = huggingface_hub.snapshot_download
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        assert open_task(entry).classnames == CLASSES
+        hub.asked.clear()
+        assert open_task(entry).samples == 9
+        assert not hub.asked, "fetched once"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {}", "needs exactly one of folder, csv and dataset, but has none"),
+        ("a: {folder: x, csv: y}", "but has folder and csv"),
+        ("a: {folder: x, label: y}", "the folders' names are the labels"),
+        ("a: {csv: x}", "needs either caption .* or label"),
+        ("a: {folder: x, templates: [photo]}", "the template 'photo' needs {c}"),
+        ("a: {folder: x, metric: recall}", "metric = 'recall' is not known. Allowed: acc1, acc5"),
+        ("a: {folder: x, tempaltes: [photo]}", "The nearest valid key is a.templates"),
+        ("imagenet1k: {folder: x}", "has the key of a task of the benchmark"),
+        ("../a: {folder: x}", "a key is made of letters"),
+        ("a: photos", "must be a mapping"),
+        ("", "describes no task"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "tasks.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_suite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {folder: nowhere}", "There is no folder"),
+        ("a: {csv: nowhere.csv, label: x}", "There is no CSV"),
+        ("a: {csv: items.csv, image: file, label: x}", "has no column x; its columns are file, kind"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: [one]}", "has 1 names, but the data has 3 classes"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: {cup: x}}", "classnames has 'cup'"),
+        ("a: {dataset: nowhere, label: x}", "There is no data set"),
+        ("a: {folder: pictures}", "holds no folders of classes"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str) -> None:
+    write_csv(tmp_path, "kind")
+    with pytest.raises(TaskError, match=message):
+        opened(tmp_path, text)
+
+
+def test_files_that_are_no_images_and_images_that_are_missing(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    (tmp_path / "photos/mug/notes.txt").write_text("stray")
+    with pytest.raises(TaskError, match=r"holds notes\.txt, which is no image"):
+        opened(tmp_path, "a: {folder: photos}")
+    write_csv(tmp_path / "csv", "kind")
+    (tmp_path / "csv/pictures/4.jpg").unlink(missing_ok=True)
+    next((tmp_path / "csv/pictures").iterdir()).unlink()
+    (tmp_path / "csv/tasks.yaml").write_text("kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
+    found = evaluate(model, suite=tmp_path / "csv", output=tmp_path / "out", config=QUICK)[0]
+    assert "Cannot read" in found.failures["kinds"]
+
+
+def test_the_command_takes_a_yaml_file_beside_tasks_of_the_benchmark(tmp_path: Path) -> None:
+    write_class_folders(tmp_path)
+    write_classification(tmp_path, replace(TASKS["mnist"], key="other"))
+    (tmp_path / "tasks.yaml").write_text("products: {folder: photos}")
+    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
+    for suite, keys in ((tmp_path, {"products", "other"}), (tmp_path / "tasks.yaml", {"products"})):
+        output = tmp_path / f"out-{len(keys)}"
+        arguments = [str(checkpoint), "--suite", str(suite), "--output", str(output), "--device", "cpu", "workers=0"]
+        done = CliRunner().invoke(command, arguments, standalone_mode=False)
+        assert done.return_value == 0, done.output
+        assert set(json.loads((output / "summary.json").read_text())["scores"]) == keys

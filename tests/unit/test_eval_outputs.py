@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def test_data_that_changed_is_refused_until_it_is_accepted(model: EvaluationMode
     assert not evaluate(make_model(2), suite=suite, output=run / "step-00000300", config=QUICK)[0].failures
     earlier = evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0]
     assert not earlier.reused, "its result was of the data before"
+    shutil.rmtree(suite / "wds_mnist_test")
+    write_classification(suite, TASKS["cifar10"])
+    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=accepting)[0].failures
+    assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures, (
+        "mnist is forgotten"
+    )
     (run / "suite.lock.json").write_text("{")
     with pytest.raises(UserError, match=r"suite\.lock\.json is damaged"):
         evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)

@@ -119,7 +119,7 @@ class Evaluator:
         """Record the data of a task that was scored."""
         key, relock = opened.entry.task.key, self.session.config.relock
         scored = [evaluation.lock for evaluation in self.evaluations if key in evaluation.results]
-        changed = [lock for lock in scored if lock.add(key, opened.data, opened.files)]
+        changed = [lock for lock in scored if lock.add(key, opened.data, opened.files) or relock]
 
         def write() -> None:
             for lock in changed:

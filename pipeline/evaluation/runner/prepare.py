@@ -38,7 +38,8 @@ def prepare(
         locks = session.on_main(read)
     except TaskError as error:
         raise UserError(str(error)) from error
-    if not session.config.relock:
+    whole = len(suite.entries) == len(suite.keys)
+    if whole and not session.config.relock:
         suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
     evaluations = [
         Evaluation(model, folder, locks[path], notes=tuple(notes_on(model)))

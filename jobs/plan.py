@@ -47,6 +47,7 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
     """Arithmetic and time as lines of (label, text)."""
     cost, towers = plan.cost, plan.towers
     hours = cost.gpu_hours / plan.gpus
+    stages = [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
     return [
         (
             "model",
@@ -66,6 +67,7 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
                 f"{hours:,.1f} h on {plan.gpus} GPUs"
             ),
         ),
+        *(stages if len(stages) > 1 else []),
     ]
 
 

@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
 from pipeline.training.recipe import load_recipe
-from pipeline.training.run import open_run
+from pipeline.training.run import stage_trainers
 from pipeline.training.trainer import Trainer
 from pipeline.versions import versions
 
@@ -39,32 +40,41 @@ def main(folder: Path) -> int:
     """Run the unit in `folder`. Returns the exit code of training."""
     spec = json.loads((folder / SPEC_NAME).read_text(encoding="utf-8"))
     run = load_recipe(spec["recipe"], spec["overrides"])
-    with open_run(run, resume="latest") as trainer:
-        world, first, traffic = trainer.world, trainer.step, metered(trainer.objective, trainer.world)
-        code = trainer.fit()
-        if code:
-            return code
-        normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
-        if world.is_main:
-            record = read_run(folder)
-            last = record.rows[-1]
-            result = {
-                "label": spec["label"],
-                "batch_size": run.batch_size,
-                "config": to_tree(run),
-                "ranks": world.size,
-                "versions": versions(),
-                "curve": curve_of(record),
-                "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
-                "step_ms": step_times(record.rows, batch_size=run.batch_size),
-                "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
-                "traffic_bytes_per_step": _traffic(traffic, steps=trainer.step - first),
-                "normalizers": normalizers,
-            }
-            write_json(folder / RESULT_NAME, result)
-            _drop_checkpoints(folder)
-        world.barrier()
+    with closing(stage_trainers(run, resume="latest")) as trainers:
+        for trainer in trainers:
+            first, traffic = trainer.step, metered(trainer.objective, trainer.world)
+            if code := trainer.fit():
+                return code
+            if trainer.step == run.total_steps:
+                _write_result(folder, spec, trainer, traffic=_traffic(traffic, steps=trainer.step - first))
     return 0
+
+
+def _write_result(
+    folder: Path, spec: Mapping[str, Any], trainer: Trainer, *, traffic: Mapping[str, float] | None
+) -> None:
+    """Measure what is asked for, and write the result of a finished run. Collective."""
+    run, world = trainer.run, trainer.world
+    normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
+    if world.is_main:
+        record = read_run(folder)
+        last = record.rows[-1]
+        result = {
+            "label": spec["label"],
+            "batch_size": run.batch_size,
+            "config": to_tree(run),
+            "ranks": world.size,
+            "versions": versions(),
+            "curve": curve_of(record),
+            "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
+            "step_ms": step_times(record.rows, batch_size=run.batch_size),
+            "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
+            "traffic_bytes_per_step": traffic,
+            "normalizers": normalizers,
+        }
+        write_json(folder / RESULT_NAME, result)
+        _drop_checkpoints(folder)
+    world.barrier()
 
 
 def metered(objective: Objective, world: World) -> Counter[str]:

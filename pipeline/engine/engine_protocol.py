@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import Towers
@@ -31,6 +31,10 @@ class EngineState(Protocol):
 
     def counter(self) -> int:
         """How many updates the optimizer has made; 0 before the first."""
+        ...
+
+    def shapes(self) -> dict[str, Size]:
+        """Full shapes of all weights and buffers by name."""
         ...
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:

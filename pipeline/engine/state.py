@@ -56,6 +56,10 @@ class DeepSpeedState:
                 full = value.detach()
                 yield name, (full.float() if full.is_floating_point() else full).cpu().clone()
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """See `EngineState.shapes`."""
+        return {name: self._shape(value) for name, value in self._state_dict_items()}
+
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """See `EngineState.moments`."""
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -76,7 +80,7 @@ class DeepSpeedState:
 
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         """See `EngineState.load`."""
-        expected = {name: tuple(self._shape(value)) for name, value in self._state_dict_items()}
+        expected = {name: tuple(shape) for name, shape in self.shapes().items()}
         given = {name: tuple(value.shape) for name, value in weights.items()}
         if given != expected:
             wrong = sorted(n for n in expected.keys() | given.keys() if expected.get(n) != given.get(n))

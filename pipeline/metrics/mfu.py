@@ -50,7 +50,7 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None) -> f
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
     """
     curve, context_length = _flops_by_text_tokens(replace(model, pretrained=None, sync_batchnorm=False, compile=False))
-    tokens = context_length if text_tokens is None else text_tokens
+    tokens = (model.text_tokens or context_length) if text_tokens is None else text_tokens
     return 3.0 * sum(factor * tokens**power for power, factor in enumerate(curve))
 
 

@@ -52,6 +52,9 @@ class ModelConfig:
     packed_attention: bool = True
     """Compute attention from one matrix product for queries, keys and values, and with a causal mask that flash kernels
     know. The same function as open_clip's `nn.MultiheadAttention` up to rounding, and the same weights."""
+    text_tokens: int | None = Field(default=None, ge=2)
+    """Longest text in training: longer ones are cut before their end-of-text token. None: the context length. For
+    towers whose texts can be trimmed."""
     trim_text: bool | None = None
     """Cut texts after the longest of each micro-batch, rounded up to a multiple of 8 tokens, and sort texts by length
     into micro-batches. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for

@@ -28,11 +28,24 @@ class TextTrimming:
 
     eos_id: int | None
     """The end-of-text token, the first of which is read; None: the largest token is the end of the text."""
+    longest: int | None = None
+    """Texts with more tokens are cut by `shorten`."""
 
     def lengths(self, text: Tensor) -> Tensor:
         """[B, L] tokens -> int64 [B] tokens up to and including the one at which the feature is read."""
         marks = text if self.eos_id is None else (text == self.eos_id).int()
         return marks.argmax(dim=-1) + 1
+
+    def shorten(self, text: Tensor) -> Tensor:
+        """[B, L] tokens with each text cut to `longest` tokens, the last of which is its end-of-text token."""
+        if self.longest is None or self.longest >= text.shape[1]:
+            return text
+        lengths = self.lengths(text)
+        ends = text.gather(1, lengths[:, None] - 1)[:, 0]
+        short = text.clone()
+        short[:, self.longest - 1] = torch.where(lengths > self.longest, ends, short[:, self.longest - 1])
+        short[:, self.longest :] = 0
+        return short
 
 
 def trimmed_width(lengths: Tensor, *, context_length: int) -> int:
@@ -86,23 +99,26 @@ class TextChunks:
         return sum(count * width for count, width in zip(rows, self._widths, strict=True))
 
 
-def text_trimming(clip: nn.Module, *, wanted: bool | None) -> TextTrimming | None:
+def text_trimming(clip: nn.Module, *, wanted: bool | None, longest: int | None = None) -> TextTrimming | None:
     """How to trim texts for a model; None: do not.
 
     Args:
         clip: open_clip's model.
         wanted: `model.trim_text`.
+        longest: `model.text_tokens`.
 
     Raises:
         UserError: trimming is demanded, and would change what this model computes.
     """
     reason = why_not_trimmed(clip)
+    if longest is not None and (reason or wanted is False):
+        raise UserError(f"model.text_tokens={longest}: {reason or 'model.trim_text is false.'} Leave text_tokens out.")
     if wanted and reason:
         raise UserError(f"model.trim_text=true: {reason} Use model.trim_text=false, or leave it out.")
     if reason or wanted is False:
         return None
     kind, eos_id = _pooling(clip)
-    return TextTrimming(eos_id if kind == "eos" else None)
+    return TextTrimming(eos_id if kind == "eos" else None, longest)
 
 
 def why_not_trimmed(clip: nn.Module) -> str | None:

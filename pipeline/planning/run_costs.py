@@ -7,7 +7,7 @@ peak that useful arithmetic reaches) is an assumption.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pipeline.engine.engine_config import BUCKET
 from pipeline.model.tower_costs import TowerCosts
@@ -44,6 +44,10 @@ class Cost:
     flops: float
     """As executed, with recomputation."""
     gpu_hours: float
+
+    def __add__(self, other: Cost) -> Cost:
+        """The cost of both parts of a run."""
+        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET) -> EngineMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.objectives import ObjectiveMemory, build_objective
 from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost
 from pipeline.training.recipe import RunConfig, check_run
+from pipeline.training.stages import check_stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class RunPlan:
     activations: int
     """Bytes of activations of one micro-batch."""
     objective: ObjectiveMemory
+    stages: list[tuple[str, Cost]]
+    """Description and cost of each stage; one without `schedule.stages`."""
     cost: Cost
+    """Of the whole run."""
     dataset_size: int
     data: DataPlan | None
     """None if there is no manifest yet."""
@@ -54,6 +59,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         UserError: recipe, GPUs and data do not fit together, or the size of the data is unknown.
     """
     check_run(run, world_size=gpus)
+    check_stages(run)
     towers, dim, image_size = _towers(run.model)
     data, missing = _data(run, gpus=gpus, image_size=image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
@@ -68,6 +74,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     again = int(micro < local) + int(run.model.grad_checkpointing)
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
     objective = _objective(run, dim=dim, dataset_size=dataset_size)
+    costs = _stage_costs(run, dataset_size=dataset_size, again=again)
     return RunPlan(
         gpus=gpus,
         local_batch=local,
@@ -79,27 +86,41 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
             stage: engine_memory(towers.parameters, stage=stage, bf16=bf16, ranks=gpus, bucket=bucket)
             for stage in range(4)
         },
-        activations=activation_bytes(towers, micro_batch=micro, bf16=bf16),
-        objective=objective,
-        cost=run_cost(
-            towers,
-            steps=run.total_steps,
-            batch_size=run.batch_size,
-            dataset_size=dataset_size,
-            again=again,
-            assume=run.plan,
+        activations=max(
+            activation_bytes(_towers(stage.run.model)[0], micro_batch=micro, bf16=bf16) for stage in stages_of(run)
         ),
+        objective=objective,
+        stages=costs,
+        cost=functools.reduce(operator.add, (cost for _, cost in costs)),
         dataset_size=dataset_size,
         data=data,
         data_missing=missing,
     )
 
 
+def _stage_costs(run: RunConfig, *, dataset_size: int, again: int) -> list[tuple[str, Cost]]:
+    """Description and cost of each stage."""
+    found = []
+    for stage in stages_of(run):
+        towers, _, image_size = _towers(stage.run.model)
+        steps = stage.end - stage.first
+        cost = run_cost(
+            towers,
+            steps=steps,
+            batch_size=run.batch_size,
+            dataset_size=dataset_size,
+            again=again,
+            assume=run.plan,
+        )
+        found.append((stage.describe(image_size=image_size), cost))
+    return found
+
+
 @functools.cache
 def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
     """Costs, feature dimension and image size of an architecture."""
     towers, architecture = build_towers(replace(model, pretrained=None), seed=0, device="meta")
-    length = int(architecture.model_cfg["text_cfg"].get("context_length", 77))
+    length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture.dim, architecture.image_size
 

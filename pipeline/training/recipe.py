@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, zero_stage
-from pipeline.engine.lr_schedule import ScheduleConfig
+from pipeline.engine.lr_schedule import ScheduleConfig, stage_steps
 from pipeline.engine.optim import OptimizerConfig, check_stage
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig, sink_names
@@ -69,9 +70,25 @@ def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
     Raises:
         UserError: It names every wrong key.
     """
-    tree = cfg.read_yaml(path) if path is not None else {}
+    tree = read_recipe(Path(path)) if path is not None else {}
     above = cfg.parse_overrides(overrides)
     return parse_recipe(resolve_budget(scale_rates(choose_method(tree, above), above), above))
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any.
+
+    Raises:
+        UserError: A file cannot be read, or recipes extend each other in a circle.
+    """
+    tree, seen = cfg.read_yaml(path), {path.resolve()}
+    while "extends" in tree:
+        base = path.parent / f"{tree.pop('extends')}.yaml"
+        if base.resolve() in seen:
+            raise UserError(f"{path} extends itself by way of {base}.")
+        seen.add(base.resolve())
+        tree = cfg.merge(cfg.read_yaml(base), tree)
+    return tree
 
 
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +164,12 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
     settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
     check_stage(run.optimizer, stage=zero_stage(settings))
+    ends = [0, *(end for _, end in stage_steps(run.schedule, total_steps=run.total_steps))]
+    if any(end <= first for first, end in itertools.pairwise(ends)):
+        raise UserError(
+            f"schedule.stages would end at steps {ends[1:]} of {run.total_steps}: `until` must grow from stage to "
+            "stage, and every stage needs a step."
+        )
     if run.schedule.warmup_steps > run.total_steps:
         raise UserError(
             f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "

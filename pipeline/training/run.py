@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import gc
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
@@ -30,8 +33,9 @@ from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_folder import hold_folder, prepare_folder
 from pipeline.training.run_state import RunState
 from pipeline.training.skipped_steps import SkippedSteps
+from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.step import StepHooks, TrainStep, micro_batches
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import EXIT_DONE, Trainer
 
 
 @contextmanager
@@ -52,7 +56,9 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     notes: list[str] = []
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append)
     with ExitStack() as stack:
-        state, architecture = stack.enter_context(_build_state(run, world=world))
+        check_stages(run)
+        stage = stage_at(run, checkpoint.step if checkpoint else 0)
+        state, architecture = stack.enter_context(_build_state(stage.run, world=world))
         telemetry = open_telemetry(
             folder,
             config=run.telemetry,
@@ -61,7 +67,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
             is_main=world.is_main,
         )
         stack.callback(telemetry.close)
-        trainer = _build_trainer(state, architecture, telemetry=telemetry, resumed=checkpoint)
+        trainer = _build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
         stack.callback(trainer.writer.wait)
         if untrimmed := why_not_trimmed(trainer.engine.module.clip):
             telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
@@ -71,6 +77,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
             state.restore(checkpoint)
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
             _report_changes(trainer, checkpoint)
+        if run.schedule.stages:
+            telemetry.event(stage.describe(image_size=architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
         yield trainer
@@ -99,7 +107,7 @@ def _build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Ar
 
 
 def _build_trainer(
-    state: RunState, architecture: Architecture, *, telemetry: Telemetry, resumed: Checkpoint | None
+    state: RunState, architecture: Architecture, *, telemetry: Telemetry, end: int, resumed: Checkpoint | None
 ) -> Trainer:
     """The training loop around the state of a run."""
     run, world, engine, folder = state.run, state.world, state.engine, Path(state.run.output)
@@ -107,15 +115,16 @@ def _build_trainer(
     phases = world.phases
     assert phases is not None
     meter = Meter(run.batch_size, phases)
-    batches = PrefetchedBatches(state.loader, steps=run.total_steps, meter=meter, phases=phases, device=world.device)
+    batches = PrefetchedBatches(state.loader, steps=end, meter=meter, phases=phases, device=world.device)
     first_step = resumed.step if resumed else 0
-    check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < run.total_steps else None
+    check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
     hooks = StepHooks(on_gradients=check.reference if check else None, before_update=batches.fetch_ahead)
     evaluation = None
     if run.evaluation.suite is not None:
         evaluation = PeriodicEvaluation(run.evaluation, run=folder, model=run.model, world=world)
     return Trainer(
         state=state,
+        end=end,
         batches=batches,
         take_step=TrainStep(engine, state.objective, world=world, seed=run.seed, chunks=chunks, hooks=hooks),
         architecture=architecture,
@@ -136,7 +145,7 @@ def _build_trainer(
         ),
         gradient_check=check,
         evaluation=evaluation,
-        trimming=text_trimming(engine.module.clip, wanted=run.model.trim_text),
+        trimming=text_trimming(engine.module.clip, wanted=run.model.trim_text, longest=run.model.text_tokens),
         on_rollback=partial(forget_after, folder),
     )
 
@@ -152,14 +161,30 @@ def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: lis
 
 @contextmanager
 def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
-    """One rank's part of a run, from the process group to a trainer that is ready to `fit`."""
+    """One rank's part of a run, from the process group to a trainer that is ready to `fit` its current stage."""
+    with closing(stage_trainers(run, resume=resume)) as trainers:
+        yield next(trainers)
+
+
+def stage_trainers(run: RunConfig, *, resume: str | None = None) -> Generator[Trainer]:
+    """A trainer for each remaining stage of a run, to be fitted before the next one is asked for.
+
+    Stops after a trainer that was not fitted to the end of its stage.
+    """
     with (
         start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world,
         hold_folder(run, world=world),
     ):
         prepare_folder(run, world=world)
-        with setup(run, world=world, resume=resume) as trainer:
-            yield trainer
+        while True:
+            with setup(run, world=world, resume=resume) as trainer:
+                yield trainer
+                if trainer.step < trainer.end or trainer.step >= run.total_steps:
+                    return
+            del trainer
+            gc.collect()  # towers, engine and optimizer refer to each other
+            torch.cuda.empty_cache()
+            resume = "latest"
 
 
 def _collectives_limit(run: RunConfig) -> float:
@@ -169,8 +194,14 @@ def _collectives_limit(run: RunConfig) -> float:
 
 def train(run: RunConfig, *, resume: str | None = None) -> int:
     """Train one run on this rank to its last checkpoint. Returns: the exit code."""
-    with open_run(run, resume=resume) as trainer:
-        return trainer.fit()
+    code = EXIT_DONE
+    with closing(stage_trainers(run, resume=resume)) as trainers:
+        for trainer in trainers:
+            code = trainer.fit()
+            del trainer  # its memory is needed for the next stage's
+            if code != EXIT_DONE:
+                break
+    return code
 
 
 def _report_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from pipeline.config import to_tree
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
+from pipeline.model.resize import resized_moments, resized_state
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.skipped_steps import SkippedSteps
@@ -62,9 +63,15 @@ class RunState:
         self.restore_training(checkpoint)
 
     def restore_training(self, checkpoint: Checkpoint) -> None:
-        """Restore everything but the position in the data and the counts of skipped steps. Collective."""
+        """Restore everything but the position in the data and the counts of skipped steps. Collective.
+
+        Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
+        """
+        shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
         self.engine.state.load(
-            weights=checkpoint.weights(), moments=checkpoint.moments(), counter=checkpoint.meta["counter"]
+            weights=resized_state(checkpoint.weights(), shapes=shapes),
+            moments=resized_moments(checkpoint.moments(), shapes=shapes),
+            counter=checkpoint.meta["counter"],
         )
         self.objective.load_state_dict(checkpoint.objective())
         self.objective.load_row_state_dict(checkpoint.read_rows)

@@ -41,6 +41,8 @@ class Trainer:
     """The training loop of one rank, made by `setup`."""
 
     state: RunState
+    end: int
+    """The step at which this stage of the run ends; without stages, the run."""
     batches: PrefetchedBatches
     take_step: TrainStep
     architecture: Architecture
@@ -88,7 +90,7 @@ class Trainer:
         return self.state.step
 
     def fit(self) -> int:
-        """Train until the sample budget is used up or a signal arrives. Returns: the exit code."""
+        """Train until the stage ends (the last one: the sample budget) or a signal arrives. Returns: the exit code."""
         limit = 60 * self.run.engine.timeout_minutes
         stop = False
         with (
@@ -96,7 +98,7 @@ class Trainer:
             Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
         ):
             self.meter.start()
-            while self.step < self.run.total_steps and not stop:
+            while self.step < self.end and not stop:
                 batch = self._load()
                 result = self.train_step(batch, stop=bool(signals))
                 if self._must_roll_back():
@@ -108,7 +110,7 @@ class Trainer:
                 self._save(batch, stop=stop)
                 self._validate(stop=stop)
             self._finish()
-        if self.step < self.run.total_steps:
+        if self.step < self.end or (stop and self.step < self.run.total_steps):
             self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
@@ -128,14 +130,15 @@ class Trainer:
         """
         device, architecture = self.world.device, self.architecture
         image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
-        text, ids = batch.text.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
+        texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
+        text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step(
             (image, text),
             sample_ids=ids,
             step=self.step,
             lr_scale=self._lr_scale(self.step),
             stop=stop,
-            text_lengths=self.trimming.lengths(batch.text) if self.trimming else None,
+            text_lengths=self.trimming.lengths(texts) if self.trimming else None,
         )
         self.utilization.count(text_tokens=result.text_tokens)
         self.state.skipped.note(applied=result.applied)
@@ -183,7 +186,7 @@ class Trainer:
         self.world.barrier()  # a launcher takes a rank that exits before rank 0 has finished writing for a failure
 
     def _is_last(self, stop: bool) -> bool:
-        return stop or self.step == self.run.total_steps
+        return stop or self.step == self.end
 
     def _lr_scale(self, step: int) -> float:
         return lr_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)

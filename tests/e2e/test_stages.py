@@ -1,0 +1,99 @@
+"""A run in stages: the same order as without, and exact resumption inside a stage and on its boundary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine.lr_schedule import lr_scale
+from pipeline.training.recipe import load_recipe
+from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
+from tests.launch import run
+from tests.shards import write_shards
+from tests.towers import TINY
+
+FIRST = 5
+STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_scale: 0.5}]"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    write_shards(folder / "shards", [20, 30, 15])
+    vision = {**TINY["vision_cfg"], "image_size": 32}  # type: ignore[dict-item]
+    (folder / "tiny-towers.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    return folder
+
+
+def staged(base: Path, name: str, *more: str) -> None:
+    stages = (f"schedule.stages={STAGES}", "telemetry.peak_tflops=0.001", *more)
+    run("jobs.train", *settings(base, name, *stages), "--resume", "latest")
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path) -> Path:
+    staged(base, "whole")
+    return base / "whole"
+
+
+def lr(step: int) -> float:
+    """Of update `step` (from 1): the run's schedule, halved in the first stage."""
+    run = load_recipe(None, settings(Path(), "x"))
+    share = lr_scale(run.schedule, step=step - 1, total_steps=STEPS)
+    return run.optimizer.lr * share * (0.5 if step <= FIRST else 1.0)
+
+
+def order_hashes(folder: Path) -> list[str]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if "order" in line]
+    return [record["data"]["order_hash"] for record in found if "data" in record]
+
+
+@pytest.mark.slow
+def test_images_and_texts_grow_and_the_order_stays(whole: Path, base: Path) -> None:
+    rows = records(whole)
+    assert sorted(rows) == list(range(1, STEPS + 1))
+    flops = {step: row["mfu"] / row["samples_per_second"] for step, row in rows.items()}
+    early = [value for step, value in flops.items() if step <= FIRST]
+    late = [value for step, value in flops.items() if step > FIRST]
+    assert max(early) < 0.5 * min(late)  # a quarter of the patches, half of which are dropped
+    assert [row["lr"] for row in rows.values()] == pytest.approx([lr(step) for step in rows])
+    boundary, last = weights(whole, FIRST), weights(whole)
+    assert boundary["visual.positional_embedding"].shape[0] == 5
+    assert last["visual.positional_embedding"].shape[0] == 17
+    run("jobs.train", *settings(base, "plain"))
+    assert order_hashes(whole) == order_hashes(base / "plain")
+    assert len(order_hashes(whole)) == STEPS * BATCH // 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [FIRST - 2, FIRST, FIRST + 2])
+def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base: Path) -> None:
+    name = f"stopped-{stop}"
+    staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
+    folder = base / name / "checkpoints"
+    for path in folder.glob("step-*"):
+        if int(path.name.removeprefix("step-")) > stop:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    (folder / "latest").write_text(f"step-{stop:08d}\n")
+    staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
+    assert equal(weights(base / name), weights(whole))
+
+
+@pytest.mark.slow
+def test_an_architecture_that_cannot_be_resized_is_refused_before_any_work(base: Path) -> None:
+    arch = base / "convnext.json"
+    vision = {
+        "timm_model_name": "vit_tiny_patch16_224",
+        "timm_model_pretrained": False,
+        "timm_pool": "",
+        "image_size": 32,
+    }
+    arch.write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    done = run("jobs.train", *settings(base, "refused", f"schedule.stages={STAGES}", f"model.arch={arch}"), check=False)
+    assert done.returncode
+    assert "Only position embeddings of open_clip's own vision towers" in done.stderr

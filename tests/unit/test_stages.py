@@ -1,0 +1,134 @@
+"""Stages of a run: their settings, position embeddings at another size, shortened texts, what a plan makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from open_clip.model import resize_pos_embed
+
+from pipeline.errors import UserError
+from pipeline.model.resize import resized, resized_moments, resized_state
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.trimming import TextTrimming
+from pipeline.planning.run_plan import plan_run
+from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.training.stages import check_stages, stage_at, stages_of
+from tests.unit.test_attention import write_kind
+
+RECIPES = Path(__file__).parents[2] / "jobs" / "recipes"
+DATA = (
+    "output=x",
+    "data.sources=x",
+    "samples=1000",
+    "batch_size=10",
+    "plan.dataset_size=500",
+    "schedule.warmup_steps=0",
+    "data.streams=10",
+)
+
+
+def recipe(*stages: str, arch: str = "scenes-vit-tiny", more: tuple[str, ...] = ()) -> RunConfig:
+    return load_recipe(None, [*DATA, f"model.arch={arch}", f"schedule.stages=[{', '.join(stages)}]", *more])
+
+
+def test_position_embeddings_follow_open_clips_own_rule(tmp_path: Path) -> None:
+    small, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=16), seed=0)
+    large, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=48), seed=0)
+    expected = dict(small.clip.state_dict())
+    resize_pos_embed(expected, large.clip)
+    shapes = {name: value.shape for name, value in large.clip.state_dict().items()}
+    found = resized_state(small.clip.state_dict(), shapes=shapes)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    large.clip.load_state_dict(found)
+
+
+def test_second_moments_stay_positive() -> None:
+    name = "visual.positional_embedding"
+    value = torch.zeros(1 + 25, 3)
+    value[1 + 12] = 1.0
+    shapes = {name: torch.Size([1 + 121, 3])}
+    moments = resized_moments({(name, "exp_avg"): value, (name, "exp_avg_sq"): value}, shapes=shapes)
+    assert moments[name, "exp_avg"].min() < 0
+    assert moments[name, "exp_avg_sq"].min() >= 0
+    assert moments[name, "exp_avg_sq"].shape == (122, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("visual.trunk.pos_embed", (1, 17, 8), (1, 26, 8)),
+        ("visual.positional_embedding", (17, 8), (25, 8)),
+        ("positional_embedding", (17, 8), (26, 8)),
+        ("visual.proj", (17, 8), (26, 8)),
+    ],
+)
+def test_other_parameters_cannot_change_their_shape(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=f"The parameter {name} is"):
+        resized(name, torch.zeros(old), shape=torch.Size(new))
+
+
+def test_stages_lay_their_settings_over_the_model() -> None:
+    run = recipe("{until: 0.25, image_size: 16, text_tokens: 8}", "{until: 0.5, patch_dropout: 0.0, lr_scale: 0.5}",
+                 more=("model.patch_dropout=0.3",))  # fmt: skip
+    found = [(s.first, s.end, s.run.model.image_size, s.run.model.text_tokens, s.run.model.patch_dropout)
+             for s in stages_of(run)]  # fmt: skip
+    assert found == [(0, 25, 16, 8, 0.3), (25, 50, None, None, 0.0), (50, 100, None, None, 0.3)]
+    assert [stage_at(run, step).number for step in (0, 24, 25, 49, 50, 99, 100)] == [0, 0, 1, 1, 2, 2, 2]
+
+
+def test_without_stages_a_run_is_one_stage() -> None:
+    run = recipe()
+    assert [(stage.first, stage.end) for stage in stages_of(run)] == [(0, 100)]
+    assert next(stages_of(run)).run == run
+
+
+@pytest.mark.parametrize("until", [(0.5, 0.5), (0.5, 0.2), (0.001,), (0.999,)], ids=str)
+def test_stages_without_steps_are_refused(until: tuple[float, ...]) -> None:
+    with pytest.raises(UserError, match="every stage needs a step"):
+        recipe(*(f"{{until: {share}}}" for share in until))
+
+
+def test_stages_that_the_architecture_does_not_allow_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.text_tokens=4: The text tower is not"):
+        check_stages(recipe("{until: 0.5, text_tokens: 4}", arch=write_kind(tmp_path, "bidirectional")))
+
+
+def test_long_texts_keep_their_end() -> None:
+    text = torch.tensor([[5, 1, 2, 3, 4, 9, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]])
+    expected = [[5, 1, 2, 9, 0, 0, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]]
+    for eos_id in (None, 9):
+        trimming = TextTrimming(eos_id, longest=4)
+        assert trimming.shorten(text).tolist() == expected
+        assert trimming.lengths(trimming.shorten(text)).tolist() == [4, 3, 4]
+    assert TextTrimming(9, longest=8).shorten(text) is text
+
+
+def test_a_plan_adds_up_its_stages() -> None:
+    whole = plan_run(recipe(), gpus=1)
+    staged = plan_run(recipe("{until: 0.4, image_size: 32, text_tokens: 8}"), gpus=1)
+    assert len(staged.stages) == 2
+    first, second = (cost for _, cost in staged.stages)
+    assert staged.cost.flops == first.flops + second.flops
+    assert second.flops == pytest.approx(0.6 * whole.cost.flops)
+    assert first.flops < 0.5 * 0.4 * whole.cost.flops
+    assert staged.cost.samples == whole.cost.samples
+    assert staged.activations == whole.activations
+
+
+@pytest.mark.parametrize("name", ["cc12m", "dfn192m", "dfn1b"])
+def test_fast_recipes_are_their_base_with_stages(name: str) -> None:
+    base, fast = (load_recipe(RECIPES / f"{n}.yaml", ["output=x"]) for n in (name, f"{name}-fast"))
+    assert fast.schedule.stages
+    assert load_recipe(RECIPES / f"{name}-fast.yaml", ["output=x", "schedule.stages=[]"]) == base
+    ratio = plan_run(base, gpus=8).cost.flops / plan_run(fast, gpus=8).cost.flops
+    assert f"{ratio:.1f} times less" in (RECIPES / f"{name}-fast.yaml").read_text()
+
+
+def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    for one, other in (("a", "b"), ("b", "a")):
+        (tmp_path / f"{one}.yaml").write_text(f"extends: {other}\n")
+    with pytest.raises(UserError, match="extends itself"):
+        load_recipe(tmp_path / "a.yaml", DATA)

@@ -1,4 +1,4 @@
-"""Several processes, started by accelerate or torchrun, give the same bytes as one; an error on one hangs none."""
+"""Several processes, started by accelerate or torchrun, give the same bytes as one; an error on one stops all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_number_of_processes_does_not_matter(launcher: str, checkpoint: Path
         [str(checkpoint), "--suite", str(suite), "--output", str(tmp_path / "many"), "--device", "cpu", *settings],
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("imagenet1k") == 1  # one process speaks
+    assert done.stdout.count("imagenet1k") == 1  # one process prints
     evaluate(str(checkpoint), suite=suite, output=tmp_path / "one", config=EvaluationConfig(micro_batch=8, workers=0))
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
 
@@ -69,7 +69,7 @@ def test_an_error_on_one_process_fails_the_task_on_all_and_hangs_none(checkpoint
     write_classification(suite, TASKS["imagenetv2"])
     path = folder / "test/1.tar"
     with tarfile.open(path) as tar:
-        member = tar.getmembers()[-1]  # in the last micro-batch, which one process alone has
+        member = tar.getmembers()[-1]  # in the last micro-batch, which only one process has
     blob = bytearray(path.read_bytes())
     blob[member.offset_data : member.offset_data + member.size] = b"\0" * member.size
     path.write_bytes(bytes(blob))

@@ -1,4 +1,4 @@
-"""Evaluation sets arrive whole or are named as missing; a fake hub on 127.0.0.1 speaks the hub's own interface."""
+"""Evaluation sets are fetched whole or reported; a stand-in for the hub on 127.0.0.1 has the hub's interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bytes whatever the batch size, workers, threads and company; failures that hide nothing."""
+"""The same bytes for any batch size, workers, threads and other checkpoints; a failure hides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watcher does first, what it does with failures, and templates that really call it."""
+"""The order of a watcher's work, failures, lost results, stray files, and the templates that call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: one owner at a time, taken over from the dead only, and one outcome for ever."""
+"""Leases: one owner at a time, taken over only from watchers that have died, and one outcome."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Features in micro-batches of one fixed, padded size, so that only the weights and the sample decide their bits.
 
-The k-th micro-batch always holds samples [kM, (k+1)M), in this order, padded with zeros: it is the same tensor whatever
-the batch size, the number of loader workers or of processes. On a CPU every micro-batch is computed by one thread (the
+The k-th micro-batch always holds samples [kM, (k+1)M), in this order, padded with zeros: it is the same tensor for any
+batch size and any number of loader workers or processes. On a CPU every micro-batch is computed by one thread (the
 order of a matrix product's sums depends on the number of threads) and several micro-batches run at a time instead. On
 CUDA, TF32 and cuDNN's search for the fastest kernel are off; bits are then equal on equal GPUs with equal libraries,
 and between different devices features differ by rounding only, which the recorded device makes visible: for ViT-B/32

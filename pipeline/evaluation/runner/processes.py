@@ -1,7 +1,7 @@
 """The processes of an evaluation: `accelerate` starts and connects them; one process needs neither.
 
-Everything here is an object with `rank`, `size` and `gather_objects`. `pipeline.distributed.world.World` has these,
-too, so that an evaluation inside a training run uses the run's own processes.
+All classes here have `rank`, `size` and `gather_objects`. `pipeline.distributed.world.World` has them, too, so that an
+evaluation inside a training run uses the run's own processes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
         return
     from accelerate import PartialState
 
-    # The first process may score a large retrieval task, or a watcher may wait, while the others stand in a collective.
+    # The first process may score a large retrieval task, or a watcher may wait, while the others are in a collective.
     state = PartialState(cpu=device == "cpu", timeout=timedelta(hours=4))
     try:
         yield Accelerated(state), state.device

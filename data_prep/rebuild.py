@@ -1,4 +1,4 @@
-"""`neuclip verify --rebuild`: make damaged files of a data set anew, and fetch only what is really lost."""
+"""`neuclip verify --rebuild`: restore damaged files of a data set, and fetch only what is really lost."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tup
 
 
 def _mended_plan(config: DownloadConfig, folder: Folder) -> Plan:
-    """The plan, if need be made anew from its table."""
+    """The plan; if it is damaged, made again from its table."""
     try:
         plan = load_plan(folder)
         for shard in range(plan.shards):

@@ -71,8 +71,8 @@ def _check(folder: str, decode: int, *, rebuild: bool) -> int:
     shards = len({problem.shard for problem in problems if problem.shard.endswith(".tar")})
     others = len({problem.shard for problem in problems}) - shards
     total = f" of {len(manifest.shards):,}" if manifest else ""
-    named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other files" if others else ""]
-    click.echo(f"{' and '.join(filter(None, named))} have a problem.")
+    named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other file(s)" if others else ""]
+    click.echo(f"There is a problem with {' and '.join(filter(None, named))}.")
     if rebuild:
         _rebuild(folder, problems, manifest)
         return 0

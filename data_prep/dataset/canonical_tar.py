@@ -1,6 +1,6 @@
 """Canonical tars: the same samples give the same bytes, on every machine and in every order of arrival.
 
-Members are sorted by name, owned by nobody, dated 0, with plain USTAR headers (no PAX records, which every reader would
+Members are sorted by name, have no owner and date 0, and plain USTAR headers (no PAX records, which every reader would
 have to skip).
 """
 

@@ -164,7 +164,7 @@ class Folder:
         return read_lines(self.removed)
 
     def quarantined(self) -> frozenset[str]:
-        """URLs that are not asked for any more because their image killed a worker twice."""
+        """URLs that are no longer requested because their image killed a worker twice."""
         return read_lines(self.quarantine)
 
 
@@ -220,7 +220,7 @@ def key_of(row: int) -> str:
 
 
 def local_manifest(root: str | Path) -> Manifest:
-    """The manifest of a folder on this machine. Raises: UserError when it, or any of its shards, lies elsewhere."""
+    """The manifest of a folder on this machine. Raises: UserError when it, or any of its shards, is elsewhere."""
     if "://" in str(root):
         raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
     manifest = load_manifest(root)
@@ -233,7 +233,7 @@ def check_local(manifest: Manifest) -> None:
     remote = [shard.name for shard in manifest.shards if ":" in shard.name]  # a URL or `pipe:`
     if remote:
         raise UserError(
-            f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} lie elsewhere, such as "
+            f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} are elsewhere, such as "
             f"{remote[0]!r}; only local folders are checked. Copy the data set here, or check it where it was made."
         )
 

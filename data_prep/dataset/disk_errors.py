@@ -16,6 +16,7 @@ _ADVICE = {
     errno.EACCES: "You may not do that there: use another folder, or change its permissions.",
     errno.EPERM: "You may not do that there: use another folder, or change its permissions.",
     errno.EIO: "The disk reports a fault: look into the system's log.",
+    errno.ENOENT: "There is no such file or folder, and it cannot be made there.",
     errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
     errno.EISDIR: "A folder is where a file is needed: move it away.",
     errno.EMFILE: "Too many open files: raise `ulimit -n`, or lower fetch.threads.",

@@ -28,7 +28,7 @@ MAX_DISTANCE = 3
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of keys, each sorted, so that keeping the first of each group is a rule that everybody can follow."""
+    """Groups of keys, each sorted, so that "keep the first of each group" gives the same result everywhere."""
 
     exact: list[list[str]]
     near: list[list[str]]
@@ -45,7 +45,14 @@ def find_duplicates(
 
     Memory, estimated and not measured: about 100 bytes a sample for keys and hashes while they are collected, and about
     200 more for the table of exact hashes. Ten million samples take some 3 GB.
-    Args: distance: bits that near duplicates may differ in, 0 to 3. Raises: UserError outside that.
+
+    Args:
+        root: The data set's folder.
+        distance: Bits that near duplicates may differ in, 0 to 3.
+        on_shard: Called with the number of shards done so far.
+
+    Raises:
+        UserError: `distance` is outside that.
     """
     if not 0 <= distance <= MAX_DISTANCE:
         raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
@@ -59,8 +66,13 @@ def find_duplicates(
 def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DISTANCE) -> dict[str, str]:
     """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
 
-    Args: suite: a folder of `wds_*` sets, as `neuclip evalsets` makes it.
-    Raises: UserError when the suite holds no tar.
+    Args:
+        root: The data set's folder.
+        suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it.
+        distance: As for `find_duplicates`.
+
+    Raises:
+        UserError: The suite holds no tar.
     """
     tars = sorted(Path(suite).rglob("*.tar"))
     if not tars:

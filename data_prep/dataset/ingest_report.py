@@ -30,7 +30,7 @@ MEANINGS = {
     "tls": "the certificate or the encryption failed",
     "cut off": "fewer bytes came than were announced",
     "redirects": "too many redirects, or a loop",
-    "bad url": "not a URL that can be asked for",
+    "bad url": "not a URL that can be requested",
     "refused scheme": "neither http nor https",
     "refused address": "private, loopback or another special address",
     "opted out": "the owner's headers say not to use it (X-Robots-Tag)",

@@ -93,7 +93,7 @@ def _is_vouched_for(folder: Folder, shard: int) -> bool:
 
 
 def _from_tar(folder: Folder, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows:
-    """Rows of the meta file made anew from the samples themselves."""
+    """Rows of the meta file, restored from the samples themselves."""
     rows: Rows = {}
     for key, parts in canonical_tar.samples(folder.tar(shard)):
         facts = json.loads(parts["json"])

@@ -59,7 +59,7 @@ def inspect(
         on_shard: Called with the number of shards done so far.
 
     Raises:
-        UserError: The manifest is unusable and cannot be made anew, or shards are elsewhere than on this machine.
+        UserError: The manifest cannot be read or restored, or shards are elsewhere than on this machine.
     """
     folder = Folder(Path(root))
     is_own = "://" not in str(root) and folder.config.exists()

@@ -14,9 +14,11 @@ _TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
 def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
     """Refuse a body that is not one whole image of at most `max_pixels`.
 
-    The header tells kind and size, so that a decompression bomb is never decoded; the end marker tells a file that
-    stops early, which lenient decoders would fill with grey.
-    Raises: FetchError (empty, not an image, too many pixels, truncated).
+    Kind and size are read from the header, so that a decompression bomb is never decoded. The end marker shows whether
+    a file stops early, which lenient decoders would fill with grey.
+
+    Raises:
+        FetchError: empty, not an image, too many pixels, or truncated.
     """
     from PIL import Image, UnidentifiedImageError
 

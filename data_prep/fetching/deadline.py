@@ -1,7 +1,7 @@
 """A time limit over whole attempts: connections, handshakes, headers, redirects and bodies together.
 
-A socket's own time-out starts anew with every byte, so that a server that drips is never late. Here one thread shuts
-the sockets of an attempt whose time is over; whoever was reading from them is at the end of the stream.
+A socket's own time-out restarts with every byte, so that a server that sends byte by byte is never late. Here one
+thread shuts the sockets of an attempt whose time is over; reading from them then ends as at the end of the stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 
 class Attempt:
-    """One attempt under way. `is_late` says that it was cut, whatever it then looked like."""
+    """One attempt under way. `is_late` says that it was cut, even if its answer looks whole."""
 
     def __init__(self, seconds: float) -> None:
         self.ends = time.monotonic() + seconds
@@ -25,7 +25,7 @@ class Attempt:
 
 
 class Deadlines:
-    """Cuts every attempt after the same number of seconds; name look-ups, which have no socket, only end late.
+    """Cuts every attempt after the same number of seconds. Name look-ups have no socket and cannot be cut.
 
     The thread is started with the first attempt, and sleeps while there is none.
     """

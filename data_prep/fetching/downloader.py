@@ -213,7 +213,7 @@ def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
 
 
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:
-    """URLs that are not asked for, with the reason. One that another row may have is left to the writer."""
+    """URLs that are not requested, with the reason. If a removed URL is in a kept row as well, the writer decides."""
     blocked = dict.fromkeys(folder.quarantined(), reasons.QUARANTINED)
     removed = folder.removed_names()
     if removed:

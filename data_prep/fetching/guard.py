@@ -40,7 +40,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class AddressFilter:
-    """Says whether an address may be connected to."""
+    """Decides whether an address may be connected to."""
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = [ipaddress.ip_network(text, strict=False) for text in allowed]
@@ -101,7 +101,7 @@ class AddressFilter:
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that an IPv6 address stands for (mapped, 6to4, Teredo, NAT64)."""
+    """The IPv4 address inside an IPv6 address (mapped, 6to4, Teredo, NAT64)."""
     if not isinstance(address, ipaddress.IPv6Address):
         return None
     if address in _NAT64:

@@ -149,9 +149,8 @@ def check_resemblance(array: np.ndarray, encoded: np.ndarray) -> None:
     small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8)
     if small is None:
         raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
-    wanted = cv2.resize(array, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
-    if wanted.ndim == 3:
-        wanted = cv2.cvtColor(wanted, cv2.COLOR_BGR2GRAY)
+    grey = cv2.cvtColor(array, cv2.COLOR_BGR2GRAY) if array.ndim == 3 else array
+    wanted = cv2.resize(grey, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
     difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size
     if difference > _MOST_DIFFERENT:
         raise FetchError(reasons.NOT_ENCODED, f"the encoded image differs by {difference:.0f} of 255 on average")

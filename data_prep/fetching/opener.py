@@ -97,7 +97,11 @@ class Opener:
         )
 
     def begin(self, blocked: Mapping[str, str]) -> None:
-        """Start a shard. Args: blocked: URLs that are not to be asked for, with the reason."""
+        """Start a shard.
+
+        Args:
+            blocked: URLs that are not requested, with the reason.
+        """
         self._blocked, self._is_closed, self._urls = blocked, False, {}
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ class ShardWriter:
         return not names.isdisjoint(self._removed)
 
     def _complete(self) -> None:
-        """Add rows that were not asked for, and count those whose outcome img2dataset lost to its own exceptions."""
+        """Add rows that were not requested, and count those whose outcome img2dataset lost to its own exceptions."""
         for number, row in self._rows.items():
             if number not in self._meta:
                 lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}

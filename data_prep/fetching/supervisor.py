@@ -1,4 +1,4 @@
-"""One session of fetching: starts the engine, watches it, pauses it on collapse, starts it anew when it hangs."""
+"""One session of fetching: starts the engine, watches it, restarts it when it hangs, pauses when success collapses."""
 
 from __future__ import annotations
 

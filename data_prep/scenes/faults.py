@@ -24,7 +24,7 @@ class Fault(enum.StrEnum):
     NOT_FOUND = "not_found"  # 404
     FORBIDDEN = "forbidden"  # 403
     GONE = "gone"  # 410
-    TRUNCATED = "truncated"  # a JPEG that stops half-way, and was published so: the hash agrees, only decoding tells
+    TRUNCATED = "truncated"  # a JPEG that stops half-way, published like that: the hash agrees, decoding fails
     INCOMPLETE = "incomplete"  # the connection closes before the announced length
     HTML = "html"  # 200 with a page instead of an image
     WRONG_HASH = "wrong_hash"  # a good image of another scene than the one that was published

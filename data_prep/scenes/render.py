@@ -41,7 +41,7 @@ def jpeg(config: ScenesConfig, index: int) -> bytes:
 
 
 def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
-    """Where the objects lie, back to front."""
+    """Positions of the objects, back to front."""
     if scene.relation is not None:
         yield from _pair(scene, draws)
     elif scene.count > 1:

@@ -50,7 +50,7 @@ def check_rows(source: SourceConfig, found: int) -> None:
 def check_blur(config: DownloadConfig) -> None:
     """Raises: UserError when images are to be blurred and may be stored as served all the same.
 
-    img2dataset encodes anew what it resized or converted, and not what it has only blurred.
+    An image that needs no resizing would be stored as served.
     """
     if config.source.blur and config.image.skip_reencode:
         raise UserError(

@@ -99,7 +99,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "108 of 120 URLs gave a sample (90.0%)" in ended.stdout
     assert "http 404" in ended.stdout
-    assert len(site.agents) - asked == ROWS - SHARD * len(finished), "finished shards are not asked for again"
+    assert len(site.agents) - asked == ROWS - SHARD * len(finished), "finished shards are not requested again"
     download(settings(tmp_path / "undisturbed", table))
     for name in ("manifest.json", "shards/00003.tar"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
@@ -107,7 +107,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
 
 
 @pytest.mark.slow
-def test_dead_worker_is_noticed_and_the_engine_started_anew(site: Site, tmp_path: Path) -> None:
+def test_dead_worker_is_noticed_and_the_engine_restarted(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     config = settings(tmp_path / "out", table)
     folder = Folder(tmp_path / "out")

@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,21 @@ def test_a_distributor_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPa
     table_checks.check_distributor(FetchConfig(distributor="ray"))
     with pytest.raises(UserError, match="needs a Java"):
         table_checks.check_distributor(FetchConfig(distributor="pyspark"))
+
+
+def test_the_body_of_an_opted_out_answer_is_not_read_here_either(tmp_path: Path, site: Site) -> None:
+    def noai(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("X-Robots-Tag", "none")
+        handler.send_header("Content-Length", "100000000")
+        handler.end_headers()  # and never a byte of the body
+
+    site.answers.update({f"/{k}": noai for k in range(12)})
+    columns = {
+        "url": [f"{site.base}/{k}" for k in range(12)],
+        "caption": ["a cat"] * 12,
+        "digest": ["0" * 64] * 12,
+    }
+    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == [
+        "Only 0 of 12 probed URLs gave an image (mostly 'opted out'), too few to check column 'digest'."
+    ]

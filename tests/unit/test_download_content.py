@@ -1,4 +1,4 @@
-"""Bodies that are not one whole image are told apart without decoding them."""
+"""Bodies that are not one whole image are recognised without decoding them."""
 
 from __future__ import annotations
 

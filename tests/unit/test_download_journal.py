@@ -1,4 +1,4 @@
-"""A killed session is told of as well, with the time that it worked."""
+"""A killed session gets a line in the journal as well, with the time that it worked."""
 
 from __future__ import annotations
 

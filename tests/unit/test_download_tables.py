@@ -101,7 +101,7 @@ def test_gzipped_tsv_and_jsonl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [(), ("likes",)])
-def test_jsonl_fields_that_nobody_reads_may_hold_anything(tmp_path: Path, keep: tuple[str, ...]) -> None:
+def test_unused_jsonl_fields_may_hold_anything(tmp_path: Path, keep: tuple[str, ...]) -> None:
     odd = [1, "many", None, {"a": 1}]
     rows = [{**row, "score": odd[k], "likes": None if k == 0 else k / 2} for k, row in enumerate(ROWS)]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,6 +1,6 @@
 """Damage to any file of a data set is named, and `--rebuild` mends it; removals and locks."""
 
-# ruff: noqa: F811 (fixtures are imported, and asked for by their names)
+# ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
 import fcntl

@@ -1,6 +1,6 @@
 """What becomes of odd rows: blank captions, unreadable lines, hashes of other kinds, URLs that come twice."""
 
-# ruff: noqa: F811 (fixtures are imported, and asked for by their names)
+# ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Damage is found and named, just the damaged shards are made anew, and what is removed stays out."""
+"""Damage is found and named, only damaged shards are fetched again, and what is removed stays out."""
 
-# ruff: noqa: F811 (fixtures are imported, and asked for by their names)
+# ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
 import hashlib
@@ -63,7 +63,7 @@ def test_every_kind_of_damage_is_named(copied: Path) -> None:
     ]
     result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
     assert result.return_value == 1
-    assert "4 of 4 shards have a problem" in result.output
+    assert "There is a problem with 4 of 4 shards" in result.output
 
 
 def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_was_removed_by_key_stays_out_of_a_rebuild(copied: Path, site: Site
     Folder(copied).withdraw(1)
     asked = len(site.agents)
     again = fetch_here(config, plan, [1])
-    assert len(site.agents) - asked == SHARD - 2, "it is not even asked for"
+    assert len(site.agents) - asked == SHARD - 2, "it is not even requested"
     assert (again.digest, again.failures) == (manifest.digest, {"removed": 2})
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.errors import UserError
 from pipeline.report import write_report
 from pipeline.report.bootstrap import difference, resample, statistic
 from pipeline.report.comparison import compare, groups_of, labels
 from pipeline.report.run_data import read_run
-from pipeline.report.stored_scores import Score
+from pipeline.report.stored_scores import Score, StoredEvaluation
 from tests.report_runs import make_run
 
 
@@ -151,3 +152,33 @@ def test_labels_are_distinct(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name / "run")) for name in ("x", "y")]
     assert labels(runs) == ["x/run", "y/run"]
     assert labels([runs[0], runs[0]]) == ["run (1)", "run (2)"]
+
+
+def test_runs_that_were_evaluated_differently_are_compared_only_on_request(pair: list[Path]) -> None:
+    for path in (pair[1] / "evaluation").glob("*/*.json"):
+        tree = json.loads(path.read_text())
+        if "inputs" in tree:
+            tree["inputs"]["precision"] = "bf16"
+            path.write_text(json.dumps(tree))
+    for path in (pair[0] / "evaluation").glob("*/*.json"):
+        tree = json.loads(path.read_text())
+        if "inputs" in tree:
+            tree["inputs"]["precision"] = "fp32"
+            path.write_text(json.dumps(tree))
+    runs = [read_run(path) for path in pair]
+    with pytest.raises(UserError, match=r"was evaluated with different precision \(a: fp32, b: bf16\)"):
+        compare(runs)
+    assert any("different precision" in note for note in compare(runs, mixed=True).notes)
+
+
+def test_an_aggregate_over_other_data_than_the_official_says_so(tmp_path: Path) -> None:
+    from pipeline.evaluation.datasets.datacomp import AGGREGATES
+
+    def evaluated(official: bool) -> StoredEvaluation:
+        keys = AGGREGATES["Retrieval"]
+        path = tmp_path / "x.json"
+        scores = [Score(k, k, "retrieval", "m", 0.5, {}, None, 9, {}, path, official=official) for k in keys]
+        return StoredEvaluation("step-1", 1, 1, tuple(scores))
+
+    assert list(groups_of([evaluated(True)])) == ["Retrieval"]
+    assert list(groups_of([evaluated(True), evaluated(False)])) == ["Retrieval (not the official data)"]

@@ -23,7 +23,17 @@ from typing import Any
 
 import torch
 
-OPTIONS = ("none", "accumulation", "grad_checkpointing", "compile", "patch_dropout", "all_savings")
+OPTIONS = (
+    "none",
+    "packed_attention",
+    "trim_text",
+    "accumulation",
+    "grad_checkpointing",
+    "compile",
+    "patch_dropout",
+    "all_savings",
+)
+"""`none` has open_clip's attention on whole texts, `packed_attention` whole texts, and all others both savings."""
 BUILD_SECONDS = 1800
 
 
@@ -56,6 +66,8 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "grad_checkpointing": option == "grad_checkpointing" or saving,
         "compile": option == "compile",
         "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
+        "packed_attention": option != "none",
+        "trim_text": option not in ("none", "packed_attention"),
         "prototypes": 0,
         "inner_steps": 0,
     }

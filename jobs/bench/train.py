@@ -28,12 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_prep.scenes.caption import web
+from data_prep.scenes.scenes_config import ScenesConfig
 from pipeline.data.loading.decode import normalize
 from pipeline.distributed.world import World, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
 from pipeline.versions import versions
@@ -72,6 +75,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
+    parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(patch_dropout=None)
     args = parser.parse_args(argv)
     args.prototypes = prototypes_of(args, parser)
@@ -86,14 +91,13 @@ def prototypes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def make_data(args: argparse.Namespace) -> Data:
-    """Random pixels and texts of a fixed seed."""
+    """Random pixels and the captions of the built-in corpus, of a fixed seed."""
     config = ModelConfig(arch=args.arch, image_size=args.image_size)
     _, architecture = build_towers(config, seed=SEED, device="meta")
     generator = torch.Generator().manual_seed(SEED)
-    size, length = architecture.image_size, int(architecture.model_cfg["text_cfg"].get("context_length", 77))
+    size, corpus = architecture.image_size, ScenesConfig()
     pixels = torch.randint(0, 256, (args.batch, 3, size, size), generator=generator, dtype=torch.uint8)
-    text = torch.randint(1, 49406, (args.batch, length), generator=generator)
-    text[:, -1] = 49407
+    text = architecture.tokenize([web(corpus, index) for index in range(args.batch)])
     return Data(pinned(pixels), pinned(text), architecture.mean, architecture.std)
 
 
@@ -109,8 +113,10 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         image_size=args.image_size,
         grad_checkpointing=args.grad_checkpointing,
         patch_dropout=args.patch_dropout,
+        packed_attention=args.packed_attention,
     )
     towers, architecture = build_towers(config, seed=SEED)
+    trimming = text_trimming(towers.clip, wanted=None if args.trim_text and args.packed_attention else False)
     micro = args.batch // args.accumulate if args.accumulate > 1 else None
     settings = {"prototypes": args.prototypes, "inner_steps": args.inner_steps} if objective == "neuclip" else {}
     method = build_objective(
@@ -140,7 +146,9 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         for _ in range(steps):
             image = normalize(data.pixels.to(world.device, non_blocking=True), mean=data.mean, std=data.std)
             text = data.text.to(world.device, non_blocking=True)
-            result = take_step((image, text), sample_ids=ids.to(world.device), step=taken, lr_scale=1e-3)
+            lengths = trimming.lengths(data.text) if trimming else None
+            result = take_step((image, text), sample_ids=ids.to(world.device), step=taken, lr_scale=1e-3,
+                               text_lengths=lengths)  # fmt: skip
             assert result.applied
             taken += 1
 

@@ -1,6 +1,8 @@
 """Exact log-normalizers of a checkpoint over its whole dataset, and the error of the method's own estimates.
 
-    log g_i = log [ 1/(n - 1) sum_{j != i} exp((s_ij - s_ii) / tau_i) ]      NeuCLIP, equation (9) and appendix B.6
+    log(eps + g_i), g_i = 1/(n - 1) sum_{j != i} exp((s_ij - s_ii) / tau_i)      NeuCLIP, equation (9), appendix B.6
+
+with the method's own eps, since its estimates include it (openclip and amorlip add none).
 
 The n x n similarities are never stored: each batch of anchors is compared with all pairs in blocks, with a running
 log-sum-exp, in both directions. The pairs are those of one epoch of the training's own loader (same crops, same
@@ -90,15 +92,16 @@ class Rows:
 
 
 def exact_log_normalizers(
-    anchors_bd: Tensor, others_nd: Tensor, *, tau_b: Tensor, first: int, world: World | None = None
+    anchors_bd: Tensor, others_nd: Tensor, *, tau_b: Tensor, first: int, eps: float = 0.0, world: World | None = None
 ) -> Tensor:
-    """log g of each of this rank's anchors over all ranks' pairs but the anchor's own, [b]; collective.
+    """log(eps + g) of each of this rank's anchors over all ranks' pairs but the anchor's own, [b]; collective.
 
     Args:
         anchors_bd: [b, d] unit-norm.
         others_nd: This rank's part of the other side, unit-norm, of the same length on every rank.
         tau_b: Temperature of each anchor.
         first: Row of `others_nd` that is the partner of the first anchor; the others follow.
+        eps: The method's small constant.
         world: The ranks.
     """
     world = world or World()
@@ -106,7 +109,8 @@ def exact_log_normalizers(
     anchors, tau, own = world.all_gather(anchors_bd), world.all_gather(tau_b), world.rows(len(anchors_bd))
     parts = world.all_gather(_log_sums(anchors, others_nd, tau=tau, own=own, first=first)[None])
     total = parts.logsumexp(0)[own] - positive / tau_b
-    return total - math.log(world.size * len(others_nd) - 1)
+    log_g = total - math.log(world.size * len(others_nd) - 1)
+    return torch.logaddexp(log_g, log_g.new_full((), math.log(eps))) if eps else log_g
 
 
 def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice, first: int) -> Tensor:
@@ -236,7 +240,12 @@ def _compare(objective: SoftmaxObjective, pairs: _Pairs, own: slice, world: Worl
     with true_fp32():
         exact = [
             exact_log_normalizers(
-                features, pairs.features[1 - side], tau_b=estimates.tau[side], first=own.start, world=world
+                features,
+                pairs.features[1 - side],
+                tau_b=estimates.tau[side],
+                first=own.start,
+                eps=objective.eps,
+                world=world,
             )
             for side, features in enumerate((image, text))
         ]

@@ -45,7 +45,8 @@ class FastClipV0(SoftmaxObjective):
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         self.averages = MovingAverages(config, context)
-        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.averages)
+        tau = LearnedTemperature(config, context)
+        super().__init__(config, context, temperature=tau, estimator=self.averages, eps=config.eps)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)

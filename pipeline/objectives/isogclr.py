@@ -121,7 +121,7 @@ class ISogClr(SoftmaxObjective):
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         temperature = SampleTemperatures(config, context)
         self.averages = MovingAverages(config, context, further_columns=temperature.columns)
-        super().__init__(config, context, temperature=temperature, estimator=self.averages)
+        super().__init__(config, context, temperature=temperature, estimator=self.averages, eps=config.eps)
         warn_of_large_rho(config, context)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:

@@ -119,7 +119,8 @@ class NeuClip(SoftmaxObjective):
 
     def __init__(self, config: Any, context: ObjectiveContext) -> None:
         self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
-        super().__init__(config, context, temperature=LearnedTemperature(config, context), estimator=self.npn)
+        tau = LearnedTemperature(config, context)
+        super().__init__(config, context, temperature=tau, estimator=self.npn, eps=config.eps)
         warn_of_large_rho(config, context)
         if context.world.is_main:
             _warn_of_stalling(config, context.dim)

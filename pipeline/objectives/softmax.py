@@ -132,14 +132,21 @@ class SoftmaxObjective(Objective):
         context: The facts of the run.
         temperature: Supplies tau, and learns it unless it is constant.
         estimator: Keeps the method's estimates of the normalizers, if it has any beyond the batch's own.
+        eps: The small constant that the method adds to every normalizer g; 0 = none.
     """
 
     def __init__(
-        self, config: Any, context: ObjectiveContext, *, temperature: Temperature, estimator: Component | None = None
+        self,
+        config: Any,
+        context: ObjectiveContext,
+        *,
+        temperature: Temperature,
+        estimator: Component | None = None,
+        eps: float = 0.0,
     ) -> None:
         estimator = estimator or Component()
         super().__init__(config, context, table=estimator.table)
-        self.temperature, self._estimator = temperature, estimator
+        self.temperature, self._estimator, self.eps = temperature, estimator, eps
 
     @abstractmethod
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:

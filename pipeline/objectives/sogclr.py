@@ -39,7 +39,8 @@ class SogClr(SoftmaxObjective):
 
     def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
         self.averages = MovingAverages(config, context)
-        super().__init__(config, context, temperature=ConstantTemperature(config.tau, context), estimator=self.averages)
+        tau = ConstantTemperature(config.tau, context)
+        super().__init__(config, context, temperature=tau, estimator=self.averages, eps=config.eps)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)

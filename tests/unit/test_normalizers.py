@@ -40,6 +40,9 @@ def test_exact_log_normalizers_equal_brute_force(columns: int, monkeypatch: pyte
         monkeypatch.setattr(normalizer_error, "CPU_BLOCK", columns * (stop - start))
         found = exact_log_normalizers(image[start:stop], text, tau_b=tau[start:stop], first=start)
         assert torch.allclose(found, expected[start:stop], rtol=1e-12)
+    with_eps = exact_log_normalizers(image, text, tau_b=tau, first=0, eps=0.5)
+    assert torch.allclose(with_eps, torch.log(0.5 + expected.exp()), rtol=1e-12)
+    assert (with_eps - expected).abs().max() > 0.1
     cold = exact_log_normalizers(image, text, tau_b=torch.full((700,), 0.004, dtype=torch.float64), first=0)
     assert cold.isfinite().all()  # exp(h) alone overflows fp32 here, and nearly float64
 
@@ -75,6 +78,16 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
     save_rows(tmp_path / "rows.npz", rows)
     with np.load(tmp_path / "rows.npz") as saved:
         assert np.array_equal(saved["text_exact"], rows.exact[1].numpy())
+
+
+def test_the_methods_own_eps_is_in_the_exact_values(finished_run: Path) -> None:
+    """With so large an eps that g is negligible, every estimate and every exact value is log eps."""
+    checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
+    run = run_of(checkpoint, changes={"objective": {"eps": 1e6}})
+    measurement, _ = measure(run, checkpoint, world=World())
+    assert measurement.mean == pytest.approx(math.log(1e6), abs=0.1)
+    assert measurement.cold.mse < 0.01
+    assert measurement.in_use.mse < 0.01
 
 
 def test_with_few_anchors_the_sums_still_run_over_all_pairs(finished_run: Path) -> None:

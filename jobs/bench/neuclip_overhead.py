@@ -7,8 +7,9 @@
 whole: one device processes the whole global batch, in micro-batches by feature-cached accumulation. gathered: one rank
 of `--ranks`, as in the paper's setting (local batch 640 of a gathered 5,120): towers on its own pairs, the objective on
 all of them. The other ranks' features are random stand-ins on the device, so communication is not measured.
-`replicated` and `sharded` are settings of `objective.npn_update`: every rank computes the whole update, or the share of
-its own anchors, after which the ranks sum the prototypes' gradients. The size of these sums is printed.
+`replicated`,
+`prototypes` and `sharded` are settings of `objective.npn_update`: every rank computes the whole update, that of its own
+prototypes, or the gradient of its own anchors. The sizes of the sums over ranks that the last two need are printed.
 
 Contestants take turns in rounds; a ratio is the median of the ratios within rounds. Time is wall time on a GPU and CPU
 time on a CPU. Memory is a contestant's peak, measured on a GPU only.
@@ -101,7 +102,7 @@ def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, w
     if kind != "openclip":
         settings = {"name": "neuclip", "prototypes": args.prototypes, "inner_steps": args.inner_steps}
         settings["npn_compile"] = args.npn_compile
-        settings["npn_update"] = "sharded" if kind == "sharded" else "replicated"
+        settings["npn_update"] = "replicated" if kind == "neuclip" else kind
     method = build_objective(
         settings,
         dim=architecture.dim,
@@ -177,7 +178,9 @@ def measure(args: argparse.Namespace, *, kinds: tuple[str, ...], ranks: int, wor
     if "sharded" in kinds:
         _, architecture = build_towers(ModelConfig(arch=args.arch), seed=SEED, device="meta")
         size = 2 * args.inner_steps * args.prototypes * architecture.dim * 4
-        print(f"sharded would also sum {size / 2**20:,.1f} MiB of gradients (fp32) over the ranks in every step")
+        sums = 2 * (args.inner_steps + 1) * args.batch * 8
+        print(f"in every step the ranks would also add up: sharded {size / 2**20:,.1f} MiB of gradients (fp32), "
+              f"prototypes {sums / 2**20:,.2f} MiB of the anchors' sums (fp64)")  # fmt: skip
 
 
 def main() -> None:
@@ -192,7 +195,7 @@ def main() -> None:
         if args.setting in ("whole", "both"):
             measure(args, kinds=("openclip", "neuclip"), ranks=1, world=world)
         if args.setting in ("gathered", "both"):
-            measure(args, kinds=("openclip", "replicated", "sharded"), ranks=args.ranks, world=world)
+            measure(args, kinds=("openclip", "replicated", "prototypes", "sharded"), ranks=args.ranks, world=world)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class World:
         if self.size == 1:
             return x_b
         gathered = x_b.new_empty((self.size, *x_b.shape))
-        with self._communication("all_gather", x_b):
-            dist.all_gather(list(gathered.unbind(0)), x_b)
+        with self._communication("all_gather", x_b):  # into one buffer: a list would be copied piece by piece
+            dist.all_gather_into_tensor(gathered.view(-1), x_b.view(-1))
         return gathered.flatten(0, 1) if x_b.dim() else gathered
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:

@@ -130,6 +130,13 @@ class Objective(ABC):
         """The state that every rank holds, by name: the tensors themselves, so that loading writes into them."""
         return {}
 
+    def gathered_state(self) -> dict[str, Tensor]:
+        """State that is divided among the ranks, whole on every rank, by name; collective."""
+        return {}
+
+    def divide_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (most methods have none)
+        """Take this rank's part of what `gathered_state` returned, possibly on another number of ranks."""
+
     @torch.no_grad()
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         """Loss and feature gradients of one batch. Lasting state changes only in `commit`.
@@ -239,14 +246,15 @@ class Objective(ABC):
         return ObjectiveMemory(replicated, float(4 * len(self.table.columns)), self.table.on_host)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The lasting state but for per-sample rows: the same on every rank and for any number of ranks."""
+        """The lasting state without per-sample rows, the same for any number of ranks; collective."""
         lasting = {"steps": self._steps, **self.replicated_state()}
-        return {key: value.detach().clone() for key, value in lasting.items()}
+        return {key: value.detach().clone() for key, value in lasting.items()} | self.gathered_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned. Raises: UserError on missing keys or other shapes."""
-        self._pending = None
-        load_tensors({"steps": self._steps, **self.replicated_state()}, state)
+        """Restore what `state_dict` returned; collective. Raises: UserError on missing keys or other shapes."""
+        self._pending, divided = None, self.gathered_state()
+        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
+        self.divide_state(divided)
 
     def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
         """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""

@@ -32,6 +32,9 @@ class FastClipV3Config(TemperatureConfig, EstimatorConfig):
     name: str = "fastclip_v3"
     rho: float = Field(default=6.5, gt=0)
     """Robustness radius; must stay below log(n - 1), or tau falls to its lower bound."""
+    tau_gradient: Literal["equation", "published_code"] = "equation"
+    """`equation`: dL/dtau as in FastCLIP's equation 10. `published_code`: the derivatives of the normalizers weigh
+    twice as much, as in FastCLIP's code, to which the papers' `rho` belongs."""
     tau_lr: float = Field(default=2e-4, ge=0)
     tau_lr_fall: float = Field(default=1 / 3, gt=0, le=1)
     gamma_schedule: Literal["constant", "cosine"] = "cosine"
@@ -86,4 +89,5 @@ class FastClipV3(FastClipV0):
 
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inside = total + 2 * self.config.rho
-        return tau * inside, inside + tau * slope, torch.zeros_like(tau)
+        weight = 2.0 if self.config.tau_gradient == "published_code" else 1.0
+        return tau * inside, inside + weight * tau * slope, torch.zeros_like(tau)

@@ -50,10 +50,11 @@ class NeuClipConfig(TemperatureConfig):
     npn_schedule: Literal["alternating", "simultaneous"] = "alternating"
     """`alternating`: Algorithm 1. `simultaneous`: the order of Algorithm 3, one update per step and alpha from before
     it; the rest of that algorithm is restart_every 0, npn_optimizer adam, stop_gradient false, ratio_cap 0."""
-    npn_update: Literal["replicated", "sharded"] = "replicated"
-    """`replicated`: every rank computes the whole update, without communication. `sharded`: each rank computes the
-    share of its own anchors, and every inner step sums the gradients, [m, d], over the ranks: less arithmetic per rank,
-    for many ranks on fast links."""
+    npn_update: Literal["auto", "replicated", "prototypes", "sharded"] = "auto"
+    """How several ranks compute an update. `prototypes`: each rank owns a share of the prototypes, and every update
+    adds up B scalars over the ranks. `replicated`: every rank computes the whole update, without communication.
+    `sharded`: each rank computes the gradient of its own anchors, and every update adds up [m, d] gradients. `auto` is
+    `prototypes` on several ranks, unless there are fewer prototypes than ranks or `tau_min` is below 0.002."""
     npn_optimizer: Literal["adagrad", "adam"] = "adagrad"
     """Optimizer of the network."""
     npn_lr: float = Field(default=0.01, gt=0)
@@ -82,8 +83,8 @@ class NeuClipConfig(TemperatureConfig):
             raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
         if self.npn == "mlp" and self.renormalize:
             raise ValueError("renormalize is for npn = prototypes")
-        if self.npn == "mlp" and (self.npn_update == "sharded" or self.npn_compile):
-            raise ValueError("npn_update = sharded and npn_compile are for npn = prototypes or queue")
+        if self.npn == "mlp" and (self.npn_update in ("prototypes", "sharded") or self.npn_compile):
+            raise ValueError(f"npn_update = {self.npn_update} and npn_compile are for npn = prototypes or queue")
         if self.npn_schedule == "simultaneous" and self.inner_steps != 1:
             raise ValueError(f"npn_schedule = simultaneous needs inner_steps = 1, not {self.inner_steps}")
         return self

@@ -35,6 +35,13 @@ class Component:
         """The state that every rank holds, by name: the tensors themselves."""
         return {}
 
+    def gathered_state(self) -> dict[str, Tensor]:
+        """See `Objective.gathered_state`."""
+        return {}
+
+    def divide_state(self, state: Mapping[str, Tensor]) -> None:
+        """See `Objective.divide_state`."""
+
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         """Current learning rates, by the name of their setting."""
         return {}
@@ -212,6 +219,12 @@ class SoftmaxObjective(Objective):
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {**self.temperature.replicated_state(), **self._estimator.replicated_state()}
+
+    def gathered_state(self) -> dict[str, Tensor]:
+        return self._estimator.gathered_state()
+
+    def divide_state(self, state: Mapping[str, Tensor]) -> None:
+        self._estimator.divide_state(state)
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         parts = (self.temperature, self._estimator)

@@ -26,6 +26,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"fastclip_v{i}": {"name": f"fastclip_v{i}"} for i in range(4)},
     "neuclip": NEUCLIP,
     "neuclip_few_prototypes": {**NEUCLIP, "prototypes": 5},
+    "neuclip_uneven": {**NEUCLIP, "prototypes": 23, "renormalize": True},
+    "neuclip_queue": {**NEUCLIP, "npn": "queue"},
+    "neuclip_simultaneous": {**NEUCLIP, "npn_schedule": "simultaneous", "inner_steps": 1},
+    "neuclip_replicated": {**NEUCLIP, "npn_update": "replicated"},
     "neuclip_sharded": {**NEUCLIP, "npn_update": "sharded"},
     "neuclip_sharded_simultaneous": {
         **NEUCLIP,

@@ -59,24 +59,35 @@ def test_a_step_moves_the_features_once_and_scalars(ranks, size):
     local = BATCH // size
     features = 2 * local * DIM * 4
     for name, moved in ranks[size][0]["bytes"].items():
-        if "sharded" in name:
-            continue
+        if name.startswith("neuclip") and name not in ("neuclip_replicated", "neuclip_mlp"):
+            continue  # the next tests
         scalars = sum(moved.values()) - features
         assert 0 <= scalars <= 4 * (5 * local + 9 * BATCH) + 8 * local, name  # O(B): ids, five scalars, table rows
         assert not any("broadcast" in key or "scatter" in key for key in moved), name
-    assert ranks[size][0]["bytes"]["neuclip"] == {"all_gather.bytes": features + 5 * local * 4}
+    assert ranks[size][0]["bytes"]["neuclip_replicated"] == {"all_gather.bytes": features + 5 * local * 4}
     # Autograd through the gather sends every rank's part of the gradient of all B features on top.
     assert ranks[size][0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
-    assert ranks[size][0]["autograd_bytes"] > (size / 2) * sum(ranks[size][0]["bytes"]["neuclip"].values())
+    assert ranks[size][0]["autograd_bytes"] > (size / 2) * sum(ranks[size][0]["bytes"]["neuclip_replicated"].values())
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_sharded_network_sums_one_gradient_per_inner_step(ranks, size):
     local, live = BATCH // size, BATCH  # prototypes after the first batch
     for name, inner_steps in (("neuclip_sharded", 10), ("neuclip_sharded_simultaneous", 1)):
-        whole = ranks[size][0]["bytes"]["neuclip"]["all_gather.bytes"]
+        whole = ranks[size][0]["bytes"]["neuclip_replicated"]["all_gather.bytes"]
         moved = {"all_gather.bytes": whole + 4 * local * 4, "all_reduce.bytes": 2 * inner_steps * live * DIM * 4}
         assert ranks[size][0]["bytes"][name] == moved
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_divided_prototypes_add_up_one_number_per_anchor_and_update(ranks, size):
+    plain = ranks[size][0]["bytes"]["neuclip_replicated"]["all_gather.bytes"]
+    for name, inner_steps in (("neuclip", 10), ("neuclip_simultaneous", 1), ("neuclip_queue", 0)):
+        sums = 2 * (inner_steps + 1) * BATCH * 8  # float64, both sides; the last one is for the prediction
+        metric = 4  # mean length of the prototypes
+        assert ranks[size][0]["bytes"][name] == {"all_gather.bytes": plain, "all_reduce.bytes": sums + metric}
+    # The gradient through alpha, of the own anchors, needs all prototypes: each rank sends its share.
+    assert ranks[size][0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -65,6 +65,22 @@ def test_estimator_methods_are_their_papers_gradients(name, batch_size):
         assert torch.allclose(objective.table.owned()[ids][:, :2].double().exp(), torch.stack(u, 1), rtol=2e-6)
 
 
+def test_the_published_gradient_of_v3_weighs_the_normalizers_derivatives_twice():
+    found = {}
+    for kind in ("equation", "published_code"):
+        objective = build_objective({"name": "fastclip_v3", "tau_gradient": kind, "rho": 2.0}, context=context(17))
+        image, text = unit_features(17)
+        output = objective.compute(image, text, sample_ids=torch.arange(17))
+        found[kind] = output, objective._pending.tau_gradient
+    tau = torch.tensor(0.07, dtype=torch.float64, requires_grad=True)  # a first visit: u = g
+    log_g = [torch.log(1e-14 + g) for g in normalizers(image, text, (tau, tau))]
+    inside = (log_g[0] + log_g[1]).mean() + 2 * 2.0
+    slope = torch.autograd.grad(inside, tau)[0]
+    assert relative_error(found["equation"][1], inside + 0.07 * slope) < EXACT
+    assert relative_error(found["published_code"][1], inside + 2 * 0.07 * slope) < EXACT
+    assert torch.equal(found["equation"][0].grad_image, found["published_code"][0].grad_image)
+
+
 def _temperatures(objective, rows):
     if rows.shape[1] > 2:
         return tuple(rows[:, 2 + side].clone().requires_grad_() for side in (0, 1))

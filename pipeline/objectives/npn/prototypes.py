@@ -20,11 +20,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pipeline.distributed.world import World
 from pipeline.objectives.npn.kernels import FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.workspace import Workspace
 
 MAX_LOG_RATIO = 30.0
 """Ratios saturate at exp(30), about 1e13, so that their squares stay finite in fp32."""
+LEAST_TAU = 0.002
+"""Temperature down to which float64 holds exp(1 / tau), which `Division` sums over the ranks."""
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 """Elements of one [R, m] block: bounds the memory, and is large enough for efficient products."""
 
@@ -64,14 +67,64 @@ class Anchors:
         return replace(self, low=None)
 
 
+@dataclass(frozen=True)
+class Division:
+    """The `live` prototypes divided among the ranks: rank k has numbers k, k + K, k + 2 K, ...
+
+    Each rank sums over its own prototypes for all anchors, and the ranks add up these sums: B scalars per update.
+    """
+
+    world: World
+    live: int
+
+    @property
+    def rows(self) -> int:
+        """Number of this rank's prototypes."""
+        return -(-(self.live - self.world.rank) // self.world.size)
+
+    def own(self, start: int, features: Tensor) -> tuple[slice, Tensor]:
+        """Where features of the prototypes `start`, `start + 1`, ... go among this rank's own, and which these are."""
+        offset = (self.world.rank - start) % self.world.size
+        mine, first = features[offset :: self.world.size], (start + offset) // self.world.size
+        return slice(first, first + len(mine)), mine
+
+    def whole(self, own: Tensor, *, count: int) -> Tensor:
+        """All ranks' rows in order, [count, d], from each rank's [ceil(count / K), d]; collective."""
+        parts = self.world.all_gather(own).view(self.world.size, *own.shape)
+        return parts.transpose(0, 1).flatten(0, 1)[:count]
+
+    def add_up(self, shift: Tensor, total: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor, Anchors]:
+        """Log-sums over all ranks' prototypes from those over the own; collective.
+
+        Args:
+            shift: t_i of `Passes.exponentials`.
+            total: Its s_i.
+            anchors: The block's anchors.
+
+        Returns:
+            The same two for all prototypes, and the anchors with features scaled for products with the own p_ij.
+        """
+        # exp(t) of up to 1/tau leaves fp32's range; float64 holds it down to tau = 1/700 without a common shift.
+        log_sum = self.world.all_reduce((shift + total.log()).double().exp()).log().to(shift.dtype)
+        scaled = replace(anchors, features=anchors.features * torch.exp(shift - log_sum)[:, None])
+        return log_sum, torch.ones_like(log_sum), scaled
+
+
 def log_normalizer(
-    anchors: Anchors, at: Prototypes, *, workspace: Workspace | None = None, passes: Passes = FUSED
+    anchors: Anchors,
+    at: Prototypes,
+    *,
+    workspace: Workspace | None = None,
+    passes: Passes = FUSED,
+    division: Division | None = None,
 ) -> Tensor:
-    """alpha of each anchor, [B]. Args: at: as from `prepare`, for these anchors."""
+    """alpha of each anchor, [B]. Args: at: as from `prepare`, for these anchors; one rank's with a division."""
     space, found = workspace or Workspace(), []
-    for part, z in _products(anchors, at, space):
+    for part, z in _products(anchors, at, space, division):
         shift, total = passes.sums(z, at, space)
-        alpha, _ = passes.run(_predict, shift, total, part, len(at.weight))
+        if division is not None:
+            shift, total, part = division.add_up(shift, total, part)
+        alpha, _ = passes.run(_predict, shift, total, part, division.live if division else len(at.weight))
         found.append(alpha)
     return torch.cat(found)
 
@@ -83,7 +136,13 @@ def prepare(anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passe
 
 
 def unit_gradient(
-    anchors: Anchors, at: Prototypes, *, objective: NpnObjective, workspace: Workspace, passes: Passes = FUSED
+    anchors: Anchors,
+    at: Prototypes,
+    *,
+    objective: NpnObjective,
+    workspace: Workspace,
+    passes: Passes = FUSED,
+    division: Division | None = None,
 ) -> tuple[UnitGradient, Tensor]:
     """G = dL/dU, [m, d], whose `tangent` is dL/dW, and alpha at these prototypes, [B].
 
@@ -98,13 +157,17 @@ def unit_gradient(
         objective: The network's own objective.
         workspace: Buffers.
         passes: Implementation of the passes over memory.
+        division: Given when `at` are one rank's prototypes.
     """
-    total, alphas = None, []
-    for part, z in _products(anchors, at, workspace):
+    total, alphas, live = None, [], division.live if division else len(at.weight)
+    for part, z in _products(anchors, at, workspace, division):
+        whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at, workspace)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
-        pull, alpha = passes.run(_pull, shift, sums, part, len(at.weight), objective, len(anchors))
-        total = _add_product(total, powers, pull, at, workspace, whole=part is anchors)
+        if division is not None:
+            shift, sums, part = division.add_up(shift, sums, part)
+        pull, alpha = passes.run(_pull, shift, sums, part, live, objective, len(anchors))
+        total = _add_product(total, powers, pull, at, workspace, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
     return UnitGradient(total, at), torch.cat(alphas)
@@ -142,7 +205,7 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
     full, space = anchors.full_precision(), Workspace()
     at, start = prepare(full, weight_md, space), 0
-    for part, z in _products(full, at, space):
+    for part, z in _products(full, at, space, None):
         powers, shift, total = FUSED.exponentials(z, at, space)
         _, share = _predict(shift, total, part, len(weight_md))
         rows = slice(start, start := start + len(part))
@@ -154,13 +217,16 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     return to_own, to_partner, torch.cat(to_tau)
 
 
-def _products(anchors: Anchors, at: Prototypes, space: Workspace) -> Iterator[tuple[Anchors, Tensor]]:
+def _products(
+    anchors: Anchors, at: Prototypes, space: Workspace, division: Division | None
+) -> Iterator[tuple[Anchors, Tensor]]:
     """Blocks of R anchors and their products with the prototypes' directions, [R, m], before `at.scale` is applied.
 
     On a CPU the products are in a buffer that the next block overwrites: memory O(R m).
     """
     m = at.weight.shape[0]
-    step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // m)
+    most = m if division is None else -(-division.live // division.world.size)  # the same blocks on all ranks
+    step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // most)
     for start in range(0, len(anchors), step):
         part = anchors.take(slice(start, start + step)) if step < len(anchors) else anchors
         if part.low is None:

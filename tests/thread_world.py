@@ -1,0 +1,57 @@
+"""Several ranks in one process: each is a thread with a `World` whose collectives meet at a barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+from pipeline.precision import true_fp32
+
+
+class _Meeting:
+    def __init__(self, size: int) -> None:
+        self.barrier, self.values = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+
+class ThreadWorld(World):
+    """One of several ranks in this process."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        super().__init__(rank=rank, size=len(meeting.values))
+        object.__setattr__(self, "meeting", meeting)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self.meeting.values[self.rank] = x.detach().clone()
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x_b)) if x_b.dim() else torch.stack(self._exchange(x_b))
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        values = torch.stack(self._exchange(x))
+        return values.sum(0) if op == "sum" else values.amax(0)
+
+
+def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
+    """The results of `program(world)` on every rank."""
+    meeting = _Meeting(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return program(ThreadWorld(rank, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    # The ranks enter and leave the process's precision settings in turn: whatever they leave behind is undone here.
+    with true_fp32(), ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]

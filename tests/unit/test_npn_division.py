@@ -1,0 +1,115 @@
+"""Prototypes divided among the ranks: the same results, and the same state, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.objectives import build_objective, parse_objective
+from pipeline.objectives.npn.network import update_mode
+from pipeline.objectives.npn.prototypes import Division
+from tests.thread_world import on_ranks
+from tests.unit.objectives_reference import context, relative_error, unit_features
+
+BATCH, DIM, STEPS = 12, 8, 6
+NEUCLIP = {"name": "neuclip", "prototypes": 20, "restart_every": 3, "drift_check_every": 2}
+VARIANTS = {
+    "default": {},
+    "uneven": {"prototypes": 19, "renormalize": True},
+    "subset": {"prototypes": 7},
+    "previous": {"restart_with": "previous", "npn_optimizer": "adam"},
+    "queue": {"npn": "queue"},
+    "simultaneous": {"npn_schedule": "simultaneous", "inner_steps": 1},
+    "separate": {"npn_objective": "separate", "reset_accumulator": True},
+    "through_alpha": {"stop_gradient": False, "ratio_cap": 0},
+}
+
+
+def build(settings, world, **facts):
+    return build_objective({**NEUCLIP, **settings}, context=context(BATCH, DIM, world=world, **facts))
+
+
+def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64):
+    """Outputs of all steps and the state at the end; the third batch is discarded once."""
+    objective = build(settings, world, dtype=dtype)
+    if state is not None:
+        objective.load_state_dict(state)
+    rows, found = world.rows(BATCH // world.size), []
+    for step in range(first, last):
+        image, text = (side[rows].to(dtype) for side in unit_features(BATCH, DIM, seed=step))
+        output = objective.compute(image, text, sample_ids=torch.arange(BATCH)[rows])
+        if step == 2:
+            objective.discard()
+            output = objective.compute(image, text, sample_ids=torch.arange(BATCH)[rows])
+        objective.commit(lr_scale=0.5)
+        found += [output.loss, *map(world.all_gather, (output.grad_image, output.grad_text)), *output.metrics.values()]
+    estimates = objective.log_normalizers(image, text, sample_ids=torch.arange(BATCH)[rows])
+    return [*found, *map(world.all_gather, (*estimates.cold, *estimates.in_use))], objective.state_dict()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_number_of_ranks_gives_the_same(name, size):
+    settings = VARIANTS[name]
+    outputs, state = run(settings, World())
+    ranks = on_ranks(size, lambda world: run(settings, world))
+    for found, found_state in ranks:
+        assert all(relative_error(a, b) < 1e-9 for a, b in zip(found, outputs, strict=True))
+        assert found_state.keys() == state.keys()
+        for key, value in state.items():
+            assert torch.allclose(found_state[key].double(), value.double(), rtol=1e-7, atol=1e-9), key
+            assert torch.equal(found_state[key], ranks[0][1][key]), key  # bit-identical on all ranks
+
+
+def test_a_run_continues_on_another_number_of_ranks():
+    settings = VARIANTS["default"]
+    _, expected = run(settings, World())
+    _, half = on_ranks(4, lambda world: run(settings, world, last=3))[0]
+    _, found = on_ranks(3, lambda world: run(settings, world, first=3, state=half))[0]
+    for key, value in expected.items():
+        assert torch.allclose(found[key].double(), value.double(), rtol=1e-7, atol=1e-9), key
+
+
+def test_each_rank_holds_its_share():
+    def share(world):
+        return build({}, world).npn.network.lasting["weight"].shape[1]
+
+    assert on_ranks(3, share) == [7, 7, 7]
+    owners = [Division(World(rank=rank, size=3), 20) for rank in range(3)]
+    assert [division.rows for division in owners] == [7, 7, 6]
+    numbers = torch.arange(20)[:, None]
+    for start in (0, 4, 11):  # features of prototypes start, start + 1, ... go to every third place
+        for rank, division in enumerate(owners):
+            rows, mine = division.own(start, numbers[start:])
+            assert mine.flatten().tolist() == [3 * row + rank for row in range(rows.start, rows.stop)]
+
+
+def test_the_lowest_temperature_stays_finite_in_fp32():
+    settings = {"tau_init": 0.002, "tau_min": 0.002, "tau_lr": 0.0}
+    for outputs, state in on_ranks(2, lambda world: run(settings, world, dtype=torch.float32)):
+        assert all(torch.isfinite(value).all() for value in outputs)
+        assert all(torch.isfinite(value.double()).all() for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "mode"),
+    [
+        ({}, 1, "replicated"),
+        ({}, 2, "prototypes"),
+        ({"npn_update": "sharded"}, 2, "sharded"),
+        ({"npn_update": "prototypes"}, 1, "replicated"),
+        ({"prototypes": 3}, 4, "replicated"),
+        ({"tau_min": 0.001}, 4, "replicated"),
+    ],
+)
+def test_prototypes_are_divided_by_default_where_possible(settings, size, mode):
+    assert update_mode(parse_objective({**NEUCLIP, **settings}), World(size=size)) == mode
+
+
+@pytest.mark.parametrize("settings", [{"prototypes": 3}, {"tau_min": 0.001}])
+def test_what_cannot_be_divided_is_an_error_if_configured(settings):
+    config = parse_objective({**NEUCLIP, **settings, "npn_update": "prototypes"})
+    with pytest.raises(UserError, match="npn_update=replicated"):
+        update_mode(config, World(size=4))

@@ -94,7 +94,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        _fail(str(error), EXIT_USER_ERROR)
+        _fail(str(error), error.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -6,13 +6,18 @@ deepspeed --num_gpus 8 --module jobs.train --recipe ... ;  torchrun --nproc-per-
 
 from __future__ import annotations
 
+from pipeline.distributed.signals import exit_on_stop_signals
+
+if __name__ == "__main__":
+    exit_on_stop_signals()  # before the imports below, which take seconds
+
 import click
 
 from jobs.recipe_path import TRAINING, RecipePath
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 mistaken input, 75 stopped by a signal after a checkpoint, 76 another rank hangs or "
-    "is gone (printed: which rank, at which step and phase)."
+    "Exit codes: 0 done, 2 mistaken input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "
+    "training: after a checkpoint), 76 another rank or a loading worker hangs or is gone (printed: which one, where)."
 )
 
 
@@ -29,6 +34,7 @@ def command(
 
     The run's folder (`output`) receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
     """
+    exit_on_stop_signals()
     from pipeline.config import dump
     from pipeline.training.recipe import load_recipe
 

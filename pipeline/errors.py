@@ -4,8 +4,16 @@
 class UserError(ValueError):
     """An error that the user can fix. The message says what was given, what is allowed and what to do.
 
-    The command line prints it as one paragraph, without a traceback, and exits with 2.
+    The command line prints it as one paragraph, without a traceback, and exits with `exit_code`.
     """
+
+    exit_code = 2
+
+
+class StalledError(UserError):
+    """Something that the run waits for hangs: starting again with --resume latest may help. Exit code 76."""
+
+    exit_code = 76
 
 
 def is_out_of_memory(error: BaseException) -> bool:

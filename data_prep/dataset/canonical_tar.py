@@ -52,6 +52,13 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
     Raises: tarfile.TarError when the file is not a whole tar.
     """
+    try:
+        yield from _samples(path)
+    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:  # tarfile's, of damaged headers
+        raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
+
+
+def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     key, parts = "", dict[str, bytes]()
     with tarfile.open(path, "r:") as archive:
         for member in archive:

@@ -37,6 +37,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
+def fallback_run(fallback: str, run: Path) -> Path:
+    """The folder in `checkpoint.fallback` that stands in for a run's folder."""
+    return Path(fallback) / run.name
+
+
 def finished_checkpoints(run: Path) -> list[Path]:
     """Folders of the finished checkpoints of a run, oldest first; not verified."""
     return sorted(path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if (path / META_NAME).is_file())

@@ -22,6 +22,7 @@ from pipeline.checkpoint.layout import (
     OBJECTIVE_NAME,
     PREFIX,
     VERSION,
+    fallback_run,
     name_of,
     read_meta,
     sha256,
@@ -121,7 +122,12 @@ def damage(path: Path) -> str | None:
 
 
 def find_checkpoint(
-    run: Path, which: str, *, on_event: Callable[[str], None], not_after: int | None = None
+    run: Path,
+    which: str,
+    *,
+    on_event: Callable[[str], None],
+    not_after: int | None = None,
+    fallback: str | None = None,
 ) -> Checkpoint | None:
     """The checkpoint to resume from, verified.
 
@@ -130,6 +136,7 @@ def find_checkpoint(
         which: "latest" for the newest undamaged one, or the folder of a checkpoint.
         on_event: Called with a message for every damaged checkpoint that is skipped.
         not_after: With "latest", skip checkpoints of later steps than this one.
+        fallback: With "latest", the setting `checkpoint.fallback`: the run's folder there is searched, too.
 
     Returns:
         None when "latest" finds no checkpoint at all.
@@ -142,7 +149,9 @@ def find_checkpoint(
             return open_checkpoint(Path(which))
         except UserError as error:
             raise UserError(f"Cannot resume from {which}: {error}") from error
-    found = sorted((run / FOLDER_NAME).glob(f"{PREFIX}*"), reverse=True)
+    runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
+    found = [path for folder in runs for path in (folder / FOLDER_NAME).glob(f"{PREFIX}*")]
+    found.sort(key=step_of, reverse=True)
     found = [path for path in found if not_after is None or step_of(path) <= not_after]
     for path in found:
         try:
@@ -155,7 +164,13 @@ def find_checkpoint(
 
 
 def agreed_checkpoint(
-    run: Path, resume: str | None, *, world: World, on_event: Callable[[str], None], not_after: int | None = None
+    run: Path,
+    resume: str | None,
+    *,
+    world: World,
+    on_event: Callable[[str], None],
+    not_after: int | None = None,
+    fallback: str | None = None,
 ) -> Checkpoint | None:
     """The checkpoint that all ranks resume from: rank 0 finds and verifies it. Collective.
 
@@ -165,6 +180,7 @@ def agreed_checkpoint(
         world: The ranks.
         on_event: As for `find_checkpoint`; called on rank 0.
         not_after: As for `find_checkpoint`.
+        fallback: As for `find_checkpoint`.
 
     Raises:
         UserError: As `find_checkpoint`, or `resume` is None and the folder has checkpoints. On every rank.
@@ -174,7 +190,7 @@ def agreed_checkpoint(
     if world.is_main:
         try:
             if resume is not None:
-                found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after)
+                found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback)
             elif any((run / FOLDER_NAME).glob(f"{PREFIX}*")):
                 problem = f"{run} has checkpoints: add --resume latest to continue, or choose another output."
         except UserError as error:

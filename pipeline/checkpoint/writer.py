@@ -54,6 +54,12 @@ class CheckpointConfig:
     """Also keep every checkpoint whose step is a multiple of this, for example to evaluate them later."""
     blocking: bool = False
     """Wait until a checkpoint is on disk before the next step, instead of writing it in the background."""
+    retry_minutes: float = Field(default=10.0, ge=0.0)
+    """How long to try again at the end of a run if its last checkpoint cannot be written, for example because the disk
+    is full. Not after a signal, when the machine is about to be taken away."""
+    fallback: str | None = None
+    """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`. All
+    ranks must see it. `--resume latest` looks there, too."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +100,35 @@ class CheckpointWriter:
         architecture: Architecture,
         on_event: Callable[[str], None],
     ) -> None:
-        self.folder = run / FOLDER_NAME
+        self.problem = ""
+        """Why the last checkpoint could not be written; empty if it could. Known on rank 0, after `wait`."""
+        self.run, self.folder = run, run / FOLDER_NAME
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
         self._seconds_to_wait = 600.0
         if world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
         world.barrier()
+
+    def at(self, run: Path) -> CheckpointWriter:
+        """A writer of this run's checkpoints to another folder. Collective."""
+        return CheckpointWriter(
+            run, config=self._config, world=self._world, architecture=self._architecture, on_event=self._on_event
+        )
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing, after the previous checkpoint is finished. Collective."""
         self.wait()
         temporary = self.folder / f".{name_of(snapshot.step)}"
+        refused: OSError | None = None
         if self._world.is_main:
             self._sweep()
-            temporary.mkdir(parents=True)
+            try:
+                temporary.mkdir(parents=True)
+            except OSError as error:
+                refused = error
         self._world.barrier()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, temporary), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), name="checkpoint")
         self._thread.start()
         if self._config.blocking:
             self.wait()
@@ -122,8 +139,11 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, snapshot: Snapshot, temporary: Path) -> None:
+    def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
+            self.problem = ""
+            if refused is not None:
+                raise refused
             self._write_part(snapshot, temporary)
             if self._world.is_main:
                 self._publish(snapshot, temporary)
@@ -133,8 +153,9 @@ class CheckpointWriter:
                     (temporary / f"failed-{self._world.rank:05d}").write_text(f"{type(error).__name__}: {error}")
             else:
                 shutil.rmtree(temporary, ignore_errors=True)
+                self.problem = f"{type(error).__name__}: {error}"
                 self._on_event(
-                    f"Checkpoint {name_of(snapshot.step)} could NOT be written ({type(error).__name__}: {error}). "
+                    f"Checkpoint {name_of(snapshot.step)} could NOT be written ({self.problem}). "
                     "Training continues; older checkpoints are intact. Free some space or check the file system."
                 )
 
@@ -150,7 +171,9 @@ class CheckpointWriter:
         if self._world.is_main:
             written += self._write_replicated(snapshot, temporary)
         entries = {}
+        mode = temporary.stat().st_mode & 0o666  # as the umask says; safetensors creates files that only we can read
         for path in written:
+            path.chmod(mode)
             flush(path)
             entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         write_json(temporary / f"done-{rank:05d}.json", entries)

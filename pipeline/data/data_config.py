@@ -73,6 +73,8 @@ class DataConfig:
     """Decoding processes per rank; 0 decodes in the training process."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Batches that each worker keeps ready."""
+    timeout_minutes: float = Field(default=20.0, gt=0)
+    """How long to wait for a batch of a worker before the run reports what the workers are doing, and exits with 76."""
     caption: str = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""

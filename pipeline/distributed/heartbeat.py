@@ -9,6 +9,7 @@ own threads, and exits with EXIT_STALLED. The rank that is behind prints the sam
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -122,7 +123,8 @@ class Heartbeat:
             seconds=round(time.monotonic() - latest.since, 1),
             beat=self._beats,
         )
-        write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
 
     def _read(self) -> list[Beat | None]:
         return [read_beat(self._path(rank)) for rank in range(self._world.size)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,22 +59,35 @@ def sink_names(config: TelemetryConfig) -> list[str]:
 class Telemetry:
     """Reports metrics and events to the sinks. Without sinks, as on ranks other than 0, every call does nothing.
 
+    A sink that cannot write, for example because the disk is full, does not end the run: its first error is printed.
+
     Args:
         sinks: Where everything goes, in this order.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+        self._failed: set[int] = set()
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for number, sink in enumerate(self._sinks):
+            try:
+                call(sink)
+            except OSError as error:
+                if number not in self._failed:
+                    self._failed.add(number)
+                    name = type(sink).__name__
+                    print(
+                        f"{name} cannot be written ({error}): metrics are missing there.", file=sys.stderr, flush=True
+                    )
 
     def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
         """Metrics of training after `step` steps."""
-        for sink in self._sinks:
-            sink.scalars("train", step=step, values=scalars)
+        self._each(lambda sink: sink.scalars("train", step=step, values=scalars))
 
     def evaluation(self, *, step: int, scores: Mapping[str, float]) -> None:
         """Scores of the weights after `step` steps."""
-        for sink in self._sinks:
-            sink.scalars("evaluation", step=step, values=scores)
+        self._each(lambda sink: sink.scalars("evaluation", step=step, values=scores))
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         """Distributions of the finite values. values: CPU tensors of any shape; those without any are left out."""
@@ -84,27 +98,22 @@ class Telemetry:
             finite = value[torch.isfinite(value)].flatten()
             if finite.numel():
                 found[name] = Distribution(finite, np.quantile(finite.numpy(), QUANTILES).tolist())
-        for sink in self._sinks:
-            sink.distributions(step=step, levels=QUANTILES, values=found)
+        self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=found))
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
         """One uint8 [H, W, 3] picture of some of the batch, and its captions."""
-        for sink in self._sinks:
-            sink.pictures(step=step, grid=grid, captions=captions)
+        self._each(lambda sink: sink.pictures(step=step, grid=grid, captions=captions))
 
     def event(self, message: str, **facts: Any) -> None:
         """Something that happened; `facts` are added to its record."""
-        for sink in self._sinks:
-            sink.event(message, facts=facts)
+        self._each(lambda sink: sink.event(message, facts=facts))
 
     def rewind(self, step: int) -> None:
         """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
-        for sink in self._sinks:
-            sink.rewind(step)
+        self._each(lambda sink: sink.rewind(step))
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        self._each(lambda sink: sink.close())
 
 
 def open_telemetry(

@@ -30,7 +30,7 @@ from pipeline.training.observer import Observer
 from pipeline.training.periodic_eval import PeriodicEvaluation
 from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig, check_run
-from pipeline.training.run_folder import hold_folder, prepare_folder
+from pipeline.training.run_folder import folder_of_a_start, hold_folder
 from pipeline.training.run_state import RunState
 from pipeline.training.skipped_steps import SkippedSteps
 from pipeline.training.stages import check_stages, stage_at
@@ -54,7 +54,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     check_run(run, world_size=world.size)
     folder = Path(run.output)
     notes: list[str] = []
-    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append)
+    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append, fallback=run.checkpoint.fallback)
     with ExitStack() as stack:
         check_stages(run)
         stage = stage_at(run, checkpoint.step if checkpoint else 0)
@@ -175,9 +175,10 @@ def stage_trainers(run: RunConfig, *, resume: str | None = None) -> Generator[Tr
         start_world(timeout_minutes=_collectives_limit(run), device=run.engine.device) as world,
         hold_folder(run, world=world),
     ):
-        prepare_folder(run, world=world)
         while True:
-            with setup(run, world=world, resume=resume) as trainer:
+            with ExitStack() as stage:
+                with folder_of_a_start(run, world=world):
+                    trainer = stage.enter_context(setup(run, world=world, resume=resume))
                 yield trainer
                 if trainer.step < trainer.end or trainer.step >= run.total_steps:
                     return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import sys
 import time
@@ -68,6 +69,24 @@ def _lock(file: IO[str], folder: Path) -> str:
 def _holder(file: IO[str]) -> str:
     file.seek(0)
     return file.read().strip() or "another run"
+
+
+@contextmanager
+def folder_of_a_start(run: RunConfig, *, world: World) -> Iterator[None]:
+    """Write the run's settings into its folder; if the start is refused, remove a folder that had nothing else in it.
+
+    Raises:
+        UserError: What the block raises.
+    """
+    folder = Path(run.output)
+    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME}
+    prepare_folder(run, world=world)
+    try:
+        yield
+    except UserError:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def prepare_folder(run: RunConfig, *, world: World) -> None:

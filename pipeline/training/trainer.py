@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.distributed.heartbeat import Heartbeat
-from pipeline.distributed.signals import stop_signals
+from pipeline.distributed.signals import EXIT_PREEMPTED, stop_signals
 from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
@@ -25,6 +26,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import TextTrimming
 from pipeline.objectives import Objective
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
+from pipeline.training.last_checkpoint import save_again
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_eval import PeriodicEvaluation
 from pipeline.training.prefetch import PrefetchedBatches
@@ -32,8 +34,9 @@ from pipeline.training.recipe import RunConfig
 from pipeline.training.run_state import RunState
 from pipeline.training.step import StepResult, TrainStep
 
-EXIT_DONE, EXIT_PREEMPTED = 0, 75
-"""75 (EX_TEMPFAIL): stopped by a signal after writing a checkpoint; start again with --resume latest."""
+T = TypeVar("T")
+EXIT_DONE, EXIT_NOT_SAVED = 0, 74
+"""74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +95,7 @@ class Trainer:
     def fit(self) -> int:
         """Train until the stage ends (the last one: the sample budget) or a signal arrives. Returns: the exit code."""
         limit = 60 * self.run.engine.timeout_minutes
-        stop = False
+        stop, batch = False, None
         with (
             stop_signals() as signals,
             Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
@@ -109,7 +112,9 @@ class Trainer:
                 self._record(batch, result)
                 self._save(batch, stop=stop)
                 self._validate(stop=stop)
-            self._finish()
+            saved = self._finish(batch, stop=stop)
+        if not saved:
+            return EXIT_NOT_SAVED
         if self.step < self.end or (stop and self.step < self.run.total_steps):
             self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
@@ -179,11 +184,26 @@ class Trainer:
             scores = self.evaluation(dict(self.engine.state.weights()), step=self.step)
             self.telemetry.evaluation(step=self.step, scores=scores)
 
-    def _finish(self) -> None:
-        """Wait for the last checkpoint on every rank."""
+    def _finish(self, batch: Batch | None, *, stop: bool) -> bool:
+        """Wait for the last checkpoint on every rank, and try again if it failed. Returns: whether it is on disk."""
         self.phases.mark("last checkpoint")
         self.writer.wait()
-        self.world.barrier()  # a launcher takes a rank that exits before rank 0 has finished writing for a failure
+        if batch is None or not self._agreed(self.writer.problem):  # every rank waits here until rank 0 has written
+            return True
+        return save_again(
+            lambda: self.state.snapshot(batch),
+            writer=self.writer,
+            agreed=self._agreed,
+            minutes=0.0 if stop else self.run.checkpoint.retry_minutes,
+            report=self.telemetry.event,
+            fallback=self.run.checkpoint.fallback,
+        )
+
+    def _agreed(self, value: T) -> T:
+        """Rank 0's value. Collective."""
+        self.phases.mark("last checkpoint")
+        agreed: T = self.world.gather_objects(value)[0]
+        return agreed
 
     def _is_last(self, stop: bool) -> bool:
         return stop or self.step == self.end

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import finished_checkpoints, name_of, step_of
@@ -23,6 +27,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import weights_digest
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.training import last_checkpoint
 from tests.launch import run
 from tests.towers import write_tiny
 
@@ -78,8 +83,6 @@ def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Tower
 
 
 def test_rows_of_several_ranks_join(tmp_path: Path, towers: Towers) -> None:
-    from safetensors.torch import save_file
-
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
     save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
@@ -194,3 +197,57 @@ def test_leftovers_of_a_killed_write_are_swept(tmp_path: Path, towers: Towers) -
     assert set(meta["files"]) == {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()} - {
         "checkpoint.json"
     }
+
+
+def test_files_are_readable_as_the_umask_says(tmp_path: Path, towers: Towers) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path, towers, [1])
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "checkpoints" / "step-00000001").iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+def failing(times: int) -> Callable[..., None]:
+    """`save_file` that fails so often before it works."""
+    left = times
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(*args, **kwargs)
+
+    return save
+
+
+@pytest.mark.parametrize(("failures", "fallback", "saved"), [(2, False, True), (99, False, False), (3, True, True)])
+def test_the_last_checkpoint_is_written_again_then_to_the_fallback(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, failures: int, fallback: bool, saved: bool
+) -> None:
+    run, events = tmp_path / "run", list[str]()
+    config = CheckpointConfig(every=1)
+    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    monkeypatch.setattr(writer_module, "save_file", failing(failures))
+    monkeypatch.setattr(last_checkpoint, "PAUSE_SECONDS", 0.01)
+    writer.save(snapshot(towers, 5))
+    writer.wait()
+    assert writer.problem
+    done = last_checkpoint.save_again(
+        lambda: snapshot(towers, 5),
+        writer=writer,
+        agreed=lambda value: value,
+        minutes=0.0 if fallback else 0.01,
+        report=events.append,
+        fallback=str(tmp_path / "spare") if fallback else None,
+    )
+    assert done == saved
+    if not saved:
+        assert "step-00000005, is NOT on disk (OSError: [Errno 28] No space left on device)" in events[-1]
+        return
+    found = find_checkpoint(run, "latest", on_event=print, fallback=str(tmp_path / "spare") if fallback else None)
+    assert found is not None
+    assert found.step == 5
+    assert found.path.is_relative_to(tmp_path / "spare") == fallback

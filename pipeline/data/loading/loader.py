@@ -14,7 +14,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.resume import restore_position, save_position
+from pipeline.data.loading.stalls import describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import MASK
@@ -34,8 +35,9 @@ from pipeline.data.order.mixture import Mixture, load_mixture
 from pipeline.data.order.streams import Layout, make_layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
+from pipeline.distributed.signals import signals_blocked
 from pipeline.distributed.world import World, ranks_here
-from pipeline.errors import UserError
+from pipeline.errors import StalledError, UserError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -209,13 +211,17 @@ class Loader:
             prefetch_factor=self._config.prefetch,
             multiprocessing_context=_start_forkserver(),
             collate_fn=_as_is,
+            timeout=60 * self._config.timeout_minutes,
         )
-        return iter(loader)
+        with signals_blocked():  # torch may start helper processes here
+            return iter(loader)
 
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
         try:
             part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
+            if self._config.workers and "DataLoader timed out" in str(error):
+                raise self._stalled(parts) from error
             if not (self._config.workers and _means_worker_died(error)):
                 raise
             raise UserError(
@@ -228,6 +234,18 @@ class Loader:
             self.close()
             raise UserError(part.message)
         return part
+
+    def _stalled(self, parts: Any) -> StalledError:
+        """What the workers are doing, after a wait that took too long. They are killed."""
+        lines = describe_workers([worker.pid for worker in parts._workers])
+        for worker in parts._workers:
+            worker.kill()  # a stopped process ignores everything else, and would outlive this one
+        self._parts = None
+        return StalledError(
+            f"No batch came from the loading workers for {self._config.timeout_minutes:g} minutes "
+            f"(data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
+            f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
+        )
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""
@@ -301,5 +319,7 @@ def _start_forkserver() -> Any:
     """Start the fork server of the workers if it is not running; returns while it is still importing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.data.loading.preload"])
-    forkserver.ensure_running()
+    with signals_blocked():
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
     return context

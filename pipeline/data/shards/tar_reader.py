@@ -12,6 +12,10 @@ from typing import BinaryIO
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
+LARGEST = 2**53
+"""Larger sizes are damage; seeking to some of them would raise OverflowError."""
+LARGEST_EXTENSION = 1 << 20
+"""Bytes of a PAX header or long name; larger ones are damage, and would take long to parse."""
 REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
 
 
@@ -116,11 +120,11 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
         name, size, kind = _parse(header)
         position += BLOCK
         if kind == PAX:
-            override = _pax(_payload(file, size))
+            override = _pax(_extension(file, size))
         elif kind == GNU_LONG_NAME:
-            override = {"path": _payload(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
+            override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         elif kind in REGULAR:
-            size = int(override.get("size", size))
+            size = _overridden_size(override, size)
             name, override = override.get("path", name), {}
             if _is_member(name):
                 yield name, size, start
@@ -147,7 +151,7 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
         raise DamagedTar("is compressed, so readers cannot seek in it: store it as a plain tar")
     try:
         stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
-        size = _number(header[124:136])
+        size = _checked_size(_number(header[124:136]))
     except ValueError as error:
         raise DamagedTar("has a damaged header") from error
     if stored != sum(header) - sum(header[148:156]) + 8 * ord(" "):
@@ -158,6 +162,23 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
     return name.decode("utf-8", "surrogateescape"), size, header[156:157]
 
 
+def _overridden_size(override: dict[str, str], size: int) -> int:
+    """A member's size, which a PAX record may replace."""
+    if "size" not in override:
+        return size
+    try:
+        return _checked_size(int(override["size"]))
+    except ValueError as error:
+        raise DamagedTar("has a damaged PAX header") from error
+
+
+def _checked_size(size: int) -> int:
+    """A size that a file can have. Raises: ValueError."""
+    if not 0 <= size <= LARGEST:
+        raise ValueError(f"no file has {size} bytes")
+    return size
+
+
 def _number(field: bytes) -> int:
     """An octal field, or GNU's base-256 encoding for 8 GiB and more."""
     if field[0] & 0x80:
@@ -166,16 +187,26 @@ def _number(field: bytes) -> int:
 
 
 def _pax(payload: bytes) -> dict[str, str]:
-    """The records `length key=value\\n` of a PAX header."""
+    """The records `length key=value\n` of a PAX header."""
     found: dict[str, str] = {}
-    while payload:
-        length, _, rest = payload.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(payload):
+    position = 0
+    while position < len(payload):
+        space = payload.find(b" ", position, position + 20)
+        digits = payload[position : max(space, 0)]
+        end = position + int(digits) if digits.isdigit() else 0
+        if not position < space < end <= len(payload):
             raise DamagedTar("has a damaged PAX header")
-        keyword, _, value = rest[: int(length) - len(length) - 2].partition(b"=")
+        keyword, _, value = payload[space + 1 : end - 1].partition(b"=")
         found[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        payload = payload[int(length) :]
+        position = end
     return found
+
+
+def _extension(file: BinaryIO, size: int) -> bytes:
+    """The payload of a PAX header or a long name."""
+    if size > LARGEST_EXTENSION:
+        raise DamagedTar("has a damaged header")
+    return _payload(file, size)
 
 
 def _payload(file: BinaryIO, size: int) -> bytes:

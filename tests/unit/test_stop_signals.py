@@ -1,0 +1,63 @@
+"""Signals that ask a run to stop, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.launch import ROOT
+
+STARTING = """
+import hashlib
+from pipeline.distributed.signals import exit_on_stop_signals
+exit_on_stop_signals()
+print("ready", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C code, in which no handler of Python runs
+"""
+TRAINING = """
+import time
+from pipeline.distributed.signals import exit_on_stop_signals, stop_signals
+exit_on_stop_signals()
+with stop_signals() as received:
+    print("ready", flush=True)
+    while not received:
+        time.sleep(0.01)
+    print("saved", flush=True)
+"""
+
+
+def ended_by(number: signal.Signals, code: str, *, before: Callable[[], object] | None = None) -> tuple[int, str, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=before,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(number: signal.Signals) -> None:
+    code, _, errors = ended_by(number, STARTING)
+    assert code == 75
+    assert f"Stopped by {number.name} while starting" in errors
+
+
+def test_a_shell_that_ignores_sigint_does_not_change_its_meaning() -> None:
+    code, _, _ = ended_by(signal.SIGINT, STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert code == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_while_training_a_signal_is_collected(number: signal.Signals) -> None:
+    assert ended_by(number, TRAINING) == (0, "saved\n", "")

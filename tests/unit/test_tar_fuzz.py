@@ -1,0 +1,114 @@
+"""Damaged tars: only the documented errors, in bounded time, from both readers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_prep.dataset import canonical_tar
+from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset
+from tests.shards import sample, write_tar
+
+MUTATIONS, SECONDS = 2000, 1.0
+HEADER_FIELDS = ((124, 136), (148, 156), (156, 157), (257, 265), (345, 500), (0, 100))
+"""Size, checksum, type, magic, prefix, name."""
+
+
+def valid_tars(folder: Path) -> list[bytes]:
+    """A USTAR, a GNU and a PAX tar, the latter two with long names."""
+    tars = []
+    for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
+        path = folder / f"{number}.tar"
+        write_tar(path, [sample(i) for i in range(3)], format=form)
+        if form != tarfile.USTAR_FORMAT:
+            with tarfile.open(path, "a", format=form) as tar:
+                info = tarfile.TarInfo("n" * 180 + ".jpg")
+                info.size = 5
+                tar.addfile(info, io.BytesIO(b"12345"))
+        tars.append(path.read_bytes())
+    return tars
+
+
+def with_checksum(header: bytearray) -> bytearray:
+    """A header whose checksum is right again, so that readers believe the rest."""
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return header
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Damage one to four places: bits, fields of headers (with their checksum corrected), cuts, repeated parts."""
+    damaged = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.random()
+        if kind < 0.6 and len(damaged) >= 512:
+            start = 512 * rng.randrange(len(damaged) // 512)
+            header = bytearray(damaged[start : start + 512])
+            low, high = rng.choice(HEADER_FIELDS)
+            values = (rng.randbytes(high - low), b"7" * (high - low), b"\xff" * (high - low), b"\x80" + b"\xff" * 40)
+            header[low:high] = rng.choice(values)[: high - low].ljust(high - low, b"\0")
+            damaged[start : start + 512] = with_checksum(header) if rng.random() < 0.8 else header
+        elif kind < 0.8 and damaged:
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        elif kind < 0.9:
+            del damaged[rng.randrange(len(damaged) + 1) :]
+        elif len(damaged) > 1024:
+            start = rng.randrange(len(damaged) - 512)
+            damaged[start:start] = damaged[start : start + 512]
+    return bytes(damaged)
+
+
+def ours(data: bytes, _: Path) -> None:
+    for read in (lambda file: list(read_records(file)), count_records, lambda file: record_offset(file, 2)):
+        with contextlib.suppress(DamagedTar):
+            read(io.BytesIO(data))
+
+
+def preparation(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+    with contextlib.suppress(tarfile.TarError):
+        list(canonical_tar.samples(path))
+
+
+@pytest.mark.parametrize("reader", [ours, preparation])
+def test_damage_raises_only_what_is_documented_and_soon(reader: Callable[[bytes, Path], None], tmp_path: Path) -> None:
+    tars, rng, slowest = valid_tars(tmp_path), random.Random(20261122), 0.0
+    for number in range(MUTATIONS):
+        data = mutate(rng.choice(tars), rng)
+        start = time.process_time()
+        try:
+            reader(data, tmp_path / "damaged.tar")
+        except Exception as error:
+            raise AssertionError(f"mutation {number}: {type(error).__name__}: {error}") from error
+        slowest = max(slowest, time.process_time() - start)
+    assert slowest < SECONDS
+
+
+def header(name: bytes, size: bytes, kind: bytes) -> bytes:
+    block = bytearray(512)
+    block[: len(name)], block[124 : 124 + len(size)], block[156:157], block[257:263] = name, size, kind, b"ustar\0"
+    return bytes(with_checksum(block))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(header(b"0.jpg", b"\x80" + b"\xff" * 11, b"0"), id="a size that no file has"),
+        pytest.param(header(b"0.jpg", b"-0000000001\0", b"0"), id="a negative size"),
+        pytest.param(
+            header(b"x", b"%011o\0" % 20, b"x") + b"20 size=-1234567890\n".ljust(512, b"\0")
+            + header(b"0.jpg", b"%011o\0" % 5, b"0"), id="a negative size in a PAX header"),
+        pytest.param(header(b"x", b"%011o\0" % 9000, b"x") + b"9" * 9216, id="a PAX length of 9,000 digits"),
+        pytest.param(header(b"x", b"%011o\0" % (1 << 21), b"x") + b"4 a\n" * (1 << 19), id="a PAX header of 2 MiB"),
+    ],
+)  # fmt: skip
+def test_damaged_sizes_are_damage(data: bytes) -> None:
+    with pytest.raises(DamagedTar):
+        list(read_records(io.BytesIO(data)))

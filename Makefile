@@ -10,8 +10,9 @@ DOCUMENTABLE := $(VENV)/.documentable
 PAUSES ?= 5 30 120
 INSTALL = @trap 'exit 130' INT; install() { \
 	for pause in $(PAUSES) none; do \
-		echo "pip install $$*"; $(BIN)/python -m pip install --quiet "$$@" && return; \
-		test $$pause != none || return 1; \
+		echo "Installing $$*"; \
+		$(BIN)/python -m pip install --quiet "$$@" >$(VENV)/pip.log 2>&1 && return; \
+		cat $(VENV)/pip.log; test $$pause != none || return 1; \
 		echo "That failed; once more in $$pause s"; sleep $$pause; \
 	done; }; install
 export DS_BUILD_OPS := 0
@@ -33,25 +34,25 @@ environment: $(READY)
 
 # Two steps, so that deepspeed finds torch when it is built.
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch torchvision setuptools wheel
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@touch $@
 
 # What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
 # clip-benchmark, which need none of what it depends on.
 $(TESTABLE): $(READY)
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
-	touch $@
+	@touch $@
 
 $(DOCUMENTABLE): $(READY)
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,docs]'
-	touch $@
+	@touch $@
 
 demo: $(READY)
-	$(BIN)/neuclip demo
+	@$(BIN)/neuclip demo
 
 # Two files at a time, one thread each: most tests wait for processes that they start.
 test: $(TESTABLE)

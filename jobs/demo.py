@@ -37,20 +37,25 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     from pipeline.training.recipe import load_recipe
 
     data = Path(f"{output}-data")
-    run = load_recipe(RECIPE, [f"output={output}", f"data.sources={data / 'shards'}", *overrides])
+    given = [f"output={output}", f"data.sources={data / 'shards'}", "telemetry.progress=brief"]
+    run = load_recipe(RECIPE, [*given, *overrides])
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
+    click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
     keep_or_clear(scenes, data, Path(output))
     stages = Stages(Path(output))
-    with stages.timed("corpus and ingestion"):
-        ingest(scenes, data)
-    with stages.timed("evaluation sets"):
-        make_suite(scenes, data / "suite")
-    with stages.timed("training"):
-        code = train(run)
-    if code:
-        return code
-    with stages.timed("evaluation"):
-        evaluate(run.output, data / "suite")
+    with stages.timed("corpus and ingestion") as stage:
+        stage.done(ingest(scenes, data))
+    with stages.timed("evaluation sets") as stage:
+        stage.done(make_suite(scenes, data / "suite"))
+    with stages.timed("training") as stage:
+        code, text = train(run)
+        if code:
+            return code
+        stage.done(text)
+    with stages.timed("evaluation") as stage:
+        lines = evaluate(run.output, data / "suite")
+        stage.done(f"{len(lines)} tasks at the last checkpoint")
+    click.echo("\n".join(lines))
     report = write_report(output)
     click.echo(f"\nAll done. Open {report}")
     return 0
@@ -84,81 +89,104 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
     mark.write_text(digest + "\n")
 
 
-def ingest(scenes: Any, data: Path) -> None:
-    """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted."""
+def ingest(scenes: Any, data: Path) -> str:
+    """Serve the corpus on 127.0.0.1 and download it like any other URL table; continues what was interrupted.
+
+    Returns:
+        What came of it, in a line.
+    """
     from data_prep.dataset.ingest_report import write_report as write_ingestion_report
     from data_prep.ingest import download
     from data_prep.scenes import serve_scenes, write_url_table
     from data_prep.settings.download_config import DownloadConfig
-    from jobs.download import ProgressBar, summary
+    from jobs.download import ProgressBar
     from pipeline.config import merge, parse, read_yaml
     from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest
 
     shards, table, port_file = data / "shards", data / "urls.parquet", data / "port"
     if (shards / MANIFEST_NAME).exists():
-        click.echo(f"Ingestion: done already. {summary(load_manifest(shards), shards)}")
-        return
+        return f"{_counted(load_manifest(shards))}, done already"
     data.mkdir(parents=True, exist_ok=True)
     # The URLs of an interrupted run name its port: take the same one again.
     port = int(port_file.read_text()) if port_file.exists() else 0
     with serve_scenes(scenes, port=port) as base:
         if not table.exists():
             port_file.write_text(base.rpartition(":")[2])
-            click.echo(f"Ingestion: {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web.")
+            click.echo(f"  {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web")
             write_url_table(scenes, base, table, processes=2)
         given = {"output": str(shards), "source": {"table": str(table)}}
         with ProgressBar() as progress:
             manifest = download(parse(DownloadConfig, merge(read_yaml(INGESTION), given)), on_progress=progress)
-    click.echo(summary(manifest, shards))
-    click.echo(f"What was fetched and what was not: {write_ingestion_report(shards)}")
+    write_ingestion_report(shards)
+    return _counted(manifest)
 
 
-def make_suite(scenes: Any, folder: Path) -> None:
-    """The held-out tasks, in the layout of the real benchmark."""
+def _counted(manifest: Any) -> str:
+    share, reasons = manifest.n / manifest.attempted, len(manifest.failures)
+    return f"{manifest.n:,} of {manifest.attempted:,} URLs gave a sample ({share:.1%}), {reasons} reasons counted"
+
+
+def make_suite(scenes: Any, folder: Path) -> str:
+    """The held-out tasks, in the layout of the real benchmark. Returns: what was made, in a line."""
     from data_prep.scenes import write_suite
 
     if (folder / "suite.json").exists():
-        return
-    tasks = write_suite(scenes, folder)
-    click.echo(f"Evaluation sets: {', '.join(tasks)}")
+        return "done already"
+    return f"{len(write_suite(scenes, folder))} held-out tasks"
 
 
-def train(run: Any) -> int:
-    """Train, or continue, or say that it is done."""
+def train(run: Any) -> tuple[int, str]:
+    """Train, or continue, unless it is done. Returns: the exit code, and what was done in a line."""
     from pipeline.checkpoint.layout import finished_checkpoints, step_of
     from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))
     if done and step_of(done[-1]) >= run.total_steps:
-        click.echo(f"Training: done already ({run.total_steps} steps).")
-        return 0
-    click.echo(f"Training: {run.total_steps} steps of {run.batch_size} pairs, {run.objective.name}, {run.model.arch}.")
-    return train_run(run, resume="latest")
+        return 0, f"{run.total_steps:,} steps, done already"
+    click.echo(
+        "  The loss has no lower bound at 0: it turns negative as pairs align. Normalizer gap: difference, in nats,\n"
+        "  between the log-normalizers that the method predicts and those of the batch."
+    )
+    code = train_run(run, resume="latest")
+    return code, f"{run.total_steps:,} steps of {run.batch_size} pairs, {run.objective.name}, {run.model.arch}"
 
 
-def evaluate(run: str, suite: Path) -> None:
-    """Score every checkpoint that the run kept."""
+def evaluate(run: str, suite: Path) -> list[str]:
+    """Score every checkpoint that the run kept. Returns: a line per task of the last one."""
     from pipeline.checkpoint.layout import finished_checkpoints
     from pipeline.evaluation import evaluate as evaluate_run
 
     checkpoints = [str(path) for path in finished_checkpoints(Path(run))]
     evaluations = evaluate_run(checkpoints, suite=suite)
     latest = evaluations[-1]
-    click.echo(f"Evaluation of {Path(latest.model.source).name}:")
-    for task, result in latest.results.items():
-        click.echo(f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})")
+    lines = [
+        f"  {task:<24} {result.score:7.1%}   {result.main_metric} (chance {result.chance:.1%})"
+        for task, result in latest.results.items()
+    ]
     failures = {task: text for found in evaluations for task, text in found.failures.items()}
     if failures:
         from pipeline.errors import UserError
 
         raise UserError("Not every task could be scored. " + " ".join(f"{k}: {text}" for k, text in failures.items()))
+    return lines
 
 
 def write_report(run: str) -> Path:
-    """The page that a person wants to look at."""
+    """The page that a person wants to look at, and the scores in TensorBoard."""
     from pipeline.report import write_report as write
+    from pipeline.report.tensorboard_scores import update_scores
 
+    update_scores(run)
     return write([run])
+
+
+class Stage:
+    """A stage that is running; `done` says what came of it."""
+
+    text = ""
+
+    def done(self, text: str) -> None:
+        self.text = text
 
 
 class Stages:
@@ -172,10 +200,16 @@ class Stages:
             self._seconds = json.loads(self._path.read_text(encoding="utf-8"))
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+    def timed(self, name: str) -> Iterator[Stage]:
+        """Time a stage; when it succeeds, one line says so with what came of it and the time it took."""
+        from pipeline.report.charts import duration
+
+        stage, start = Stage(), time.perf_counter()
         try:
-            yield
+            yield stage
+            if stage.text:
+                tick, took = click.style("✓", fg="green"), duration(time.perf_counter() - start)
+                click.echo(f"{tick} {name.capitalize():<21} {stage.text}  [{took}]")
         finally:
             # An interrupted stage adds up; one that is skipped because it is done adds next to nothing.
             self._seconds[name] = round(self._seconds.get(name, 0.0) + time.perf_counter() - start, 2)

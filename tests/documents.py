@@ -227,6 +227,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "docker": _container,
     "apptainer": _container,
     "source": _foreign,
+    "git": _foreign,
     "tensorboard": _foreign,
     "pytest": _foreign,
     "ruff": _foreign,

@@ -29,8 +29,9 @@ class TelemetryConfig:
     """Write RUN/tensorboard/ beside RUN/metrics.jsonl."""
     trackers: tuple[str, ...] = ()
     """Further sinks, by the names under which pipeline/metrics/sinks.py registers them."""
-    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
-    """"auto": a bar on a terminal, plain lines elsewhere."""
+    progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
+    """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same without events, which are in
+    RUN/metrics.jsonl, and with a line every 30 seconds."""
     histograms_every: int | None = Field(default=1000, ge=1)
     """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
     images_every: int | None = Field(default=1000, ge=1)

@@ -30,7 +30,7 @@ class SinkContext:
     total_steps: int
     first_step: int
     """The step at which this process continues; records of later steps are outdated."""
-    progress: Literal["auto", "bar", "lines", "quiet"] = "auto"
+    progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
     """The setting `telemetry.progress`."""
 
 
@@ -184,15 +184,16 @@ def progress(context: SinkContext) -> Sink:
     """The terminal: a bar where there is one, else plain lines, as `telemetry.progress` says."""
     if context.progress == "quiet":
         return QuietSink()
-    if context.progress == "bar" or (context.progress == "auto" and sys.stdout.isatty()):
-        return ProgressBarSink(context)
-    return ProgressLines(context)
+    brief = context.progress == "brief"
+    if context.progress == "bar" or (context.progress in ("auto", "brief") and sys.stdout.isatty()):
+        return ProgressBarSink(context, events=not brief)
+    return ProgressLines(context, seconds=30.0 if brief else 5.0, events=not brief)
 
 
 class ProgressBarSink(QuietSink):
-    """A progress bar with the most important metrics."""
+    """A progress bar with the most important metrics; without events it vanishes at the end."""
 
-    def __init__(self, context: SinkContext) -> None:
+    def __init__(self, context: SinkContext, *, events: bool = True) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -203,7 +204,8 @@ class ProgressBarSink(QuietSink):
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, refresh_per_second=4)
+        self._events = events
+        self._bar = Progress(*columns, refresh_per_second=4, transient=not events)
         self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
         self._bar.start()
 
@@ -214,7 +216,8 @@ class ProgressBarSink(QuietSink):
             self._print(score_line(step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        self._print(message)
+        if self._events:
+            self._print(message)
 
     def close(self) -> None:
         self._bar.stop()
@@ -226,8 +229,8 @@ class ProgressBarSink(QuietSink):
 class ProgressLines(QuietSink):
     """One plain line per record, at most one every few seconds: for log files."""
 
-    def __init__(self, context: SinkContext, *, seconds: float = 5.0) -> None:
-        self._total, self._seconds, self._last = context.total_steps, seconds, 0.0
+    def __init__(self, context: SinkContext, *, seconds: float = 5.0, events: bool = True) -> None:
+        self._total, self._seconds, self._last, self._events = context.total_steps, seconds, 0.0, events
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -242,7 +245,8 @@ class ProgressLines(QuietSink):
         print(f"step {step}/{self._total}  {headline(values)}  ETA {_clock(left)}", flush=True)
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        print(message, flush=True)
+        if self._events:
+            print(message, flush=True)
 
 
 def headline(scalars: Mapping[str, float]) -> str:
@@ -251,7 +255,7 @@ def headline(scalars: Mapping[str, float]) -> str:
         ("samples_per_second", "{:,.0f} samples/s"),
         ("loss", "loss {:.4f}"),
         ("tau", "tau {:.4f}"),
-        ("normalizer_gap", "gap {:.3f}"),
+        ("normalizer_gap", "normalizer gap {:.3f}"),
         ("data_wait", "data wait {:.0%}"),
     )
     return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ def test_demo_from_urls_to_report_and_again(tmp_path: Path) -> None:
     first = run("jobs.cli", *arguments, timeout=500)
     assert "of 1,000 URLs gave a sample" in first.stdout
     assert "All done" in first.stdout
+    stages = re.findall(r"^✓ (\w.*?)  .*\[.* s\]$", first.stdout, re.MULTILINE)
+    assert [stage.split()[0] for stage in stages] == ["Corpus", "Evaluation", "Training", "Evaluation"]
+    assert not re.search(r"^(Checkpoint|Epoch) ", first.stdout, re.MULTILINE), "events are in metrics.jsonl"
+    assert list((output / "tensorboard" / "evaluation").glob("events*")), "scores without a further command"
 
     manifest = json.loads((tmp_path / "demo-data" / "shards" / "manifest.json").read_text())
     assert manifest["attempted"] == 1000
@@ -41,6 +46,6 @@ def test_demo_from_urls_to_report_and_again(tmp_path: Path) -> None:
     assert set(json.loads((output / "stages.json").read_text())) >= {"corpus and ingestion", "training", "evaluation"}
 
     again = run("jobs.cli", *arguments, timeout=200)
-    assert "Ingestion: done already" in again.stdout
-    assert "Training: done already" in again.stdout
+    assert re.search(r"✓ Corpus and ingestion .* done already", again.stdout)
+    assert re.search(r"✓ Training .* done already", again.stdout)
     assert "All done" in again.stdout

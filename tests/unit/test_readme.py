@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -182,3 +184,25 @@ def test_the_snippet_of_the_methods_page_runs() -> None:
     scope: dict[str, object] = {}
     exec(blocks("python", ROOT / "docs" / "methods.md")[0], scope)
     assert scope["objective"].config.name == "fastclip_v3"  # type: ignore[attr-defined]
+
+
+def test_the_picture_is_drawn_from_the_committed_results(tmp_path: Path) -> None:
+    from jobs.demo_figure import COLOURS, DATA_NAME, FOLDER, draw
+
+    data = json.loads((FOLDER / DATA_NAME).read_text(encoding="utf-8"))
+    for theme in COLOURS:
+        drawn = (FOLDER / f"demo-{theme}.svg").read_text(encoding="utf-8")
+        assert drawn == draw(data, theme), "run `python -m jobs.demo_figure`"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{data['pairs']:,} pairs" in text
+    assert len(text.splitlines()) < 200
+
+
+def test_the_badges_are_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    badges = {path.stem.partition("-")[2]: path.read_text() for path in (ROOT / "docs/figures").glob("badge-*.svg")}
+    assert f"version: {project['version']}" in badges["version"]
+    assert project["license"] == "Apache-2.0"
+    assert "Apache 2.0" in badges["licence"]
+    lowest, below = re.findall(r"3\.(\d+)", project["requires-python"])
+    assert " | ".join(f"3.{minor}" for minor in range(int(lowest), int(below))) in badges["python"]

@@ -29,10 +29,11 @@ def sections() -> Iterator[tuple[str, str]]:
                 yield ".".join(path.relative_to(ROOT).with_suffix("").parts), node.name
 
 
-@pytest.mark.xfail(reason="sections are being converted one by one", strict=False)
 @pytest.mark.parametrize(("module", "name"), sections(), ids=lambda value: value)
 def test_every_setting_is_documented(module: str, name: str) -> None:
     missing = undocumented(getattr(importlib.import_module(module), name))
+    if missing and module.startswith("pipeline.evaluation."):
+        pytest.xfail("the evaluation's sections are being converted")
     assert not missing, f"{module}.{name} needs a docstring under each of: {', '.join(missing)}"
 
 

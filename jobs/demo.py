@@ -42,7 +42,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
     click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
     keep_or_clear(scenes, data, Path(output))
-    stages = Stages(Path(output))
+    stages = DemoStages(Path(output))
     with stages.timed("corpus and ingestion") as stage:
         stage.done(ingest(scenes, data))
     with stages.timed("evaluation sets") as stage:
@@ -180,7 +180,7 @@ def write_report(run: str) -> Path:
     return write([run])
 
 
-class Stage:
+class DemoStage:
     """A stage that is running; `done` says what came of it."""
 
     text = ""
@@ -189,7 +189,7 @@ class Stage:
         self.text = text
 
 
-class Stages:
+class DemoStages:
     """Seconds that each stage took, in RUN/stages.json; a stage that was found done keeps its first time."""
 
     def __init__(self, run: Path) -> None:
@@ -200,11 +200,11 @@ class Stages:
             self._seconds = json.loads(self._path.read_text(encoding="utf-8"))
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[Stage]:
+    def timed(self, name: str) -> Iterator[DemoStage]:
         """Time a stage; when it succeeds, one line says so with what came of it and the time it took."""
         from pipeline.report.charts import duration
 
-        stage, start = Stage(), time.perf_counter()
+        stage, start = DemoStage(), time.perf_counter()
         try:
             yield stage
             if stage.text:

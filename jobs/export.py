@@ -12,23 +12,49 @@ import click
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--torch", "with_torch", is_flag=True, help="Also both towers as torch.export programs (.pt2).")
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also both towers as ONNX; needs the extra `onnx`.")
-def command(checkpoint: Path, output: Path, with_torch: bool, with_onnx: bool) -> None:
+@click.option(
+    "--format", "form", type=click.Choice(["open_clip", "transformers"]), default="open_clip", show_default=True
+)
+@click.option("--license", "licence", metavar="ID", help="Licence of the weights in the model card: apache-2.0, ...")
+@click.option("--push", metavar="REPO", help="Upload the export to this repository of the hub (OWNER/NAME).")
+@click.option("--private", is_flag=True, help="With --push: a repository that it creates is private.")
+def command(
+    checkpoint: Path,
+    output: Path,
+    with_torch: bool,
+    with_onnx: bool,
+    form: str,
+    licence: str | None,
+    push: str | None,
+    private: bool,
+) -> None:
     """Export CHECKPOINT (one of a run's, or the run: its newest) into the new folder OUTPUT.
 
     OUTPUT/open_clip_model.safetensors loads with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), and the
-    folder as "local-dir:OUTPUT" or, uploaded, as "hf-hub:NAME". Everything written is held against the trained model.
+    folder as "local-dir:OUTPUT" or, uploaded, as "hf-hub:NAME". --format transformers writes a CLIPModel instead.
+    Everything written is compared with the trained model.
     """
-    from pipeline.export.exporter import choose_checkpoint, export, logit_parameters
+    from pipeline.errors import UserError
+    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters
     from pipeline.export.model_card import model_card
 
     chosen = choose_checkpoint(checkpoint)
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
     scale, bias = logit_parameters(chosen.path)
-    card = model_card(chosen, scale=scale, bias=bias, programs=programs)
-    exported = export(chosen, output, card=card, programs=programs)
+    if form == "transformers" and programs:
+        raise UserError("--torch and --onnx go with the open_clip format: export twice, into two folders.")
+    card = model_card(chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence)
+    if form == "transformers":
+        exported = export_transformers(chosen, output, card=card, logit_scale=scale)
+    else:
+        exported = export(chosen, output, card=card, programs=programs)
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")
+    if push:
+        from pipeline.export.hub import push as upload
+
+        click.echo(f"Uploaded: {upload(output, push, private=private)}")
 
 
 if __name__ == "__main__":

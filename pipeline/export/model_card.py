@@ -1,4 +1,4 @@
-"""The model card of an export: what the run's own files say about it, and nothing they do not."""
+"""The model card of an export, from the run's own files only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
-from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.architectures import CONFIG_NAME, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
@@ -18,19 +18,32 @@ METRICS_NAME = "metrics.jsonl"
 SHOWN_METRICS = ("loss", "tau", "normalizer_gap", "lr", "samples_per_second", "corrupt_samples")
 
 
-def model_card(checkpoint: Checkpoint, *, scale: float, bias: float, programs: tuple[str, ...] = ()) -> str:
+def model_card(
+    checkpoint: Checkpoint,
+    *,
+    scale: float,
+    bias: float,
+    programs: tuple[str, ...] = (),
+    form: str = "open_clip",
+    licence: str | None = None,
+) -> str:
     """README.md with the front matter that model hubs read.
 
-    Args: scale, bias: of open_clip's logits. programs: kinds of further files, see `pipeline.export.exporter`.
+    Args:
+        checkpoint: The exported checkpoint.
+        scale: Of open_clip's logits, 1 / tau.
+        bias: Of open_clip's logits.
+        programs: Kinds of further files, see `pipeline.export.tower_programs`.
+        form: What loads the folder, open_clip or transformers.
+        licence: The hub's identifier of the weights' licence.
     """
     run = checkpoint.path.parent.parent
     config = checkpoint.meta["config"]
     method, arch = config["objective"]["name"], json.loads((checkpoint.path / CONFIG_NAME).read_text())["architecture"]
-    tags = "\n".join(f"- {tag}" for tag in ("clip", "open_clip", "neuclip", method))
     parts = [
-        f"---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n{tags}\n---",
+        _front_matter(form=form, method=method, licence=licence),
         f"# {arch}, trained with {method}",
-        _usage(arch, bias=bias, image_size=config["model"].get("image_size")),
+        _usage_transformers() if form == "transformers" else _usage(arch, bias=bias, config=config["model"]),
         "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
     ]
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
@@ -39,28 +52,72 @@ def model_card(checkpoint: Checkpoint, *, scale: float, bias: float, programs: t
     parts.append("## Evaluation\n\n" + _evaluation(run, checkpoint.path.name))
     if programs:
         kinds = {"torch": "`image.pt2`, `text.pt2` (torch.export)", "onnx": "`image.onnx`, `text.onnx` (ONNX)"}
+        files = ", ".join(kinds[program] for program in programs)
         parts.append(
-            "## Further files\n\n"
-            + ", ".join(kinds[p] for p in programs)
-            + ": normalised images [B, 3, H, W] or tokens "
-            "[B, L] to unit-norm features [B, d], any batch size."
+            f"## Further files\n\n{files}: normalised images [B, 3, H, W] or tokens [B, L] to unit-norm features "
+            "[B, d], any batch size."
         )
-    parts.append("Every setting is in `config.yaml`.")
+    said = licence or "not stated by whoever trained it; that of the training data and of any starting weights applies"
+    parts.append(f"## Licence\n\nOf these weights: {said}.")
+    if form == "open_clip":
+        parts.append("Every setting is in `config.yaml`.")
     return "\n\n".join(parts) + "\n"
 
 
-def _usage(arch: str, *, bias: float, image_size: int | None) -> str:
-    extra = f", force_image_size={image_size}" if image_size else ""
-    extra += ", init_logit_bias=0.0" if bias else ""
-    return (
-        "```python\nimport open_clip\n\n"
-        '# This folder, or a hub repository with its files ("hf-hub:NAME"):\n'
-        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")\n'
-        'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")\n'
-        "# Or the weights alone, for an architecture that open_clip knows:\n"
-        f'model, _, preprocess = open_clip.create_model_and_transforms("{arch}", '
-        f'pretrained="FOLDER/{WEIGHTS_NAME}"{extra})\n```'
-    )
+def _front_matter(*, form: str, method: str, licence: str | None) -> str:
+    tags = "\n".join(f"- {tag}" for tag in dict.fromkeys(("clip", form, "neuclip", method)))
+    stated = f"license: {licence}\n" if licence else ""
+    return f"---\nlibrary_name: {form}\npipeline_tag: zero-shot-image-classification\n{stated}tags:\n{tags}\n---"
+
+
+def _usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
+    """A snippet that runs as it is in the export's folder."""
+    lines = [
+        "import open_clip",
+        "import torch",
+        "from PIL import Image",
+        "",
+        'FOLDER = "."  # this folder; for a hub repository give "hf-hub:OWNER/NAME" instead of "local-dir:..." below',
+        'model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER}")',
+        'tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")',
+        "model.eval()",
+        'image = preprocess(Image.new("RGB", (640, 480), "red")).unsqueeze(0)  # your picture: Image.open(...)',
+        'classes = ["red", "green", "blue"]',
+        "with torch.no_grad():",
+        '    logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))',
+        "print(dict(zip(classes, logits[0].softmax(0).tolist())))",
+    ]
+    text = "```python\n" + "\n".join(lines) + "\n```"
+    built_in = Path(load_open_clip().__file__).parent / "model_configs" / f"{arch}.json"
+    if built_in.is_file():
+        sizes = ("image_size", "force_image_size"), ("context_length", "force_context_length")
+        extra = "".join(f", {theirs}={config[ours]}" for ours, theirs in sizes if config.get(ours))
+        extra += ", init_logit_bias=0.0" if bias else ""
+        text += (
+            "\n\nThe weights alone, since open_clip knows this architecture:\n\n```python\n"
+            f'model = open_clip.create_model("{arch}", pretrained=f"{{FOLDER}}/{WEIGHTS_NAME}"{extra})\n```'
+        )
+    return text
+
+
+def _usage_transformers() -> str:
+    """A snippet that runs as it is in the export's folder."""
+    return """```python
+import torch
+from PIL import Image
+from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
+model = CLIPModel.from_pretrained(FOLDER).eval()
+tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
+image = Image.new("RGB", (640, 480), "red")  # your picture: Image.open(...)
+classes = ["red", "green", "blue"]
+prompts = [f"a photo of something {name}" for name in classes]
+texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
+with torch.no_grad():
+    logits = model(**texts, **processor(image, return_tensors="pt")).logits_per_image
+print(dict(zip(classes, logits[0].softmax(0).tolist())))
+```"""
 
 
 def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[str, str]]:

@@ -1,0 +1,103 @@
+"""Towers as programs that need no open_clip: torch.export (.pt2) and ONNX, each checked against the towers."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.model.towers import Towers
+
+PROGRAMS = ("torch", "onnx")
+
+
+class ImageTower(nn.Module):
+    """[B, 3, H, W] normalised images -> [B, d] unit-norm features."""
+
+    def __init__(self, towers: Towers) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.towers.encode_image(image)
+
+
+class TextTower(nn.Module):
+    """[B, L] tokens -> [B, d] unit-norm features."""
+
+    def __init__(self, towers: Towers) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.towers.encode_text(text)
+
+
+def sides(model: EvaluationModel, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Both towers as (name, module, example inputs)."""
+    yield "image", ImageTower(model.towers).eval(), examples[0]
+    yield "text", TextTower(model.towers).eval(), examples[1]
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Turn off the fused inference kernel of torch's multi-head attention, which no exporter supports."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
+    """Write `SIDE.pt2`. Returns: the largest difference of its features from the tower's."""
+    path = folder / f"{side}.pt2"
+    with _traceable():
+        program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, path)
+        again = torch.export.load(path).module()
+        return max(float((again(x) - tower(x)).abs().max()) for x in (example, example[:2]))
+
+
+def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
+    """Write `SIDE.onnx`. Returns: the largest difference of its features from the tower's, run by onnxruntime."""
+    import onnxruntime
+
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
+    path = folder / f"{side}.onnx"
+    shapes: Any = ({0: torch.export.Dim("batch")},)
+    with _traceable():
+        torch.onnx.export(
+            tower,
+            (example,),
+            path,
+            input_names=[side],
+            output_names=["features"],
+            dynamic_shapes=shapes,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        worst = 0.0
+        for x in (example, example[:2]):
+            (found,) = session.run(None, {side: x.numpy()})
+            worst = max(worst, float((torch.from_numpy(found) - tower(x)).abs().max()))
+    return worst
+
+
+def require_onnx() -> None:
+    """Raises: UserError when a package for ONNX is missing."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

@@ -1,0 +1,170 @@
+"""Exports for the ecosystem: transformers' CLIPModel with equal features, uploads, cards whose snippets run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from click.testing import CliRunner
+
+from jobs.export import command
+from pipeline.errors import UserError
+from pipeline.export import hub
+from pipeline.export.transformers_model import why_not_clip
+from pipeline.model.evaluation_model import load_for_evaluation
+from tests.towers import write_tiny
+from tests.unit.test_export import write_run
+
+TEXTS = ["a red square", "a photo of two dogs, running", "x" * 200]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("transformers")
+    write_tiny(base)
+    return write_run(base / "run", base, bias=0.0)
+
+
+def export(source: Path, output: Path, *options: str) -> str:
+    result = CliRunner().invoke(command, [str(source), str(output), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def snippet(output: Path) -> str:
+    """What the first block of the card's code prints, run in the export's folder."""
+    code = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    printed = io.StringIO()
+    with contextlib.chdir(output), contextlib.redirect_stdout(printed):
+        exec(code, {})
+    return printed.getvalue()
+
+
+def test_transformers_gives_our_features_logits_and_tokens(run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    output = tmp_path / "out"
+    assert "largest difference from the trained model" in export(run, output, "--format", "transformers")
+    trained = load_for_evaluation(str(run))
+    model = transformers.CLIPModel.from_pretrained(str(output)).eval()
+    tokens = transformers.CLIPTokenizer.from_pretrained(str(output))(
+        TEXTS, padding="max_length", truncation=True, max_length=8, return_tensors="pt"
+    )
+    ours = trained.tokenize(TEXTS)
+    ends = ours.argmax(1)
+    for row, end in enumerate(ends.tolist()):
+        assert tokens["input_ids"][row, : end + 1].tolist() == ours[row, : end + 1].tolist()
+    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model(pixel_values=image, **tokens)
+    expected = trained.encode_image(image) @ trained.encode_text(ours).T
+    torch.testing.assert_close(found.image_embeds, trained.encode_image(image), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.text_embeds, trained.encode_text(ours), rtol=0, atol=1e-5)
+    scale = float(torch.tensor(3.25).exp())
+    torch.testing.assert_close(found.logits_per_image / scale, expected, rtol=0, atol=1e-5)
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "red" in snippet(output)
+
+
+def test_the_architectures_that_transformers_can_hold() -> None:
+    for name, reason in {
+        "ViT-B-32": "", "ViT-L-14-quickgelu": "", "ViT-H-14": "", "RN50": "ResNet", "ViT-B-16-SigLIP": "vit_base",
+        "ViT-L-14-CLIPA": "CLIPModel has", "EVA02-B-16": "eva02", "xlm-roberta-base-ViT-B-32": "hf_model_name",
+    }.items():  # fmt: skip
+        found = why_not_clip(open_clip.get_model_config(name))
+        assert (reason in found) if reason else found == "", (name, found)
+
+
+def test_the_open_clip_card_runs_and_has_each_tag_once(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out", "--license", "apache-2.0")
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = card.split("---")[1]
+    assert "license: apache-2.0" in front
+    assert sorted(set(front.splitlines())) == sorted([*front.splitlines()[1:], ""])
+    assert "The weights alone" not in card  # open_clip does not know the tiny architecture
+    assert "red" in snippet(tmp_path / "out")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's upload, as far as `huggingface_hub` asks for it."""
+
+    log: list[tuple[str, Any]]
+    refuse = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.log.append((self.path, body))
+        if self.refuse:
+            self.answer({"error": "you may not"}, 403)
+        elif self.path == "/api/repos/create":
+            self.answer({"url": f"http://{self.headers['Host']}/me/mine", "id": "1"})
+        elif "/preupload/" in self.path:
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for f in json.loads(body)["files"]
+            ]
+            self.answer({"files": files})
+        elif "/commit/" in self.path:
+            self.answer({"commitUrl": f"http://{self.headers['Host']}/me/mine/commit/abc", "commitOid": "abc"})
+        else:
+            self.answer({"success": True})
+
+    def do_GET(self) -> None:
+        self.log.append((self.path, b""))
+        self.answer({"id": "me/mine", "sha": "0" * 40, "siblings": []})
+
+    def answer(self, tree: Any, code: int = 200) -> None:
+        body = json.dumps(tree).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def local_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    import huggingface_hub
+
+    handler = type("Handler", (Hub,), {"log": [], "refuse": False})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    real, address = huggingface_hub.HfApi, f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: real(endpoint=address, token="hf_test"))
+    yield handler
+    server.shutdown()
+
+
+def test_push_uploads_every_file_in_one_commit(run: Path, tmp_path: Path, local_hub: type[Hub]) -> None:
+    told = export(run, tmp_path / "out", "--push", "me/mine", "--private")
+    assert "Uploaded: http://127.0.0.1" in told
+    created = json.loads(next(body for path, body in local_hub.log if path == "/api/repos/create"))
+    assert created.get("visibility") == "private" or created.get("private")
+    commits = [body for path, body in local_hub.log if "/commit/" in path]
+    assert len(commits) == 1
+    lines = [json.loads(line) for line in commits[0].splitlines()]
+    sent = {line["value"]["path"] for line in lines if line["key"] == "file"}
+    assert sent == {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_refused_push_keeps_the_export(run: Path, tmp_path: Path, local_hub: type[Hub]) -> None:
+    local_hub.refuse = True
+    folder = tmp_path / "out"
+    export(run, folder)
+    with pytest.raises(UserError, match=r"me/mine could not be uploaded .*The export is in .*hf upload me/mine"):
+        hub.push(folder, "me/mine")
+    assert (folder / "open_clip_model.safetensors").is_file()
+    assert os.listdir(folder)

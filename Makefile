@@ -43,7 +43,7 @@ $(READY): pyproject.toml constraints.txt
 # What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
 # clip-benchmark, which need none of what it depends on.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,docs,browser]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.completion import complete_settings
 from jobs.recipe_path import TRAINING, RecipePath
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ GIB = 2**30
 @click.command(name="plan")
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of GPUs [the recipe's plan.gpus].")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:
     """Estimate what a recipe will cost: GPU memory by ZeRO stage, steps, arithmetic, GPU hours, reading, shuffling.
 

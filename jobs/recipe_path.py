@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from pipeline.config import suggest
 from pipeline.errors import UserError
@@ -30,3 +31,9 @@ class RecipePath(click.ParamType):
             return str(named)
         known = tuple(sorted(path.stem for path in self.folder.glob("*.yaml")))
         raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names of recipes, or files once a path is begun."""
+        if "/" in incomplete or incomplete.startswith("."):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(path.stem) for path in sorted(self.folder.glob(f"{incomplete}*.yaml"))]

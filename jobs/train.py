@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import click
 
+from jobs.completion import complete_settings
 from jobs.recipe_path import TRAINING, RecipePath
 
 EXIT_CODES = (
@@ -26,25 +27,43 @@ EXIT_CODES = (
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
 @click.option("--dry-run", is_flag=True, help="Check the settings, print all of them resolved, and stop.")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Given by the deepspeed launcher.")
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--ranks", type=click.IntRange(min=1), help="Start so many processes on this machine, one for each GPU.")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(
-    recipe: str | None, resume: str | None, dry_run: bool, local_rank: int | None, overrides: tuple[str, ...]
+    recipe: str | None,
+    resume: str | None,
+    dry_run: bool,
+    local_rank: int | None,
+    ranks: int | None,
+    overrides: tuple[str, ...],
 ) -> int:
     """Train a CLIP model from a recipe; defaults < recipe < SECTION.KEY=VALUE.
 
-    The run's folder (`output`) receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
+    \b
+    Example:  neuclip train --recipe cc3m data.sources=data/cc3m output=runs/mine optimizer.lr=5e-4
+    Several GPUs:  neuclip train --ranks 8 --recipe cc3m output=runs/mine
+
+    `neuclip settings` lists every setting with its default, as docs/settings.md does. The run's folder (`output`)
+    receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
     """
     exit_on_stop_signals()
     from pipeline.config import dump
-    from pipeline.training.recipe import load_recipe
+    from pipeline.training.recipe import check_run, load_recipe
 
     run = load_recipe(recipe, overrides)
+    if ranks is not None:
+        check_run(run, world_size=ranks)
     if dry_run:
-        from pipeline.model.architectures import register
+        from pipeline.model.towers import check_model
 
-        register(run.model.arch)
+        check_model(run.model)
         click.echo(dump(run), nl=False)
         return 0
+    if ranks is not None and ranks > 1:
+        from pipeline.distributed.launch import launch
+
+        given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
+        return launch("jobs.train", [*given, *overrides], ranks=ranks)
     from pipeline.training.run import train
 
     return train(run, resume=resume)

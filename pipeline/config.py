@@ -167,12 +167,29 @@ def _section_in(hint: Any) -> Any:
     return next((c for c in candidates if dataclasses.is_dataclass(c)), None)
 
 
+# What people call a setting -> its name here.
+_SYNONYMS = {
+    "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "warmup": "warmup_steps", "batch": "batch_size",
+    "global_batch_size": "batch_size", "num_workers": "workers", "temperature": "tau_init", "architecture": "arch",
+    "checkpoint_every": "every", "loss": "name", "accum_freq": "micro_batch", "grad_clip_norm": "gradient_clipping",
+    "train_data": "sources", "output_dir": "output", "num_samples": "samples", "resolution": "image_size",
+}  # fmt: skip
+
+
+def _nearest(key: str, valid: list[str]) -> str | None:
+    """The valid key that was meant: one of the same name in another section, a synonym's, or the closest spelling."""
+    last = key.rpartition(".")[2]
+    same = [name for name in valid if name.rpartition(".")[2] == _SYNONYMS.get(last, last)]
+    found = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
+    return found[0] if found else None
+
+
 def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
     key = dot + ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "unexpected_keyword_argument":
-        nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)
+        nearest = _nearest(key, valid)
         siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
-        hint = f" The nearest valid key is {nearest[0]}." if nearest else ""
+        hint = f" The nearest valid key is {nearest}." if nearest else ""
         allowed = ", ".join(sibling.rpartition(".")[2] for sibling in siblings)
         return f"Unknown key {key} (given {problem['input']!r}).{hint} Valid here: {allowed}."
     if problem["type"] in ("missing", "missing_argument"):

@@ -31,7 +31,7 @@ from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.precision import true_fp32
@@ -204,7 +204,7 @@ def save_rows(path: Path, rows: Rows) -> None:
 
 
 def _from_scratch(model: ModelConfig) -> ModelConfig:
-    return replace(model, pretrained=None, patch_dropout=None, compile=False)
+    return replace(without_weights(model), patch_dropout=None, compile=False)
 
 
 @dataclass(frozen=True)

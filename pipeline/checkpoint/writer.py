@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
@@ -39,7 +38,7 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.files import flush, write_json, write_text
 from pipeline.model.architectures import Architecture
-from pipeline.model.model_folder import save_open_clip
+from pipeline.model.model_folder import save_open_clip, save_tensors
 
 
 @section
@@ -166,7 +165,7 @@ class CheckpointWriter:
         for name, (start, blocks) in snapshot.rows.items():
             for rows in blocks:
                 written.append(temporary / f"rows-{rank:05d}-{len(written):05d}.safetensors")
-                save_file({f"{name}/{start}": rows}, written[-1])
+                save_tensors({f"{name}/{start}": rows}, written[-1])
                 start += len(rows)
         if self._world.is_main:
             written += self._write_replicated(snapshot, temporary)
@@ -189,8 +188,8 @@ class CheckpointWriter:
             logit_bias=bias or None,
         )
         moments, objective = temporary / MOMENTS_NAME, temporary / OBJECTIVE_NAME
-        save_file({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)
-        save_file({name: value.contiguous() for name, value in snapshot.objective.items()}, objective)
+        save_tensors({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)
+        save_tensors({name: value.contiguous() for name, value in snapshot.objective.items()}, objective)
         return [*written, moments, objective]
 
     def _publish(self, snapshot: Snapshot, temporary: Path) -> None:

@@ -142,7 +142,7 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     owned = not dist.is_initialized()
     if owned:
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        _join(backend, timedelta(minutes=timeout_minutes))
     failed = True
     try:
         yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
@@ -151,6 +151,20 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         # NCCL would wait here for its peers, which wait in a collective for this rank, and its error would not be seen.
         if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
             dist.destroy_process_group()
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Create the process group. Raises: UserError when the meeting point is taken or cannot be reached."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
+        problem = "is used by another program" if taken else "cannot be reached"
+        raise UserError(
+            f"The ranks cannot meet at {place}, which {problem}: set MASTER_PORT to a free port (torchrun: "
+            f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {str(error).splitlines()[0]}"
+        ) from error
 
 
 def limit_collectives(minutes: float) -> None:

@@ -20,6 +20,7 @@ from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET, EngineConfig, deepspeed_settings, zero_stage
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.engine.state import DeepSpeedState
+from pipeline.errors import UserError
 from pipeline.model.towers import Towers
 
 COMPILE_OPTIONS = {"fallback_random": True}
@@ -64,7 +65,12 @@ class DeepSpeedEngine:
         self.bf16 = self.dtype == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
         self.optimizer_config = optimizer
         check_stage(optimizer, stage=self.stage)
-        groups = parameter_groups(towers, weight_decay=optimizer.weight_decay)
+        groups = parameter_groups(towers, weight_decay=optimizer.weight_decay, layer_decay=optimizer.layer_decay)
+        frozen = {name: p.detach().cpu().clone() for name, p in towers.clip.named_parameters() if not p.requires_grad}
+        if frozen and self.stage == 3:
+            raise UserError(
+                f"{config.deepspeed} is ZeRO stage 3, at which towers cannot be locked: take a file of stage 0 to 2."
+            )
         self._inner = build_optimizer(optimizer, groups)
         with _quiet_deepspeed(world) as deepspeed:
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
@@ -72,7 +78,7 @@ class DeepSpeedEngine:
             )
         if compile_towers:
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
-        self.state = DeepSpeedState(self._engine, stage=self.stage, world=world)
+        self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, frozen=frozen)
 
     @property
     def module(self) -> Towers:

@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.config import section
+from pipeline.engine.layer_decay import rate_shares
 from pipeline.errors import UserError
 
 
@@ -27,13 +28,18 @@ class OptimizerConfig:
     """Added to the denominator by adamw and lamb."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Momentum of sgd."""
+    layer_decay: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Layer-wise learning-rate decay, for fine-tuning: each block learns at this share of the rate of the block after
+    it. 1 is none; 0.65 to 0.9 are usual."""
     weight_decay: float = Field(default=0.1, ge=0.0)
     """Applied to matrices only, not to gains and biases. sgd adds it to the gradient; the others decay weights directly
     (decoupled)."""
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
     """Two groups: matrices with weight decay; gains, biases and other vectors without.
+
+    With a layer decay below 1 there are two for each depth, with its share of the learning rate as `lr_share`.
 
     Raises:
         UserError: A parameter has two names, so that it would be updated twice, or is a scalar.
@@ -48,12 +54,15 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
                 f"The parameter {name} is a scalar, which DeepSpeed cannot train: keep it in the objective."
             )
         seen[id(p)] = name
-    decayed = [p for _, p in named if p.dim() >= 2]
-    others = [p for _, p in named if p.dim() < 2]
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay, "name": "decay"},
-        {"params": others, "weight_decay": 0.0, "name": "no_decay"},
-    ]
+    shares = rate_shares([name for name, _ in named], decay=layer_decay)
+    groups = []
+    for share in sorted(set(shares.values()), reverse=True):
+        here = [p for name, p in named if shares[name] == share]
+        decayed, others = [p for p in here if p.dim() >= 2], [p for p in here if p.dim() < 2]
+        groups += [
+            {"params": decayed, "weight_decay": weight_decay, "name": "decay", "lr_share": share},
+            {"params": others, "weight_decay": 0.0, "name": "no_decay", "lr_share": share},
+        ]
     return [group for group in groups if group["params"]]
 
 
@@ -119,9 +128,9 @@ def _restore_group_counter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group: its share of `lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_share", 1.0)
 
 
 def gradient_in_moment(config: OptimizerConfig) -> tuple[str, float, float]:

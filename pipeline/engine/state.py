@@ -21,7 +21,9 @@ COUNTER = "step"
 class DeepSpeedState:
     """The `EngineState` of a DeepSpeed engine, independent of its stage and of the number of ranks."""
 
-    def __init__(self, engine: Any, *, stage: int, world: World) -> None:
+    def __init__(self, engine: Any, *, stage: int, world: World, frozen: Mapping[str, Tensor] | None = None) -> None:
+        """`frozen`: fp32 values of the parameters that are not trained; the engine may hold them in bf16."""
+        self._frozen = dict(frozen or {})
         self._engine = engine
         self._stage = stage
         self._world = world
@@ -52,6 +54,8 @@ class DeepSpeedState:
         for name, value in self._state_dict_items():
             if name in trained and self._stage > 0:
                 yield name, safe_get_full_fp32_param(value).detach().float().cpu().reshape(self._shape(value))
+            elif name in self._frozen:
+                yield name, self._frozen[name].clone()
             else:
                 full = value.detach()
                 yield name, (full.float() if full.is_floating_point() else full).cpu().clone()
@@ -95,6 +99,8 @@ class DeepSpeedState:
                     self._set_weight(trained[name], weights[name])
                 else:
                     value.copy_(weights[name])
+                    if name in self._frozen:
+                        self._frozen[name].copy_(weights[name])
             if counter:
                 self._load_moments(moments, counter)
             else:  # a checkpoint from before the first update has no moments; this engine may have some by now

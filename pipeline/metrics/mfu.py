@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.model.tower_costs import measure_flops
-from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import why_not_trimmed
 
 # Dense bf16 TFLOP/s of the makers' data sheets (no sparsity), by words in torch's name of the device; first hit wins.
@@ -49,7 +49,7 @@ def training_flops(model: ModelConfig, *, text_tokens: float | None = None) -> f
         model: the recipe's `model` section.
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
     """
-    curve, context_length = _flops_by_text_tokens(replace(model, pretrained=None, sync_batchnorm=False, compile=False))
+    curve, context_length = _flops_by_text_tokens(replace(without_weights(model), sync_batchnorm=False, compile=False))
     tokens = (model.text_tokens or context_length) if text_tokens is None else text_tokens
     return 3.0 * sum(factor * tokens**power for power, factor in enumerate(curve))
 

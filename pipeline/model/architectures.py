@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError
+from pipeline.model.tokenizers import build_tokenizer
 
 CONFIG_NAME = "open_clip_config.json"
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
@@ -129,48 +130,31 @@ def check_same_towers(folder: Path, name: str) -> None:
 
 
 def _shape_of(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that define the towers, by dotted key; `model.image_size` may change the image size."""
-    free = ("vision_cfg.image_size", "vision_cfg.patch_dropout", "init_logit_bias", "init_logit_scale")
+    """The settings that define the towers, by dotted key; image size and context length may change."""
+    free = (
+        "vision_cfg.image_size", "vision_cfg.patch_dropout", "vision_cfg.timm_model_pretrained", "init_logit_bias",
+        "init_logit_scale", "text_cfg.context_length", "text_cfg.hf_tokenizer_name", "text_cfg.hf_model_pretrained",
+    )  # fmt: skip
     return {key: value for key, value in flatten(model_cfg).items() if key not in free}
 
 
-def check_tokenizer(name: str) -> None:
-    """Check that architecture `name` uses open_clip's own tokenizer, which needs no files in a checkpoint.
-
-    Raises:
-        UserError: it uses a tokenizer from Hugging Face.
-    """
-    tokenizer = (load_open_clip().get_model_config(name) or {}).get("text_cfg", {}).get("hf_tokenizer_name")
-    if tokenizer:
-        raise UserError(
-            f"model.arch = {name} reads text with the tokenizer {tokenizer} from Hugging Face, which open_clip expects "
-            "inside every checkpoint; this project writes checkpoints without one. Train an architecture with "
-            "open_clip's own tokenizer; `neuclip evaluate ARCH:TAG` scores published weights of this one."
-        )
-
-
-def describe(name: str, clip: nn.Module, model_cfg: Mapping[str, Any], *, source: str) -> Architecture:
+def describe(
+    name: str, clip: nn.Module, model_cfg: Mapping[str, Any], *, tokenizer: Path | None = None
+) -> Architecture:
     """Describe a model that open_clip built.
 
     Args:
         name: the architecture's name.
         clip: open_clip's model, for its preprocessing and image size.
         model_cfg: the architecture's config.
-        source: from which open_clip takes the tokenizer: an architecture's name or `local-dir:FOLDER`.
+        tokenizer: folder with the files of the tokenizer, for architectures with one of Hugging Face's.
 
     Raises:
-        UserError: the tokenizer needs a package that is not installed.
+        UserError: the tokenizer needs a package or files that are not there.
     """
     preprocess = dict(clip.visual.preprocess_cfg)  # type: ignore[union-attr, arg-type]
     size = preprocess["size"]
     described: dict[str, Any] = copy.deepcopy(dict(model_cfg))
     described["vision_cfg"] = {**described["vision_cfg"], "image_size": size}
     described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
-    try:
-        tokenize = load_open_clip().get_tokenizer(source)
-    except ImportError as error:
-        raise UserError(
-            f"{name} reads text with a tokenizer from Hugging Face, and {error.name or 'transformers'} is not "
-            "installed: pip install transformers."
-        ) from error
-    return Architecture(name, described, preprocess, tokenize)
+    return Architecture(name, described, preprocess, build_tokenizer(model_cfg, name=name, folder=tokenizer))

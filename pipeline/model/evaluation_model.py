@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
+from pipeline.model.starting_weights import model_folder_in
 from pipeline.model.towers import Towers
 
 
@@ -65,11 +66,11 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
         UserError: there is no model at `spec`, or the weights do not fit the architecture.
     """
     open_clip = load_open_clip()
-    folder = _find_folder(Path(spec))
+    folder = model_folder_in(Path(spec))
     if folder is not None:
-        clip, source, name = load_folder(folder), str(folder), f"local-dir:{folder}"
+        clip, source = load_folder(folder), str(folder)
         stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        architecture = describe(stored.get("architecture", folder.name), clip, stored["model_cfg"], source=name)
+        architecture = describe(stored.get("architecture", folder.name), clip, stored["model_cfg"], tokenizer=folder)
     else:
         arch, colon, pretrained = spec.partition(":")
         if not colon or not pretrained:
@@ -82,7 +83,7 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
             check_tag(name, pretrained)
         clip = create_clip(name, pretrained=pretrained)
         source = spec
-        architecture = describe(name, clip, open_clip.get_model_config(name), source=name)
+        architecture = describe(name, clip, open_clip.get_model_config(name))
     return for_evaluation(Towers(clip).to(device), architecture, source=source)
 
 
@@ -92,11 +93,3 @@ def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -
 
     transform = image_transform_v2(PreprocessCfg(**architecture.preprocess_cfg), is_train=False)
     return EvaluationModel(towers.eval(), architecture, transform, weights_digest(towers.clip.state_dict()), source)
-
-
-def _find_folder(path: Path) -> Path | None:
-    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
-    if (path / CONFIG_NAME).is_file():
-        return path
-    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
-    return next((c for c in reversed(checkpoints) if (c / CONFIG_NAME).is_file()), None)

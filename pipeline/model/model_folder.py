@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.model.architectures import CONFIG_NAME, Architecture, load_open_clip
+from pipeline.model.tokenizers import save_tokenizer
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOGIT_KEYS = ("logit_scale", "logit_bias")
+_UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(_UMASK)
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
@@ -55,8 +59,6 @@ def save_open_clip(
     Returns:
         The files written.
     """
-    from safetensors.torch import save_file
-
     model_cfg = copy.deepcopy(dict(architecture.model_cfg))
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     tensors["logit_scale"] = torch.tensor(logit_scale, dtype=torch.float32)
@@ -69,8 +71,16 @@ def save_open_clip(
         "preprocess_cfg": dict(architecture.preprocess_cfg),
     }
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS_NAME)
-    return [folder / CONFIG_NAME, folder / WEIGHTS_NAME]
+    save_tensors(tensors, folder / WEIGHTS_NAME)
+    return [folder / CONFIG_NAME, folder / WEIGHTS_NAME, *save_tokenizer(architecture.tokenize, folder)]
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions that the umask allows; the library's own are the owner's alone."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path)
+    path.chmod(0o666 & ~_UMASK)
 
 
 def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
@@ -90,7 +100,8 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     Raises:
         UserError: open_clip failed, with the first lines of its message.
     """
-    required = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
+    has_weights = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
+    required = has_weights and kwargs.get("load_weights", True)
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

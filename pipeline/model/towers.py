@@ -7,8 +7,9 @@ Shape legend: B images or texts, L tokens, d feature dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +17,21 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.config import section
-from pipeline.model.architectures import (
-    Architecture,
-    check_same_towers,
-    check_tag,
-    check_tokenizer,
-    describe,
-    load_open_clip,
-    register,
-)
+from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
-from pipeline.model.model_folder import LOGIT_KEYS, create_clip, load_folder
+from pipeline.model.locked import lock_towers
+from pipeline.model.model_folder import LOGIT_KEYS, create_clip
 from pipeline.model.patch_dropout import use_patch_dropout_on_device
+from pipeline.model.starting_weights import (
+    FROM_WEIGHTS,
+    create_from,
+    find_start,
+    folder_of,
+    interpolated,
+    logit_of,
+    with_sizes,
+)
 from pipeline.model.trimming import encode_text
 
 
@@ -37,11 +40,29 @@ class ModelConfig:
     """Which towers to train."""
 
     arch: str = "ViT-B-32"
-    """An architecture of open_clip, one of `pipeline/model/model_configs/`, or a JSON file in open_clip's format."""
+    """An architecture of open_clip, one of `pipeline/model/model_configs/`, or a JSON file in open_clip's format;
+    `pretrained`: the one that is stored with the weights of `model.pretrained`."""
     pretrained: str | None = None
-    """Start from these weights: an open_clip tag, a weights file, or a model folder such as one of our checkpoints."""
+    """Start from these weights: an open_clip tag, a weights file, a model folder such as one of our checkpoints, the
+    folder of a run (its latest checkpoint), or `hf-hub:OWNER/NAME`."""
+    pretrained_temperature: bool = True
+    """Start from the temperature (and SigLIP's bias) of the pretrained weights instead of `objective.tau_init`."""
     image_size: int | None = Field(default=None, ge=8)
     """Side of the input images in pixels; None: the architecture's. Pretrained position embeddings are interpolated."""
+    context_length: int | None = Field(default=None, ge=4)
+    """Tokens of a text; None: the architecture's. Pretrained position embeddings are interpolated."""
+    tokenizer: str | None = None
+    """Folder with the files of a Hugging Face tokenizer, for architectures that use one (SigLIP, CLIPA, XLM-R); None:
+    that of the pretrained folder, else the hub's."""
+    lock_image: bool = False
+    """Keep the image tower as it is (LiT): only the text tower is trained."""
+    unlocked_image_blocks: int = Field(default=0, ge=0)
+    """With `lock_image`: parts at the tower's end that are trained nevertheless, counted as open_clip does: the final
+    projection is the first, then block by block."""
+    lock_text: bool = False
+    """Keep the text tower as it is."""
+    unlocked_text_blocks: int = Field(default=0, ge=0)
+    """With `lock_text`: parts at the tower's end that are trained nevertheless."""
     patch_dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
     """Share of the image patches that each training step leaves out (FLIP); None: the architecture's own value."""
     grad_checkpointing: bool = False
@@ -66,8 +87,12 @@ class ModelConfig:
 class Towers(nn.Module):
     """Image and text encoder in one module. Features are unit-norm fp32, whatever the dtype of the weights."""
 
-    def __init__(self, clip: nn.Module) -> None:
+    def __init__(
+        self, clip: nn.Module, *, logit: tuple[float, float | None] | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        """`logit`: log(1/tau) and bias of the pretrained weights. `notes`: for the run's log, how these were fitted."""
         super().__init__()
+        self.logit, self.notes = logit, tuple(notes)
         for name in LOGIT_KEYS:  # a 0-dim parameter crashes DeepSpeed, and bf16 would round it
             if getattr(clip, name, None) is not None:
                 delattr(clip, name)
@@ -87,6 +112,24 @@ class Towers(nn.Module):
         return F.normalize(encode_text(self.clip, text).float(), dim=-1)
 
 
+def without_weights(config: ModelConfig) -> ModelConfig:
+    """The same towers and tokenizer, without the weights, where these come from elsewhere or do not matter."""
+    folder = folder_of(config.pretrained) if config.pretrained else None
+    arch = str(folder) if config.arch == FROM_WEIGHTS and folder is not None else config.arch
+    tokenizer = config.tokenizer or (str(folder) if folder is not None else None)
+    return replace(config, arch=arch, pretrained=None, tokenizer=tokenizer)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Check everything about a `model` section that can be checked without loading weights.
+
+    Raises:
+        UserError: as `build_towers`.
+    """
+    find_start(config.arch, config.pretrained)
+    build_towers(without_weights(config), seed=0, device="meta")
+
+
 def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device = "cpu") -> tuple[Towers, Architecture]:
     """Build a recipe's towers in fp32.
 
@@ -101,29 +144,23 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     Raises:
         UserError: unknown architecture, or pretrained weights that do not exist or do not fit.
     """
-    open_clip = load_open_clip()
-    name = register(config.arch)
-    check_tokenizer(name)
-    pretrained = config.pretrained
-    folder = Path(pretrained) if pretrained else None
-    kwargs: dict[str, Any] = {"force_image_size": config.image_size, "force_patch_dropout": config.patch_dropout}
+    start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        if folder is not None and folder.is_dir():
-            clip = load_folder(folder, **kwargs)
-            check_same_towers(folder, name)
-        else:
-            if pretrained and not folder.is_file():  # type: ignore[union-attr]
-                check_tag(name, pretrained)
-            # Without `pretrained`, both towers start from scratch: no weights of the text tower's base model.
-            clip = create_clip(name, pretrained=pretrained, pretrained_text=False, device=device, **kwargs)
-    model_cfg = open_clip.get_model_config(name)
-    architecture = describe(name, clip, model_cfg, source=name)
+        clip = create_from(start, create_clip, image_size=config.image_size, context_length=config.context_length,
+                           patch_dropout=config.patch_dropout, device=device)  # fmt: skip
+    model_cfg = with_sizes(start.model_cfg, context_length=config.context_length)
+    tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
+    architecture = describe(start.name, clip, model_cfg, tokenizer=tokenizer)
+    logit = logit_of(clip) if config.pretrained else None
+    lock_towers(clip, image=config.unlocked_image_blocks if config.lock_image else None,
+                text=config.unlocked_text_blocks if config.lock_text else None)  # fmt: skip
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     use_patch_dropout_on_device(clip)
     if config.packed_attention:
         use_packed_attention(clip)
-    towers = Towers(clip)
+    notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
+    towers = Towers(clip, logit=logit, notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]
     return towers, architecture

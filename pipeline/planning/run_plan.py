@@ -12,8 +12,9 @@ from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
 from pipeline.engine.engine_config import BUCKET, deepspeed_settings
 from pipeline.errors import UserError
+from pipeline.model.starting_weights import find_start
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
-from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives import ObjectiveMemory, build_objective
 from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost
 from pipeline.training.recipe import RunConfig, check_run
@@ -119,7 +120,8 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, again: int) -> list[tuple
 @functools.cache
 def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
     """Costs, feature dimension and image size of an architecture."""
-    towers, architecture = build_towers(replace(model, pretrained=None), seed=0, device="meta")
+    find_start(model.arch, model.pretrained)
+    towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
     return costs, architecture.dim, architecture.image_size

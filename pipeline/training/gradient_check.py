@@ -69,7 +69,8 @@ class GradientCheck:
         for index, rows in enumerate(self._chunks):
             with seeded(self._seed, step, self._world.rank, index), frozen_statistics(norms):
                 features = self._plain(inputs[0][rows], inputs[1][rows])
-                torch.autograd.backward(features, [g[rows] for g in gradients])
+                trained = [(f, g[rows]) for f, g in zip(features, gradients, strict=True) if f.requires_grad]
+                torch.autograd.backward([f for f, _ in trained], [g for _, g in trained])
         named = [(name, p) for name, p in self._plain.clip.named_parameters() if p.requires_grad]
         self._expected = {name: self._world.all_reduce(p.grad).cpu() for name, p in named if p.grad is not None}
 

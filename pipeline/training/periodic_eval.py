@@ -17,7 +17,7 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.model.evaluation_model import for_evaluation
-from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import ModelConfig, build_towers, without_weights
 
 
 @section
@@ -52,7 +52,7 @@ class PeriodicEvaluation:
         self._run, self._world = run, world
         self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
         # Attention as `neuclip evaluate` computes it: a score must not depend on who computed it.
-        self._model = replace(model, pretrained=None, packed_attention=False)
+        self._model = replace(without_weights(model), packed_attention=False)
 
     def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
         """Scores by task, and by aggregate where all its tasks are there. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     sink_names(run.telemetry)
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
+    check_ranks(run, world_size=world_size)
     check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
     settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
     check_stage(run.optimizer, stage=zero_stage(settings))
@@ -175,3 +177,22 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "
             f"(samples {run.samples} / batch_size {run.batch_size})."
         )
+
+
+def check_ranks(run: RunConfig, *, world_size: int) -> None:
+    """Check that the ranks divide streams and batch.
+
+    Raises:
+        UserError: They do not, with a batch size and a number of streams that would fit.
+    """
+    batch, streams = run.batch_size, run.data.streams
+    if not batch % world_size and not streams % world_size:
+        return
+    fitting = max(1, round(streams / world_size)) * world_size
+    unit = math.lcm(fitting, world_size * (run.engine.micro_batch or 1))
+    nearest = max(1, round(batch / unit)) * unit
+    raise UserError(
+        f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
+        f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or another "
+        "number of ranks."
+    )

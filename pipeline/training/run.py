@@ -22,7 +22,7 @@ from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
-from pipeline.model.towers import build_towers
+from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientCheck
@@ -34,6 +34,7 @@ from pipeline.training.run_folder import folder_of_a_start, hold_folder
 from pipeline.training.run_state import RunState
 from pipeline.training.skipped_steps import SkippedSteps
 from pipeline.training.stages import check_stages, stage_at
+from pipeline.training.starting_objective import describe_start, starting_objective
 from pipeline.training.step import StepHooks, TrainStep, micro_batches
 from pipeline.training.trainer import EXIT_DONE, Trainer
 
@@ -71,6 +72,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         stack.callback(trainer.writer.wait)
         if untrimmed := why_not_trimmed(trainer.engine.module.clip):
             telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
+        if checkpoint is None and (start := describe_start(run, trainer.engine.module.logit)):
+            notes += [start, *trainer.engine.module.notes]
         for note in notes:
             telemetry.event(note)
         if checkpoint is not None:
@@ -89,7 +92,8 @@ def _build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Ar
     """The parts of a run that have state, in their initial state."""
     towers, architecture = build_towers(run.model, seed=run.seed)
     with loader_of(run, architecture=architecture, world=world) as loader:
-        objective = objective_of(run, loader=loader, architecture=architecture, world=world)
+        starting = replace(run, objective=starting_objective(run, towers.logit))
+        objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
         engine = DeepSpeedEngine(
             towers.to(world.device),
             config=run.engine,
@@ -154,7 +158,7 @@ def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: lis
     """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
     if not run.engine.probe:
         return None
-    model = replace(run.model, pretrained=None, grad_checkpointing=True, packed_attention=False)
+    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
     plain, _ = build_towers(model, seed=run.seed)
     return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
 

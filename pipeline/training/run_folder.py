@@ -29,18 +29,38 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
     """Create the run's folder and lock it against other runs, also on other machines if the file system has locks.
 
     Raises:
-        UserError: Another run is training in the folder. On every rank.
+        UserError: Another run is training in the folder, or it cannot be made. On every rank.
     """
     folder, problem = Path(run.output), ""
     with ExitStack() as stack:
+        found = folder.exists()
         if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
-            problem = _lock(lock, folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
+                problem = _lock(lock, folder)
+            except OSError as error:
+                problem = (
+                    f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be made "
+                    "and written."
+                )
         problem = world.gather_objects(problem)[0]
         if problem:
             raise UserError(problem)
-        yield
+        try:
+            yield
+        except UserError:
+            if world.is_main and not found:
+                _remove_unused(folder)
+            raise
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it wrote anything."""
+    if {path.name for path in folder.iterdir()} <= {LOCK_NAME, CONFIG_NAME}:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
 
 
 def _lock(file: IO[str], folder: Path) -> str:

@@ -57,7 +57,7 @@ SHARED = {
 
 # Libraries that only these modules or folders import.
 ONLY_IMPORTERS = {
-    "torch.distributed": {"pipeline.distributed.world"},
+    "torch.distributed": {"pipeline.distributed.world", "pipeline.distributed.launch"},
     "deepspeed": {"pipeline.engine"},
 }
 # What these folders must not depend on, although nothing else forbids it.

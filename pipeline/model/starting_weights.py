@@ -1,0 +1,184 @@
+"""What a model starts from: an architecture by name, and weights of any published or local form.
+
+`model.pretrained` is one of: an open_clip tag; a weights file; a model folder (ours, or any with
+`open_clip_config.json`); a run's folder, of which the latest checkpoint is taken; `hf-hub:OWNER/NAME`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.architectures import CONFIG_NAME, check_same_towers, check_tag, load_open_clip, register
+
+HUB = "hf-hub:"
+FROM_WEIGHTS = "pretrained"
+"""As `model.arch`: the architecture that is stored with the weights."""
+HUB_FILES = ("open_clip_*", "*.json", "*.model", "*.txt", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Start:
+    """An architecture and where its weights come from."""
+
+    name: str
+    """The architecture's name, under which checkpoints are saved."""
+    model_cfg: Mapping[str, Any]
+    """open_clip's description of the towers."""
+    folder: Path | None = None
+    """A model folder with weights."""
+    weights: str | None = None
+    """A tag or a weights file instead."""
+    load: bool = True
+    """Whether the folder's weights are loaded, and not only its architecture built."""
+
+
+def find_start(arch: str, pretrained: str | None) -> Start:
+    """Resolve `model.arch` and `model.pretrained`; a hub model is downloaded into the hub's cache.
+
+    Raises:
+        UserError: the architecture or the weights do not exist, or do not fit each other.
+    """
+    folder = folder_of(pretrained) if pretrained else None
+    if arch == FROM_WEIGHTS:
+        if folder is None:
+            raise UserError(
+                f"model.arch = {FROM_WEIGHTS} takes the architecture that is stored with model.pretrained, which must "
+                f"then be a model folder, a run or {HUB}OWNER/NAME; it is {pretrained!r}."
+            )
+        stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        start = Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder)
+    elif (Path(arch) / CONFIG_NAME).is_file():
+        stored = json.loads((Path(arch) / CONFIG_NAME).read_text(encoding="utf-8"))
+        start = Start(stored.get("architecture") or Path(arch).name, stored["model_cfg"], folder=Path(arch), load=False)
+        if pretrained:
+            raise UserError(
+                f"model.arch = {arch} is a model folder: give it as model.pretrained, with model.arch=pretrained."
+            )
+    else:
+        name = register(arch)
+        model_cfg = load_open_clip().get_model_config(name)
+        if folder is not None:
+            check_same_towers(folder, name)
+        elif pretrained and not Path(pretrained).is_file():
+            check_tag(name, pretrained)
+        start = Start(name, model_cfg, folder=folder, weights=None if folder else pretrained)
+    if "multimodal_cfg" in start.model_cfg:
+        raise UserError(
+            f"{start.name} is a CoCa model: its text tower is trained together with a captioning decoder and loss, "
+            "which no objective here computes. Take the architecture of the same size without `coca_`."
+        )
+    return start
+
+
+def folder_of(pretrained: str) -> Path | None:
+    """The model folder that a `model.pretrained` means; None for files and tags."""
+    if pretrained.startswith(HUB):
+        return _download(pretrained.removeprefix(HUB))
+    path = Path(pretrained)
+    if not path.is_dir():
+        return None
+    folder = model_folder_in(path)
+    if folder is None:
+        raise UserError(
+            f"model.pretrained = {path} is neither a model folder ({CONFIG_NAME}) nor a run with checkpoints."
+        )
+    return folder
+
+
+def model_folder_in(path: Path) -> Path | None:
+    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
+    if (path / CONFIG_NAME).is_file():
+        return path
+    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
+    return next((c for c in reversed(checkpoints) if (c / CONFIG_NAME).is_file()), None)
+
+
+def _download(name: str) -> Path:
+    """The folder of a hub model. Raises: UserError."""
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the hub's client raises many kinds
+        raise UserError(
+            f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). A "
+            "private model needs HF_TOKEN; without network, give a local folder."
+        ) from error
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"{HUB}{name} has no {CONFIG_NAME}: it is not an open_clip model.")
+    return folder
+
+
+def create_from(
+    start: Start,
+    create: Callable[..., nn.Module],
+    *,
+    image_size: int | None,
+    context_length: int | None,
+    patch_dropout: float | None,
+    device: Any,
+) -> nn.Module:
+    """Build the towers; where image size or context length differ from the weights', position embeddings are
+    interpolated (bicubic for images, linear for text); see `interpolated`.
+
+    Args:
+        start: what to build.
+        create: `create_clip`.
+        image_size: side of the images, None for the architecture's.
+        context_length: tokens of a text, None for the architecture's.
+        patch_dropout: None for the architecture's.
+        device: where to build; "meta" builds shapes.
+
+    Raises:
+        UserError: open_clip cannot load the weights.
+    """
+    forced = {"force_image_size": image_size, "force_context_length": context_length}
+    common: dict[str, Any] = {"force_patch_dropout": patch_dropout, "device": device, **forced}
+    if start.folder is not None:
+        clip = create(f"local-dir:{start.folder}", load_weights=start.load, **common)
+    else:
+        # Without weights both towers start from scratch: no weights of the text tower's base model.
+        clip = create(start.name, pretrained=start.weights, pretrained_text=False, **common)
+    return clip
+
+
+def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:
+    """Sentences about the position embeddings that were interpolated when the weights were loaded."""
+    if start.weights is None and not (start.folder is not None and start.load):
+        return []
+    stored: Mapping[str, Any] = start.model_cfg
+    if start.folder is not None:
+        stored = json.loads((start.folder / CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]
+    notes = []
+    for what, before, now in (
+        ("image size", stored["vision_cfg"].get("image_size", 224), image_size),
+        ("context length", stored["text_cfg"].get("context_length", 77), context_length),
+    ):
+        before = before[0] if isinstance(before, list | tuple) else before
+        if now is not None and now != before:
+            notes.append(f"The weights' {what} is {before}, the model's {now}: position embeddings are interpolated.")
+    return notes
+
+
+def with_sizes(model_cfg: Mapping[str, Any], *, context_length: int | None) -> dict[str, Any]:
+    """The description with another context length."""
+    described = copy.deepcopy(dict(model_cfg))
+    if context_length is not None:
+        described["text_cfg"] = {**described["text_cfg"], "context_length": context_length}
+    return described
+
+
+def logit_of(clip: nn.Module) -> tuple[float, float | None] | None:
+    """`(log(1/tau), bias)` of a model, as its weights have them."""
+    scale, bias = (getattr(clip, name, None) for name in ("logit_scale", "logit_bias"))
+    if not isinstance(scale, Tensor) or scale.device.type == "meta":
+        return None
+    return float(scale.detach()), None if bias is None else float(bias.detach())

@@ -1,0 +1,134 @@
+"""Fine-tuning as a user does it: from a run, a folder or a file, with other sizes, locked towers and layer decay."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.launch import run
+from tests.shards import write_shards
+from tests.towers import TINY
+
+CONFIG = {**TINY, **{side: {**TINY[side], "layers": 2} for side in ("vision_cfg", "text_cfg")}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards, an architecture, and a run `first` of 4 steps on it."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_shards(folder / "shards", [20, 30])
+    (folder / "small.json").write_text(json.dumps(CONFIG))
+    train(folder, "first", f"model.arch={folder / 'small.json'}", "objective.name=openclip", "objective.tau_init=0.2")
+    return folder
+
+
+def train(base: Path, output: str, *more: str, ranks: int = 0, check: bool = True) -> str:
+    fixed = [f"output={base / output}", f"data.sources={base / 'shards'}", "data.streams=4", "data.shuffle_buffer=10",
+             "data.workers=0", "samples=32", "batch_size=8", "schedule.warmup_steps=1", "engine.deepspeed=zero1_fp32",
+             "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false", "optimizer.eps=1e-5"]  # fmt: skip
+    done = run("jobs.train", *fixed, *more, ranks=ranks, check=check)
+    return done.stdout + done.stderr
+
+
+def checkpoint(base: Path, output: str, step: int = 4) -> Path:
+    return base / output / "checkpoints" / f"step-{step:08d}"
+
+
+def weights(base: Path, output: str) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint(base, output) / "open_clip_model.safetensors")
+
+
+def first_tau(base: Path, output: str) -> float:
+    lines = map(json.loads, (base / output / "metrics.jsonl").read_text().splitlines())
+    return float(next(line for line in lines if line["kind"] == "train")["tau"])
+
+
+def test_a_run_goes_on_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:
+    learned = math.exp(-float(weights(base, "first")["logit_scale"]))
+    assert abs(learned - 0.2) > 1e-4
+    told = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
+                 "model.context_length=16", "objective.name=openclip",
+                 "optimizer.lr=1e-12", "objective.tau_lr=0")  # fmt: skip
+    assert f"whose temperature is {learned:.4g}; the objective starts there" in told
+    assert "The weights' image size is 16, the model's 32: position embeddings are interpolated" in told
+    assert "The weights' context length is 8, the model's 16: position embeddings are interpolated" in told
+    assert first_tau(base, "second") == pytest.approx(learned, rel=1e-5)
+    before, after = weights(base, "first"), weights(base, "second")
+    assert after["visual.positional_embedding"].shape == (17, 32)
+    assert after["positional_embedding"].shape == (16, 16)
+    same = [name for name in before if "positional" not in name]
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in same)
+    stored = json.loads((checkpoint(base, "second") / "open_clip_config.json").read_text())
+    assert stored["model_cfg"]["text_cfg"]["context_length"] == 16
+    assert stored["model_cfg"]["vision_cfg"]["image_size"] == 32
+    train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
+          "model.context_length=16", "objective.name=openclip", "samples=48", "--resume", "latest")  # fmt: skip
+    assert checkpoint(base, "second", 6).is_dir()
+
+
+def test_the_objectives_own_temperature_on_request(base: Path) -> None:
+    file = checkpoint(base, "first") / "open_clip_model.safetensors"
+    told = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
+                 "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
+                 "objective.tau_lr=0")  # fmt: skip
+    assert "the objective starts at its own" in told
+    assert first_tau(base, "own-tau") == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize("precision", ["zero1_bf16", "zero0_fp32"])
+def test_a_locked_image_tower_keeps_its_bits_and_the_rest_learns(base: Path, precision: str) -> None:
+    folder = checkpoint(base, "first")
+    train(base, f"lit-{precision}", "model.arch=pretrained", f"model.pretrained={folder}", "model.lock_image=true",
+          "model.unlocked_image_blocks=1", f"engine.deepspeed={precision}", "objective.name=openclip")  # fmt: skip
+    before, after = weights(base, "first"), weights(base, f"lit-{precision}")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in moved if name.startswith("visual.")} == {"visual.proj"}
+    assert {"token_embedding.weight", "text_projection"} <= moved
+
+
+def test_a_locked_text_tower(base: Path) -> None:
+    train(base, "text", "model.arch=pretrained", f"model.pretrained={base}/first", "model.lock_text=true",
+          "objective.name=openclip", ranks=2)  # fmt: skip
+    before, after = weights(base, "first"), weights(base, "text")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in moved if not name.startswith("visual.")} <= {"logit_scale"}
+    assert "visual.conv1.weight" in moved
+
+
+@pytest.mark.parametrize("precision", ["zero2_fp32", "zero0_fp32"])
+def test_layer_decay_moves_the_first_layers_least(base: Path, precision: str) -> None:
+    """Adam's first updates have the size of the rate, so that the ratio of the changes is the ratio of the rates."""
+    common = ["model.arch=pretrained", f"model.pretrained={base}/first", "optimizer.weight_decay=0",
+              "objective.name=openclip", "samples=8",
+              f"engine.deepspeed={precision}", "optimizer.eps=1e-12"]  # fmt: skip
+    train(base, f"decay-{precision}", *common, "optimizer.layer_decay=0.5", "optimizer.lr=1e-3")
+    before = weights(base, "first")
+    after = load_file(checkpoint(base, f"decay-{precision}", 1) / "open_clip_model.safetensors")
+
+    def change(name: str) -> float:
+        return float((after[name] - before[name]).abs().median())
+
+    assert change("visual.proj") == pytest.approx(1e-3, rel=0.05)
+    assert change("visual.transformer.resblocks.1.mlp.c_fc.weight") == pytest.approx(5e-4, rel=0.05)
+    assert change("transformer.resblocks.0.mlp.c_fc.weight") == pytest.approx(2.5e-4, rel=0.05)
+    assert change("visual.conv1.weight") == pytest.approx(1.25e-4, rel=0.05)
+
+
+def test_what_does_not_fit_is_refused_before_the_run_begins(base: Path) -> None:
+    cases = [
+        (["model.arch=pretrained"], "must then be a model folder, a run or hf-hub:OWNER/NAME; it is None"),
+        (["model.arch=ViT-B-32", f"model.pretrained={base}/first"], "holds another architecture"),
+        (["model.arch=coca_ViT-B-32"], "is a CoCa model"),
+        (["model.arch=pretrained", f"model.pretrained={base / 'shards'}"], "is neither a model folder"),
+        (["model.arch=pretrained", f"model.pretrained={base}/first", "model.lock_image=true",
+          "model.lock_text=true"],
+         "nothing is left to train"),
+    ]  # fmt: skip
+    for more, message in cases:
+        told = " ".join(train(base, "refused", *more, "--dry-run", check=False).split())
+        assert message in told, told

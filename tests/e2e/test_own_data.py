@@ -1,0 +1,47 @@
+"""The first commands of docs/own-data.md, run as they stand, on 64 pictures and a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+
+from tests.documents import ROOT, lines
+from tests.launch import environment
+from tests.shards import jpeg
+from tests.towers import write_tiny
+
+PAGE = ROOT / "docs" / "own-data.md"
+
+
+@pytest.mark.slow
+def test_the_pages_commands_lead_from_pictures_to_an_exported_model(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    rows = [(f"{number:02d}.jpg", f"picture number {number}") for number in range(65)]
+    for number, (name, _) in enumerate(rows[:64]):
+        (tmp_path / "photos" / name).write_bytes(jpeg(number))
+    with (tmp_path / "photos" / "captions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file_name", "text"), *rows])
+    arch = write_tiny(tmp_path)
+    small = [f"model.arch={arch}", "batch_size=16", "data.streams=4", "data.workers=0", "epochs=2", "engine.device=cpu",
+             "telemetry.tensorboard=false"]  # fmt: skip
+    told = {}
+    commands = [line.words for line in lines([PAGE])][:5]
+    assert [words[1] for words in commands] == ["pairs", "verify", "plan", "train", "export"]
+    for words in commands:
+        more = small if words[1] in ("plan", "train") else []
+        program = [sys.executable, "-m", "jobs.cli", *words[1:], *more]
+        setting = {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(program, cwd=tmp_path, text=True, timeout=300, env=setting, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told[words[1]] = done.stdout
+    assert "64 of 65 rows gave a sample" in told["pairs"]
+    assert "image file missing: captions.csv:66" in told["pairs"]
+    assert "64 samples" in told["verify"]
+    assert "8 steps, 2.00 epochs" in told["plan"]
+    assert (tmp_path / "runs/mine/checkpoints/step-00000008").is_dir()
+    assert open_clip.create_model(f"local-dir:{tmp_path / 'hub' / 'mine'}") is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.engine.lr_schedule import stage_steps
 from pipeline.model.resize import resized_state
-from pipeline.model.towers import build_towers
+from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming
 from pipeline.training.recipe import RunConfig
 
@@ -73,7 +73,7 @@ def check_stages(run: RunConfig) -> None:
         return
     before: dict[str, Tensor] = {}
     for stage in stages_of(run):
-        towers, _ = build_towers(replace(stage.run.model, pretrained=None), seed=0, device="meta")
+        towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
         text_trimming(towers.clip, wanted=stage.run.model.trim_text, longest=stage.run.model.text_tokens)
         weights = towers.clip.state_dict()
         resized_state(before, shapes={name: value.shape for name, value in weights.items()})

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from jobs.export import command
 from pipeline.errors import UserError
-from pipeline.export import hub
+from pipeline.export import hub_upload
 from pipeline.export.transformers_model import why_not_clip
 from pipeline.model.evaluation_model import load_for_evaluation
 from tests.towers import write_tiny
@@ -165,6 +165,6 @@ def test_a_refused_push_keeps_the_export(run: Path, tmp_path: Path, local_hub: t
     folder = tmp_path / "out"
     export(run, folder)
     with pytest.raises(UserError, match=r"me/mine could not be uploaded .*The export is in .*hf upload me/mine"):
-        hub.push(folder, "me/mine")
+        hub_upload.push(folder, "me/mine")
     assert (folder / "open_clip_model.safetensors").is_file()
     assert os.listdir(folder)

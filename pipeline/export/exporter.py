@@ -111,9 +111,10 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     Raises:
         UserError: `output` is not empty, or the difference is above 1e-5.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        what = "is not empty" if output.is_dir() else "is a file"
-        raise UserError(f"{output} {what}: choose another output folder.")
+    if output.is_file():
+        raise UserError(f"{output} is a file: choose another output folder.")
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} is not empty: choose another output folder.")
     temporary = output.with_name(f".{output.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

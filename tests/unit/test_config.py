@@ -61,7 +61,10 @@ def test_refusals_name_key_value_and_remedy(override: str, parts: list[str]) -> 
 def test_batch_not_divisible_by_ranks() -> None:
     run = load_recipe(None, BASE)
     check_run(run, world_size=4)
-    with pytest.raises(UserError, match=r"batch_size = 100 is not divisible by the 8 ranks.*96"):
+    with pytest.raises(
+        UserError,
+        match=r"batch_size = 100 and data.streams = \d+ do not fit 8 ranks.*Use batch_size=\d+ data.streams=\d+",
+    ):
         check_run(run, world_size=8)
 
 

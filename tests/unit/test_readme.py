@@ -80,13 +80,16 @@ def test_commands_within_the_text_exist() -> None:
             assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: {text}"
 
 
+RECIPE_KEYS = frozenset({"epochs", "schedule.warmup_share"})  # a recipe's, resolved by pipeline.training.budget
+
+
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Every section.key of training, of ingestion, and of evaluation while watching."""
     found = {*keys(RunConfig), *keys(DownloadConfig), *(f"evaluation.{key}" for key in keys(EvaluationConfig))}
     for name in objective_names():
         found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
-    return frozenset(found)
+    return RECIPE_KEYS | frozenset(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

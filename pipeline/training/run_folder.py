@@ -33,7 +33,6 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
     """
     folder, problem = Path(run.output), ""
     with ExitStack() as stack:
-        found = folder.exists()
         if world.is_main:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -47,20 +46,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
         problem = world.gather_objects(problem)[0]
         if problem:
             raise UserError(problem)
-        try:
-            yield
-        except UserError:
-            if world.is_main and not found:
-                _remove_unused(folder)
-            raise
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it wrote anything."""
-    if {path.name for path in folder.iterdir()} <= {LOCK_NAME, CONFIG_NAME}:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        yield
 
 
 def _lock(file: IO[str], folder: Path) -> str:

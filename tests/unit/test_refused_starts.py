@@ -19,7 +19,7 @@ from pipeline.distributed.world import World, start_world
 from pipeline.errors import UserError
 from pipeline.model.model_folder import save_tensors
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
-from pipeline.training.run_folder import hold_folder, prepare_folder
+from pipeline.training.run_folder import folder_of_a_start, hold_folder
 
 COMMON = ["samples=100000", "data.sources=data/x"]
 
@@ -64,20 +64,12 @@ def test_an_output_that_cannot_be_is_the_users_to_mend(tmp_path: Path) -> None:
 
 def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     run = config(tmp_path / "run")
-    with pytest.raises(UserError, match="no"), hold_folder(run, world=World()):
+    with pytest.raises(UserError, match="no"), hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
         raise UserError("no")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="no"), hold_folder(run, world=World()):
-        _begin_and_fail(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").exists()  # it had begun to work
-    with hold_folder(run, world=World()):
-        prepare_folder(run, world=World())
+    with hold_folder(run, world=World()), folder_of_a_start(run, world=World()):
+        pass
     assert (tmp_path / "run" / "config.yaml").exists()
-
-
-def _begin_and_fail(folder: Path) -> None:
-    (folder / "metrics.jsonl").touch()
-    raise UserError("no")
 
 
 def test_an_occupied_port_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:

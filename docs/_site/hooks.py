@@ -19,7 +19,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "data_prep/README.md": "ingestion.md",
 }
-LINK = re.compile(r"(!?\[[^\]]*\])\(((?!https?://|#)[^)\s]+)\)", re.DOTALL)
+# A link or an image; a link's label may itself be an image.
+LINK = re.compile(r"(!?\[(?:!\[[^\]]*\]\([^)]*\)|[^\]])*\])\(((?!https?://|#)[^)\s]+)\)", re.DOTALL)
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\([\[(])(.*?)\\[\])]</\1>', re.DOTALL)
 
 
@@ -65,6 +66,8 @@ def relinked(text: str, source: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         label, (target, _, anchor) = match[1], match[2].partition("#")
+        if label.startswith("[!["):
+            label = f"[{LINK.sub(replace, label[1:-1])}]"
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if path in PAGES:
             here = posixpath.dirname(PAGES.get(source, source.removeprefix("docs/")))
@@ -73,7 +76,7 @@ def relinked(text: str, source: str) -> str:
             here = posixpath.dirname(PAGES.get(source, source.removeprefix("docs/")))
             page = posixpath.relpath(path.removeprefix("docs/"), here or ".")
         else:
-            return f"`{path}`" if label[0] != "!" else ""
+            return label[1:-1] if label.startswith("[![") else f"`{path}`" if label[0] != "!" else ""
         return f"{label}({page}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(replace, text).replace('="docs/', '="')

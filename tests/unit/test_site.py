@@ -1,0 +1,52 @@
+"""The documentation builds as a site: without warnings, with drawn formulas, and without a request to the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
+ROOT = Path(__file__).parents[2]
+LOADED = re.compile(r'<(?:script|img|iframe|source|link)[^>]*?(?:src|srcset|href)="(https?://[^"]+)"')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not LOADED.findall(text), page
+        assert 'class="arithmatex"' not in text, f"{page}: a formula was not drawn"
+    assert (site / "methods.html").read_text(encoding="utf-8").count("<math") > 50
+    assert "build_objective" in (site / "reference/pipeline.objectives.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_page_fits_a_phone(site: Path) -> None:
+    from tests.browser import browser, opened
+
+    with browser() as started:
+        for page in sorted(site.glob("*.html")):
+            with opened(started, page, width=390) as tab:
+                assert tab.evaluate("document.documentElement.scrollWidth") <= 390, page

@@ -10,12 +10,6 @@ class UserError(ValueError):
     exit_code = 2
 
 
-class StalledError(UserError):
-    """Something that the run waits for hangs: starting again with --resume latest may help. Exit code 76."""
-
-    exit_code = 76
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU ran out of memory; compares the name of torch's exception, so that torch is not imported."""
     return type(error).__name__ == "OutOfMemoryError"

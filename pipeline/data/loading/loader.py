@@ -27,8 +27,8 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.resume import restore_position, save_position
-from pipeline.data.loading.stalls import describe_workers
-from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
+from pipeline.data.loading.stalls import StallWatch, describe_workers
+from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, allow_open_files
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.order.mixture import Mixture, load_mixture
@@ -37,7 +37,7 @@ from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.signals import signals_blocked
 from pipeline.distributed.world import World, ranks_here
-from pipeline.errors import StalledError, UserError
+from pipeline.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -86,6 +86,7 @@ def build_loader(
     decoder = ImageDecoder(size=image_size, crop=config.crop, mode=config.decoding, max_pixels=config.max_pixels)
     if config.workers:
         _check_picklable(tokenize)
+        _check_open_files(config, streams=config.streams // world.size)
         _check_shared_memory(config, world, rows=global_batch // world.size, image_size=image_size)
         _start_forkserver()
     check_shards(mixture.manifest, world)
@@ -108,6 +109,7 @@ class Loader:
         self._config, self._world, self._dataset = config, world, dataset
         self._parts: Iterator[Part | Failure] | None = None
         self._position = Position()
+        self._watch = StallWatch(60 * config.timeout_minutes, self._stalled)
 
     @property
     def mixture(self) -> Mixture:
@@ -211,17 +213,15 @@ class Loader:
             prefetch_factor=self._config.prefetch,
             multiprocessing_context=_start_forkserver(),
             collate_fn=_as_is,
-            timeout=60 * self._config.timeout_minutes,
         )
         with signals_blocked():  # torch may start helper processes here
             return iter(loader)
 
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
         try:
-            part = next(parts)
+            with self._watch:
+                part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
-            if self._config.workers and "DataLoader timed out" in str(error):
-                raise self._stalled(parts) from error
             if not (self._config.workers and _means_worker_died(error)):
                 raise
             raise UserError(
@@ -235,15 +235,15 @@ class Loader:
             raise UserError(part.message)
         return part
 
-    def _stalled(self, parts: Any) -> StalledError:
-        """What the workers are doing, after a wait that took too long. They are killed."""
-        lines = describe_workers([worker.pid for worker in parts._workers])
-        for worker in parts._workers:
+    def _stalled(self) -> str:
+        """What the workers are doing, after a wait that took too long; they are killed."""
+        workers = getattr(self._parts, "_workers", [])
+        lines = describe_workers([worker.pid for worker in workers])
+        for worker in workers:
             worker.kill()  # a stopped process ignores everything else, and would outlive this one
-        self._parts = None
-        return StalledError(
-            f"No batch came from the loading workers for {self._config.timeout_minutes:g} minutes "
-            f"(data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
+        return (
+            f"Rank {self._world.rank}: no batch came from the loading workers for {self._config.timeout_minutes:g} "
+            f"minutes (data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
             f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
         )
 
@@ -297,6 +297,18 @@ def _check_picklable(tokenize: Tokenize) -> None:
             f"The tokenizer {tokenize!r} cannot be sent to worker processes ({error}): use data.workers=0, or a "
             "tokenizer that is an object of a module-level class."
         ) from error
+
+
+def _check_open_files(config: DataConfig, *, streams: int) -> None:
+    """Refuse too low a limit of open files: streams keep shards open, and workers have pipes and semaphores."""
+    needed = 64 + 16 * config.workers + -(-streams // config.workers)
+    limit = allow_open_files()
+    if limit < needed:
+        raise UserError(
+            f"This process may have {limit} files open (ulimit -n), but {config.workers} loading workers with "
+            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit nofile=65536), or "
+            "lower data.workers or data.streams."
+        )
 
 
 def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:

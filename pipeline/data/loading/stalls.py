@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +21,44 @@ STATES = {
     "Z": "has died",
     "X": "has died",
 }
+
+
+EXIT_STALLED = 76
+"""As `pipeline.distributed.heartbeat.EXIT_STALLED`: what a rank waits for hangs."""
+
+
+class StallWatch:
+    """Context manager around each wait for a batch: a wait that takes too long ends this process with exit code 76.
+
+    A thread watches, because the wait may be in the kernel: torch's own limit does not cover the connection over which
+    a worker hands out an image tensor, and a stopped worker does not answer there.
+
+    Args:
+        seconds: Limit of one wait.
+        describe: Returns what is printed, and kills what would outlive this process.
+    """
+
+    def __init__(self, seconds: float, describe: Callable[[], str]) -> None:
+        self._seconds, self._describe = seconds, describe
+        self._since: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+            self._thread.start()
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(10.0, self._seconds / 10))
+            since = self._since
+            if since is not None and time.monotonic() - since > self._seconds:
+                print(self._describe(), file=sys.stderr, flush=True)
+                os._exit(EXIT_STALLED)
 
 
 def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list[str]:

@@ -152,7 +152,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
     batch: int = 0
 
     def __iter__(self) -> Iterator[Part | Failure]:
-        _allow_open_files()
+        allow_open_files()
         info = get_worker_info()  # torch has set the number of threads to one in workers
         if info is not None:
             _live_with_parent()
@@ -209,12 +209,14 @@ class StreamDataset(IterableDataset[Part | Failure]):
         )
 
 
-def _allow_open_files() -> None:
-    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open."""
+def allow_open_files() -> int:
+    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open. Returns: the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _live_with_parent() -> None:

@@ -1,0 +1,77 @@
+"""A loading worker that hangs ends the run with a diagnosis, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading import loader as loader_module
+from pipeline.data.loading.loader import build_loader
+from pipeline.data.loading.stalls import describe_workers
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from tests.launch import ROOT, environment
+from tests.shards import count_tokens, write_shards
+
+HANGS = """
+import os, signal, sys
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import build_loader
+from pipeline.distributed.world import World
+from tests.shards import count_tokens
+if __name__ == "__main__":
+    config = DataConfig(sources=sys.argv[1], streams=4, shuffle_buffer=10, workers=2, timeout_minutes=0.05)
+    with build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens) as loader:
+        next(loader)
+        print(*(worker.pid for worker in loader._parts._workers), flush=True)
+        os.kill(loader._parts._workers[1].pid, signal.SIGSTOP)
+        while True:
+            next(loader)
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [20, 30, 15])
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "shards")],
+        cwd=ROOT,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 76, done.stderr[-2000:]
+    pids = done.stdout.split()
+    assert "Rank 0: no batch came from the loading workers for 0.05 minutes" in done.stderr
+    assert re.search(rf"Worker 1 \(process {pids[1]}\) is stopped", done.stderr), done.stderr[-2000:]
+    deadline = time.monotonic() + 20
+    while any(Path("/proc", pid).exists() and "Z" not in Path("/proc", pid, "stat").read_text() for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlived the run"
+        time.sleep(0.1)
+
+
+def test_a_worker_is_described_with_its_state_and_shards(tmp_path: Path) -> None:
+    write_shards(tmp_path, [2])
+    with (tmp_path / "00000.tar").open("rb"):
+        own, gone, *_ = describe_workers([os.getpid(), 2**22 + 1])
+    assert own.startswith(f"Worker 0 (process {os.getpid()}) is computing, has open {tmp_path / '00000.tar'}")
+    assert gone == f"Worker 1 (process {2**22 + 1}) is gone."
+
+
+def test_too_few_open_files_are_refused_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [20])
+    monkeypatch.setattr(loader_module, "allow_open_files", lambda: 40)
+    config = DataConfig(sources=str(tmp_path), streams=4, workers=2)
+    with pytest.raises(UserError, match=r"40 files open \(ulimit -n\), but 2 loading workers with 4 streams need"):
+        build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)

@@ -306,8 +306,8 @@ def _check_open_files(config: DataConfig, *, streams: int) -> None:
     if limit < needed:
         raise UserError(
             f"This process may have {limit} files open (ulimit -n), but {config.workers} loading workers with "
-            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit nofile=65536), or "
-            "lower data.workers or data.streams."
+            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
+            "nofile=65536), or lower data.workers or data.streams."
         )
 
 

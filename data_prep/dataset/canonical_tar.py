@@ -35,7 +35,11 @@ class TarWriter:
         self._write(bytes(-len(payload) % _BLOCK))
 
     def close(self) -> str:
-        """End the archive and make it durable. Returns: its SHA-256."""
+        """End the archive and flush it to the disk.
+
+        Returns:
+            The SHA-256 of the archive.
+        """
         self._write(bytes(2 * _BLOCK))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -48,9 +52,10 @@ class TarWriter:
 
 
 def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """`(key, {extension: payload})` of each sample of a webdataset tar, in order.
+    """Iterate over a webdataset tar as `(key, {extension: payload})`, in order.
 
-    Raises: tarfile.TarError when the file is not a whole tar.
+    Raises:
+        tarfile.TarError: The file is not a complete tar.
     """
     try:
         yield from _samples(path)
@@ -84,7 +89,11 @@ def picture(parts: Mapping[str, bytes]) -> bytes:
 
 
 def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
-    """Write a canonical tar of sorted `(name, payload)` beside `path`, then move it there. Returns: bytes, SHA-256."""
+    """Write a canonical tar of sorted `(name, payload)` to a temporary file and rename it to `path`.
+
+    Returns:
+        The size in bytes, and the SHA-256.
+    """
     with replacing(path, unique=False) as temporary, temporary.open("wb") as file:
         writer = TarWriter(file)
         for name, payload in members:

@@ -3,16 +3,16 @@
 manifest.json           what training reads
 report.html datasheet.md
 shards/00000.tar        the samples
-meta/00000.parquet      one row per URL of that shard: what became of it
+meta/00000.parquet      one row per URL of that shard, with its outcome
 meta/00000.json         the shard's record; a shard without one is not finished
-meta/00000.commit       a record that is about to take its place, see shard_commit.py
+meta/00000.commit       a new record that is being committed, see shard_commit.py
 plan/                   the URL list after subsetting, one row group per shard, and plan.json
 download.yaml           the settings, resolved
-sessions.jsonl          when and where each run worked: dates are here, not in the manifest
-removed.txt             uids, URLs, hashes or keys to keep out, for good
-removal.pending         a removal has begun and is not finished
+sessions.jsonl          when and where each run took place; dates are kept here, not in the manifest
+removed.txt             uids, URLs, hashes or keys that are excluded permanently
+removal.pending         present while a removal is unfinished
 quarantine.txt          URLs whose image killed a worker twice
-staging/                unfinished work; may be deleted when nothing runs
+staging/                unfinished work; may be deleted when no process is running
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ShardRecord:
 
     shard: int
     plan: str
-    """Digest of the URL list that it belongs to."""
+    """Digest of the URL list that the shard belongs to."""
     rows: int
     samples: int
     bytes: int
@@ -46,18 +46,18 @@ class ShardRecord:
     meta_sha256: str = ""
     """SHA-256 of the meta file; empty in records of versions before 0.2."""
     rules: str = ""
-    """Digest of the settings that decide over its samples, see rules.py; empty before 0.2."""
+    """Digest of the settings that determine its samples, see rules.py; empty before 0.2."""
     tools: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages that made its images."""
+    """Versions of the packages that encoded its images."""
 
     def tree(self) -> dict[str, Any]:
-        """As plain values, failures in the order of their names."""
+        """The record as plain values, with failures sorted by name."""
         return {**asdict(self), "failures": dict(sorted(self.failures.items()))}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Paths below one data set's folder; each of several workers has a staging folder of its own."""
+    """Paths in the folder of one data set; each worker has its own staging folder."""
 
     root: Path
     worker: int = 0
@@ -129,11 +129,11 @@ class Folder:
         return self.numbered("meta", ".json")
 
     def read_record(self, shard: int) -> ShardRecord:
-        """The record of a shard.
+        """Read the record of a shard.
 
         Raises:
-            FileNotFoundError: There is none.
-            UserError: It is damaged.
+            FileNotFoundError: The shard has no record.
+            UserError: The record is damaged.
         """
         path = self.record(shard)
         text = path.read_bytes()
@@ -151,16 +151,16 @@ class Folder:
 
     @property
     def mend(self) -> str:
-        """What to do about damaged files, for messages."""
+        """Advice on how to repair damaged files, for messages."""
         return f"`neuclip verify {self.root} --rebuild` mends it."
 
     def withdraw(self, shard: int) -> None:
-        """Take a shard back, record first, so that it is fetched again."""
+        """Delete a shard, its record first, so that it is fetched again."""
         for path in (self.commit(shard), self.record(shard), self.tar(shard), self.meta(shard)):
             path.unlink(missing_ok=True)
 
     def removed_names(self) -> frozenset[str]:
-        """The uids, URLs, hashes and keys to keep out."""
+        """The uids, URLs, hashes and keys to exclude."""
         return read_lines(self.removed)
 
     def quarantined(self) -> frozenset[str]:
@@ -169,10 +169,10 @@ class Folder:
 
 
 def read_lines(path: Path) -> frozenset[str]:
-    """The lines of a text file without blanks around them; none where there is no file.
+    """Read the stripped, non-empty lines of a text file; an absent file has none.
 
     Raises:
-        UserError: It is not text.
+        UserError: The file is not UTF-8 text.
     """
     if not path.exists():
         return frozenset()
@@ -184,10 +184,15 @@ def read_lines(path: Path) -> frozenset[str]:
 
 
 def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> Any:
-    """The meta file of a shard as a pyarrow Table; of `columns`, those that it has.
+    """Read the meta file of a shard as a pyarrow Table.
+
+    Args:
+        folder: The data set.
+        shard: The shard's number.
+        columns: Columns to read; those that the file lacks are ignored. By default all.
 
     Raises:
-        UserError: It is missing or damaged.
+        UserError: The file is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -202,7 +207,11 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
 
 
 def load_config(root: str | Path) -> DownloadConfig:
-    """The settings that a data set was made with. Raises: UserError when it was not made by `neuclip download`."""
+    """Load the settings that a data set was made with.
+
+    Raises:
+        UserError: The data set was not made by `neuclip download`.
+    """
     folder = Folder(Path(root).absolute())
     if not folder.config.exists():
         raise UserError(f"{root} has no {folder.config.name}: it was not made by `neuclip download`.")
@@ -215,12 +224,16 @@ def tar_name(shard: int) -> str:
 
 
 def key_of(row: int) -> str:
-    """A sample's key: its row in the plan, so that keys are unique and stay through retries."""
+    """A sample's key, derived from its row in the plan: unique, and stable across retries."""
     return f"{row:010d}"
 
 
 def local_manifest(root: str | Path) -> Manifest:
-    """The manifest of a folder on this machine. Raises: UserError when it, or any of its shards, is elsewhere."""
+    """Load the manifest of a local folder.
+
+    Raises:
+        UserError: The folder or any of its shards is not on this machine.
+    """
     if "://" in str(root):
         raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
     manifest = load_manifest(root)
@@ -229,7 +242,11 @@ def local_manifest(root: str | Path) -> Manifest:
 
 
 def check_local(manifest: Manifest) -> None:
-    """Raises: UserError when any of a manifest's shards is elsewhere than on this machine."""
+    """Check that all shards of a manifest are local files.
+
+    Raises:
+        UserError: A shard is not on this machine.
+    """
     remote = [shard.name for shard in manifest.shards if ":" in shard.name]  # a URL or `pipe:`
     if remote:
         raise UserError(
@@ -239,7 +256,7 @@ def check_local(manifest: Manifest) -> None:
 
 
 def names_of(row: Mapping[str, Any]) -> set[str]:
-    """The names by which a row of the plan can be kept out before it is fetched: URL, uid and key."""
+    """The names (URL, uid, key) under which a row of the plan can be excluded before it is fetched."""
     return {name for name in (row["url"], row.get("uid"), key_of(row["row"])) if name}
 
 

@@ -151,7 +151,11 @@ def _close_pairs(hashes: np.ndarray, distance: int) -> Iterator[tuple[int, int]]
 
 
 def difference_hash(body: bytes) -> int:
-    """The 64-bit difference hash of an encoded image. Raises: OSError when it cannot be decoded."""
+    """Compute the 64-bit difference hash of an encoded image.
+
+    Raises:
+        OSError: The image cannot be decoded.
+    """
     from PIL import Image
 
     with Image.open(io.BytesIO(body), formats=FORMATS) as image:

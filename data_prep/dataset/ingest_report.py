@@ -63,7 +63,11 @@ def meaning_of(reason: str) -> str:
 
 
 def write_report(root: str | Path) -> Path:
-    """Write the report and the datasheet of a finished data set beside its shards. Returns: the report's path."""
+    """Write the report and the datasheet of a finished data set next to its shards.
+
+    Returns:
+        The path of the report.
+    """
     folder = Folder(Path(root))
     manifest = load_manifest(folder.root)
     facts = page_facts(folder, manifest, take_census(folder))

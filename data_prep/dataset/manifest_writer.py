@@ -26,7 +26,11 @@ def write_manifest(folder: Folder, plan: Plan) -> Manifest:
 
 
 def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
-    """The manifest that the plan and the records say. Raises: UserError as `write_manifest`."""
+    """Build the manifest from the plan and the records.
+
+    Raises:
+        UserError: As for `write_manifest`.
+    """
     finished = folder.finished()
     missing = sorted(set(range(plan.shards)) - set(finished))
     if missing:

@@ -141,7 +141,11 @@ def _finish(folder: Folder, shard: int) -> None:
 
 
 def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
-    """Write the staged meta file. Returns: its SHA-256."""
+    """Write the staged meta file.
+
+    Returns:
+        The SHA-256 of the file.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -102,7 +102,11 @@ def check_evalsets(root: str | Path, keys: Iterable[str] = ()) -> FetchOutcome:
 
 
 def choose(keys: Iterable[str]) -> list[HubSet]:
-    """The sets of these keys, or all. Raises: UserError naming the nearest key."""
+    """The sets with these keys, or all sets.
+
+    Raises:
+        UserError: A key is unknown; the message names the nearest one.
+    """
     keys = list(keys) or list(HUB_SETS)
     for key in keys:
         if key not in HUB_SETS:

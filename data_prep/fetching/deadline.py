@@ -58,9 +58,12 @@ class Deadlines:
             self._mine.attempt = None
 
     def over(self, connect: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
-        """`connect` for use inside `attempt`: what it gives is cut with the attempt, and it waits no longer than that.
+        """Wrap `connect` for use inside `attempt`.
 
-        Raises: TimeoutError when the time is over already.
+        The socket is shut down when the attempt's time is over, and connecting takes no longer than the time left.
+
+        Raises:
+            TimeoutError: The time is already over.
         """
 
         def timed(

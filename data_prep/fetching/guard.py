@@ -47,7 +47,11 @@ class AddressFilter:
         self._refusal = functools.lru_cache(maxsize=65_536)(self._judge)
 
     def check(self, text: str) -> None:
-        """Raises: FetchError (refused address) when `text`, an IP address, is special and not explicitly allowed."""
+        """Refuse an IP address that is special and not explicitly allowed.
+
+        Raises:
+            FetchError: The address is refused.
+        """
         refusal = self._refusal(text)
         if refusal:
             raise FetchError(reasons.REFUSED_ADDRESS, refusal)
@@ -72,9 +76,11 @@ class AddressFilter:
         timeout: float | None = None,
         source_address: tuple[str, int] | None = None,
     ) -> socket.socket:
-        """Like `socket.create_connection`, connecting only to an address that was checked a moment before.
+        """Like `socket.create_connection`, but connects only to an address that has just been checked.
 
-        Raises: FetchError (refused address) when no permitted address is left; OSError as the original does.
+        Raises:
+            FetchError: No permitted address is left (refused address).
+            OSError: As for `socket.create_connection`.
         """
         refusal: FetchError | None = None
         failure: OSError | None = None

@@ -1,7 +1,7 @@
-"""Fetch a few of the first rows to see that the hash column holds hashes of the bytes, as verification assumes.
+"""Fetch a few of the first rows to check that the hash column holds hashes of the bytes, as verification assumes.
 
-A hash of the decoded pixels, of the URL, or by another algorithm would make every single URL fail: better to find out
-on the first rows than after a week.
+If it held a hash of the decoded pixels, of the URL, or by another algorithm, every URL would fail. It is better to
+detect that on the first rows than after a week.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _ALGORITHMS = ("md5", "sha1", "sha256", "sha512")
 def check_hashes(config: DownloadConfig) -> list[str]:
     """Fetch `monitor.probe` of the first thousand rows and compare their hashes.
 
-    Returns: notes that a person should read. Raises: UserError when (almost) nothing agrees, saying what the column
-    really holds where that can be found out.
+    Returns:
+        Notes for the user.
+
+    Raises:
+        UserError: No hashes, or hardly any, match. The message says what the column contains instead, where that can be
+            determined.
     """
     source = config.source
     if source.hash is None or config.monitor.probe == 0:

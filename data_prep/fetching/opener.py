@@ -255,9 +255,10 @@ def _check_opt_out(headers: Message, guard: GuardConfig) -> None:
 
 
 def ascii_url(url: str) -> str:
-    """The URL as it goes over the wire: international host names in IDNA, other characters percent-encoded.
+    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
 
-    Raises: UnicodeError when the host is no valid name.
+    Raises:
+        UnicodeError: The host is not a valid name.
     """
     if url.isascii() and " " not in url:
         return url

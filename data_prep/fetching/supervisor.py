@@ -106,7 +106,14 @@ def fetch(
 def _watch(
     engine: FetchEngine, monitor: Monitor, window: SuccessWindow, *, stall: float, show: Callable[[], None]
 ) -> str:
-    """Follow one engine to its end. Returns: how it ended. Raises: Paused on collapse."""
+    """Follow one engine until it ends.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        Paused: Success collapsed.
+    """
     moved, attempted = time.monotonic(), -1
     while True:
         ended, began = engine.poll(), time.monotonic()
@@ -130,7 +137,11 @@ def _watch(
 
 
 def _check_disk(folder: Folder) -> None:
-    """Say so when the engine ended because nothing can be written. Raises: Paused."""
+    """Check whether the engine ended because the disk cannot be written to.
+
+    Raises:
+        Paused: It cannot.
+    """
     path = folder.staging / "probe"
     try:
         with path.open("wb") as file:
@@ -146,7 +157,11 @@ def _check_disk(folder: Folder) -> None:
 
 
 def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: int) -> str:
-    """Take back the shards that the collapse may have hit, so that their URLs are asked again. Returns: the message."""
+    """Withdraw the shards that the collapse may have affected, so that their URLs are requested again.
+
+    Returns:
+        The message for the user.
+    """
     folder = engine.folder
     recover(folder, monitor.waiting)
     monitor.poll()

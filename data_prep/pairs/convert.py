@@ -39,7 +39,11 @@ class StoredImage:
 
 
 def read_image(image: bytes | str) -> bytes:
-    """The encoded image. Raises: FetchError when its file is missing or unreadable."""
+    """Read the encoded image.
+
+    Raises:
+        FetchError: Its file is missing or unreadable.
+    """
     if isinstance(image, bytes):
         return image
     try:

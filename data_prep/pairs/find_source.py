@@ -37,7 +37,11 @@ class SourceOptions:
 
 
 def kind_of(source: str) -> str:
-    """One of table, coco, parquet, datasets, tars, images, hub. Raises: UserError when it is none of them."""
+    """The kind of a source: table, coco, parquet, datasets, tars, images or hub.
+
+    Raises:
+        UserError: The source is none of these.
+    """
     path = Path(source)
     if path.is_file():
         suffix = path.suffix.lower()

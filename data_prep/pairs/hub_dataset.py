@@ -89,7 +89,11 @@ def _undecoded(data: Any, column: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _load(name: str, split: str | None, subset: str | None, revision: str | None) -> Any:
-    """The split. Raises: UserError."""
+    """Load the split.
+
+    Raises:
+        UserError: It cannot be loaded.
+    """
     import datasets
 
     datasets.disable_progress_bars()

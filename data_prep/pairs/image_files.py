@@ -89,7 +89,11 @@ class CocoCaptions:
 
 
 def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The annotations. Raises: UserError when the file is not of COCO's form."""
+    """Read COCO's caption annotations.
+
+    Raises:
+        UserError: The file does not have COCO's format.
+    """
     try:
         tree = json.loads(path.read_bytes())
     except ValueError as error:

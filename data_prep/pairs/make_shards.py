@@ -1,7 +1,7 @@
-"""`neuclip pairs`: any source of pairs as canonical shards with a manifest, by several processes, resumable.
+"""`neuclip pairs`: convert any source of pairs to canonical shards with a manifest, in parallel and resumable.
 
-Shard k holds what became of rows `[k S, (k + 1) S)` of the source, whichever process writes it and whenever: an
-interrupted run continues to the bytes of an undisturbed one.
+Shard k holds the outcomes of rows `[k S, (k + 1) S)` of the source, regardless of which process writes it and when. The
+output of an interrupted and resumed run is therefore bit-identical to that of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pipeline.files import replacing, write_json
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
-_TOOLS = ("pillow", "pyarrow")  # what decides over the bytes of a shard
+_TOOLS = ("pillow", "pyarrow")  # packages that determine a shard's bytes
 _META = ("row", "key", "place", "status", "reason", "error", "captions", "width", "height", "sha256")
 
 
 @dataclass(frozen=True)
 class PairsConfig:
-    """A conversion: what, how, and where to."""
+    """Settings of a conversion: source, output and options."""
 
     source: str
     output: Path
@@ -50,7 +50,7 @@ class PairsConfig:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion gave."""
+    """The result of a conversion."""
 
     manifest: Manifest
     several_captions: int
@@ -60,15 +60,15 @@ class Conversion:
 
 
 def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = lambda done, total: None) -> Conversion:
-    """Convert what is missing and write the manifest.
+    """Convert the missing shards and write the manifest.
 
     Args:
-        config: what to convert.
-        on_rows: called with the rows done so far and all of them.
+        config: What to convert.
+        on_rows: Called with the number of rows done so far and the total.
 
     Raises:
-        UserError: before anything is written when the source cannot be read; when the folder belongs to another source
-            or other settings; when no row gave a sample.
+        UserError: Before anything is written, if the source cannot be read or the folder belongs to another source or
+            other settings; at the end, if no row gave a sample.
     """
     folder = Folder(config.output)
     _check_output(config, folder)
@@ -87,7 +87,11 @@ def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = la
 
 
 def _check_output(config: PairsConfig, folder: Folder) -> None:
-    """Raises: UserError when the output is not a folder for this: a file, foreign content, or the source itself."""
+    """Check that the output folder can be used.
+
+    Raises:
+        UserError: It is a file, has other content, or is the source itself.
+    """
     root = folder.root
     if root.exists() and not root.is_dir():
         raise UserError(f"{root} is a file: name a folder for the shards.")
@@ -100,7 +104,7 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
 
 
 def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
-    """The source, and the rows of a shard, the same in every run on this folder."""
+    """The source and the number of rows per shard, which are the same in every run on this folder."""
     path, listing = folder.plan / "pairs.json", folder.plan / "pairs.parquet"
     options = {
         key: value if isinstance(value, str | None) else str(value) for key, value in asdict(config.options).items()
@@ -134,7 +138,7 @@ def _where(source: str) -> str:
 
 
 def _stamp(source: str) -> dict[str, Any]:
-    """Size and time of a source that is one file: another file under the same name is another source."""
+    """Size and modification time of a single-file source, to detect another file under the same name."""
     path = Path(source)
     if not path.is_file():
         return {}
@@ -159,14 +163,14 @@ class _Job:
 
 
 def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
-    """Write the shards; yields each one's number of rows as it is finished."""
+    """Write the shards; yields the number of rows of each as it is finished."""
     if processes == 1 or len(shards) <= 1:
         for shard in shards:
             yield write_shard(job, shard)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(shards)), mp_context=context) as pool:
-        # A few tasks more than processes: a million rows make no long queue, and an error ends the work soon.
+        # Only a few more tasks than processes: the queue stays short, and an error ends the conversion soon.
         waiting, queue = set(), iter(shards)
         try:
             for shard in queue:
@@ -182,7 +186,11 @@ def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
 
 
 def write_shard(job: _Job, shard: int) -> int:
-    """Write one shard: tar, what became of each row, and last the record that makes it count. Returns: its rows."""
+    """Write one shard: the tar, the outcome of each row, and last the record, which marks the shard as finished.
+
+    Returns:
+        The number of rows.
+    """
     start = shard * job.shard_size
     stop = min(job.source.rows, start + job.shard_size)
     path = job.folder.tar(shard)
@@ -207,7 +215,7 @@ def write_shard(job: _Job, shard: int) -> int:
 
 
 def _sample(number: int, pair: Pair, options: ImageOptions) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What became of one row: its record, and its members by suffix (none when it was dropped)."""
+    """The outcome of one row: its record, and its members by suffix (none when it was dropped)."""
     key = key_of(number)
     row: dict[str, Any] = {**dict.fromkeys(_META), "row": number, "key": key, "place": pair.place, "status": "failed"}
     pair = checked(pair)
@@ -239,7 +247,11 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:
-    """The list of what was dropped and the manifest. Raises: UserError when nothing is left to train on."""
+    """Write the list of dropped rows and the manifest.
+
+    Raises:
+        UserError: No sample is left to train on.
+    """
     import pyarrow.parquet as pq
 
     records = [folder.read_record(shard) for shard in folder.finished()]

@@ -19,7 +19,11 @@ def tars_below(path: Path) -> list[Path]:
 
 
 def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
-    """One row for each sample. Raises: UserError that names a tar which is not whole."""
+    """List one row per sample.
+
+    Raises:
+        UserError: A tar is not complete; the message names it.
+    """
     for tar in tars:
         shown = tar.relative_to(root).as_posix() if tar != root else tar.name
         count, key = 0, None

@@ -100,9 +100,10 @@ ATTRIBUTES: dict[str, Attribute] = {
 
 
 def write_suite(config: ScenesConfig, folder: str | Path) -> list[str]:
-    """Write every set of the suite below `folder`; the same bytes for the same config.
+    """Write all sets of the suite below `folder`; the files are bit-identical for the same config.
 
-    Returns: the task keys, `scenes/<attribute>` and `scenes/retrieval`.
+    Returns:
+        The task keys: `scenes/<attribute>` and `scenes/retrieval`.
     """
     folder = Path(folder)
     seen = {describe(config, index) for index in range(config.pairs)}
@@ -175,7 +176,11 @@ def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Fa
 
 
 def _write_shards(samples: Iterator[Sequence[Member]], folder: Path) -> dict[str, str]:
-    """Tars of `SHARD_SIZE` samples, byte for byte reproducible. Returns: SHA-256 of each, by `test/<k>.tar`."""
+    """Write bit-identical tars of `SHARD_SIZE` samples.
+
+    Returns:
+        The SHA-256 of each tar, by its name `test/<k>.tar`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     digests: dict[str, str] = {}
     while batch := list(itertools.islice(samples, SHARD_SIZE)):

@@ -32,11 +32,17 @@ _STATUS = {
 
 @contextmanager
 def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
-    """Run the server in its own process for the length of the block.
+    """Run the server in its own process while the block runs.
 
-    Args: port: 0 takes a free one; a fixed port keeps the URLs of an earlier table alive.
-    Yields: the base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, config, index)`.
-    Raises: UserError when the server cannot start, for example because the port is taken.
+    Args:
+        config: The corpus.
+        port: The port to listen on; 0 picks a free one. With a fixed port, the URLs of an earlier table keep working.
+
+    Yields:
+        The base URL, `http://127.0.0.1:<port>`; image URLs are `url(base, config, index)`.
+
+    Raises:
+        UserError: The server cannot start, for example because the port is in use.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "data_prep.scenes", SERVE_STDIN],

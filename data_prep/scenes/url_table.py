@@ -36,7 +36,15 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
 
     Columns: `uid` (32 hex digits, independent of the address), `url`, `caption` (web style), `sha256` of the bytes as
     published (so it is wrong for a URL with the wrong-hash fault), `original_width` and `original_height` in pixels.
-    Returns: number of rows.
+
+    Args:
+        config: The corpus.
+        base: Base URL of the server.
+        path: The parquet file.
+        processes: Number of processes that render the images.
+
+    Returns:
+        The number of rows.
     """
     with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for columns in _chunks(config, base, processes):

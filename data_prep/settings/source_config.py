@@ -137,9 +137,10 @@ SOURCES: dict[str, Known] = {
 
 
 def resolve(source: SourceConfig) -> SourceConfig:
-    """Check that the source's name is known and that it names something to read.
+    """Check that the source's name is known and that there is a table to read.
 
-    Raises: UserError for an unknown name, or when there is nothing to read.
+    Raises:
+        UserError: The name is unknown, or no table is given.
     """
     if source.name not in SOURCES:
         raise UserError(f"source.name = {source.name!r} is not known. {suggest(source.name, tuple(SOURCES))}")

@@ -14,10 +14,12 @@ _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
 def pin(source: SourceConfig) -> SourceConfig:
-    """The source with its revision as a commit, so that what is read can be read again.
+    """Pin the source's revision to a commit, so that the same data can be read again.
 
-    Offline (HF_HUB_OFFLINE=1) the repository's snapshot in the hub's cache is read like a local folder.
-    Raises: UserError when the hub, or offline the cache, does not have it.
+    Offline (HF_HUB_OFFLINE=1), the repository's snapshot in the hub's cache is read like a local folder.
+
+    Raises:
+        UserError: The hub, or offline the cache, does not have the data set.
     """
     if source.hub is None or source.table is not None:
         return source
@@ -36,7 +38,11 @@ def pin(source: SourceConfig) -> SourceConfig:
 
 
 def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[Any]:
-    """pyarrow Tables of the data set's rows, in its order; at least these columns. Raises: UserError."""
+    """Read the data set's rows in order as pyarrow Tables with at least these columns.
+
+    Raises:
+        UserError: The data set cannot be read.
+    """
     import datasets
 
     # Parquet can leave unwanted columns on the server; other formats cannot.

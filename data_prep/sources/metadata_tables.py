@@ -31,10 +31,13 @@ _PEEKED_LINES = 1_000
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """The table's files in name order.
+    """List the table's files in name order.
 
-    A named source's pattern is that of its repository: a folder in which nothing matches it is taken as holding just
-    the files that are meant. Raises: UserError when there are none.
+    A named source's pattern describes the files of its repository. If it matches nothing in a local folder, all of the
+    folder's files are taken.
+
+    Raises:
+        UserError: There are no files.
     """
     path = Path(source.table or "")
     if path.is_file():
@@ -150,7 +153,11 @@ def _kept_kinds(files: list[Path], source: SourceConfig) -> dict[str, Any]:
 
 
 def check_files(source: SourceConfig) -> None:
-    """Compare the files named in `source.sha256` with their published digests. Raises: UserError naming the file."""
+    """Compare the files named in `source.sha256` with their published digests.
+
+    Raises:
+        UserError: A file differs; the message names it.
+    """
     by_name = {path.name: path for path in files_of(source)} if source.sha256 else {}
     for name, wanted in source.sha256.items():
         if name not in by_name:

@@ -22,9 +22,13 @@ _HEX = re.compile(r"^[0-9a-f]+$", re.IGNORECASE)
 
 
 def check_source(config: DownloadConfig) -> list[str]:
-    """Check a resolved source on its files, its row count and its first thousand rows.
+    """Check a resolved source: its files, its row count and its first thousand rows.
 
-    Returns: notes that a person should read. Raises: UserError saying what is wrong and what would be right.
+    Returns:
+        Notes for the user.
+
+    Raises:
+        UserError: Something is wrong; the message says what, and what would be right.
     """
     source = config.source
     if source.table is not None:
@@ -39,7 +43,11 @@ def check_source(config: DownloadConfig) -> list[str]:
 
 
 def check_rows(source: SourceConfig, found: int) -> None:
-    """Hold the rows of the whole table, before any subset, against its publication. Raises: UserError."""
+    """Compare the row count of the whole table, before any subset, with the published one.
+
+    Raises:
+        UserError: They differ.
+    """
     if source.rows not in (None, found):
         raise UserError(
             f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
@@ -48,9 +56,12 @@ def check_rows(source: SourceConfig, found: int) -> None:
 
 
 def check_blur(config: DownloadConfig) -> None:
-    """Raises: UserError when images are to be blurred and may be stored as served all the same.
+    """Refuse settings that blur images but might store some of them as served, unblurred.
 
     An image that needs no resizing would be stored as served.
+
+    Raises:
+        UserError: `image.skip_reencode` is set for a source with boxes to blur.
     """
     if config.source.blur and config.image.skip_reencode:
         raise UserError(
@@ -60,7 +71,11 @@ def check_blur(config: DownloadConfig) -> None:
 
 
 def check_distributor(fetch: FetchConfig) -> None:
-    """Raises: UserError when the chosen distributor cannot start on this machine."""
+    """Check that the chosen distributor can start on this machine.
+
+    Raises:
+        UserError: It cannot.
+    """
     if fetch.distributor == "multiprocessing":
         return
     if importlib.util.find_spec(fetch.distributor) is None:

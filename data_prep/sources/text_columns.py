@@ -87,7 +87,11 @@ def columns_of(source: SourceConfig) -> list[str]:
 
 
 def need_columns(columns: list[str], present: list[str], where: str) -> None:
-    """Raises: UserError when some of `columns` are not among `present`."""
+    """Check that all `columns` are among `present`.
+
+    Raises:
+        UserError: Some are missing.
+    """
     missing = [name for name in columns if name not in present]
     if missing:
         raise UserError(

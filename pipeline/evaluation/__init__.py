@@ -38,7 +38,7 @@ def evaluate(
         output: The folder for one checkpoint's results; for several, of one folder each. By default
             RUN/evaluation/<checkpoint> for a checkpoint inside a run.
         config: Settings; by default those of `EvaluationConfig`.
-        processes: Ranks and this one's device, from `start_processes` or a running training; by default one process.
+        processes: Ranks and this process's device, from `start_processes` or a training run; by default one process.
         progress: Called after every task with its key and the evaluations.
 
     Returns:

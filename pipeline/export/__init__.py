@@ -1,1 +1,1 @@
-"""Finished models for others: open_clip folders, model cards, compiled programs."""
+"""Export of trained models: open_clip folders, model cards, compiled programs."""

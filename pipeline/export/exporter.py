@@ -46,7 +46,7 @@ def choose_checkpoint(source: Path) -> Checkpoint:
     """Open a checkpoint, or the newest of a run, and verify it.
 
     Raises:
-        UserError: There is none, or it is damaged.
+        UserError: There is no checkpoint, or it is damaged.
     """
     path = source
     if not (path / META_NAME).is_file():
@@ -106,7 +106,7 @@ def export_transformers(checkpoint: Checkpoint, output: Path, *, card: str, logi
 
 
 def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
-    """Let `write` fill a folder, which becomes `output` only if the difference that it returns is small.
+    """Call `write` on a temporary folder, which becomes `output` only if the returned difference is small.
 
     Raises:
         UserError: `output` is not empty, or the difference is above 1e-5.
@@ -132,7 +132,11 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
 
 
 def _write(checkpoint: Checkpoint, output: Path, *, programs: tuple[str, ...]) -> float:
-    """Write weights and programs. Returns: the largest difference from the trained model."""
+    """Write weights and programs.
+
+    Returns:
+        The largest difference from the trained model.
+    """
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         shutil.copyfile(checkpoint.path / name, output / name)
     model = load_for_evaluation(str(checkpoint.path))

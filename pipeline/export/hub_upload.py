@@ -10,13 +10,13 @@ from pipeline.errors import UserError
 def push(folder: Path, repository: str, *, private: bool = False) -> str:
     """Create the repository if needed and upload the folder in one commit.
 
-    The hub is `HF_ENDPOINT` (huggingface.co by default), and the account that of `HF_TOKEN` or of `hf auth login`.
+    Uses the hub at `HF_ENDPOINT` (huggingface.co by default) and the account of `HF_TOKEN` or `hf auth login`.
 
     Returns:
         The address of the commit.
 
     Raises:
-        UserError: The hub refuses, or cannot be reached. The folder stays as it is.
+        UserError: The hub refuses the upload or cannot be reached. The folder is unchanged.
     """
     import huggingface_hub
 
@@ -26,7 +26,7 @@ def push(folder: Path, repository: str, *, private: bool = False) -> str:
         commit = api.upload_folder(
             folder_path=str(folder), repo_id=repository, commit_message="Upload by neuclip export"
         )
-    except Exception as error:  # the client raises many kinds
+    except Exception as error:  # the client raises many exception types
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UserError(
             f"{repository} could not be uploaded ({type(error).__name__}: {first}). The export is in {folder}; once "

@@ -31,9 +31,9 @@ def model_card(
 
     Args:
         checkpoint: The exported checkpoint.
-        scale: Of open_clip's logits, 1 / tau.
-        bias: Of open_clip's logits.
-        programs: Kinds of further files, see `pipeline.export.tower_programs`.
+        scale: Scale of open_clip's logits, 1 / tau.
+        bias: Bias of open_clip's logits.
+        programs: Kinds of additional files, see `pipeline.export.tower_programs`.
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
     """
@@ -150,7 +150,7 @@ def _metrics(path: Path, *, step: int) -> list[tuple[str, str]]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                continue  # a line that a crash cut short
+                continue  # a line truncated by a crash
             if record.get("kind") == "train" and record["step"] <= step:
                 last = record
     return [(name, f"{last[name]:.6g}") for name in SHOWN_METRICS if name in last]

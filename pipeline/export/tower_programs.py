@@ -60,7 +60,11 @@ def _traceable() -> Iterator[None]:
 
 
 def export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
-    """Write `SIDE.pt2`. Returns: the largest difference of its features from the tower's."""
+    """Write `SIDE.pt2`.
+
+    Returns:
+        The largest difference of its features from the tower's.
+    """
     path = folder / f"{side}.pt2"
     with _traceable():
         program = torch.export.export(tower, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -70,7 +74,11 @@ def export_torch(folder: Path, side: str, tower: nn.Module, example: Tensor) -> 
 
 
 def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> float:
-    """Write `SIDE.onnx`. Returns: the largest difference of its features from the tower's, run by onnxruntime."""
+    """Write `SIDE.onnx`.
+
+    Returns:
+        The largest difference of its features, computed by onnxruntime, from the tower's.
+    """
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
@@ -97,7 +105,11 @@ def export_onnx(folder: Path, side: str, tower: nn.Module, example: Tensor) -> f
 
 
 def require_onnx() -> None:
-    """Raises: UserError when a package for ONNX is missing."""
+    """Check that the packages for ONNX are installed.
+
+    Raises:
+        UserError: One of them is missing.
+    """
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"ONNX export needs {', '.join(missing)}: pip install -c constraints.txt -e '.[onnx]'.")

@@ -1,4 +1,4 @@
-"""Export as a `transformers` model: `CLIPModel` for open_clip's own ViTs, with equal features or not at all.
+"""Export as a `transformers` model: `CLIPModel` for open_clip's own ViTs, refused if the features differ.
 
 Names and settings follow transformers' CLIP (models/clip/modeling_clip.py), which is OpenAI's architecture: pre-norm
 transformers, class-token pooling, causal text pooled at the end token, projections without bias.

@@ -75,17 +75,25 @@ class CsvTable:
 
 
 def read_csv(path: Path) -> Any:
-    """A CSV as a pandas frame of text. Raises: TaskError when it cannot be read."""
+    """Read a CSV as a pandas frame of text.
+
+    Raises:
+        TaskError: It cannot be read.
+    """
     import pandas as pd
 
     try:
         return pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, ValueError, UnicodeError) as error:  # pandas' own kinds are ValueErrors
+    except (OSError, ValueError, UnicodeError) as error:  # pandas' own exceptions are ValueErrors
         raise TaskError(f"{path} is not a readable CSV ({plain(error)}).") from error
 
 
 def find_csv(folder: Path, *, needs: Needs) -> CsvTable:
-    """The one CSV below `folder` that has the columns in `needs`, with all zip archives. Raises: TaskError."""
+    """Find the only CSV below `folder` that has the columns in `needs`, and open it with all zip archives.
+
+    Raises:
+        TaskError: There is no such CSV, or there are several.
+    """
     paths = sorted(path for path in folder.rglob("*.csv") if not path.name.startswith("."))
     columns = {path: set(read_csv(path).columns) for path in paths}
     fitting = [path for path in paths if all(set(names) & columns[path] for names in needs)]

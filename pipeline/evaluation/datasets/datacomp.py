@@ -19,7 +19,7 @@ def _pairs(key: str, name: str, samples: int, folders: tuple[str, ...]) -> Task:
 
 
 def _worst(key: str, name: str, samples: int, classes: int, main_metric: str, fields: tuple[str, ...]) -> Task:
-    """A task whose score is that of the worst group of its first column."""
+    """A task whose score is that of the worst group in its first column."""
     return Task(key, name, samples=samples, classes=classes, main_metric=main_metric, fields=fields, group=fields[0])
 
 

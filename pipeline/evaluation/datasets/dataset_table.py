@@ -1,4 +1,4 @@
-"""A task's rows as Hugging Face `datasets` stores them: a `save_to_disk` folder, or its cache as it was left behind."""
+"""A task's rows as Hugging Face `datasets` stores them: a `save_to_disk` folder, or its cache."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DatasetTable:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a damaged arrow file shows as any of a dozen kinds
+        except Exception as error:  # a damaged arrow file can raise any of a dozen exception types
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
 
     def row_name(self, row: int) -> str:
@@ -73,12 +73,16 @@ class DatasetTable:
 
 
 def open_saved(folder: Path, *, split: str = "test") -> DatasetTable:
-    """A folder written by `Dataset.save_to_disk`, or one split of a `DatasetDict`. Raises: TaskError."""
+    """Open a folder written by `Dataset.save_to_disk`, or one split of a `DatasetDict`.
+
+    Raises:
+        TaskError: It cannot be opened.
+    """
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # many kinds, from a missing file to a damaged stream
+    except Exception as error:  # many exception types, from a missing file to a damaged stream
         raise TaskError(
             f"{folder} cannot be loaded from disk ({plain(error)}): it is incomplete or damaged."
         ) from error
@@ -100,7 +104,11 @@ def cached_versions(folder: Path) -> list[Path]:
 
 
 def open_cached(folder: Path, *, split: str = "test") -> DatasetTable:
-    """A data set in `datasets`' own cache, as `load_dataset(..., cache_dir=...)` leaves it. Raises: TaskError."""
+    """Open a data set in the cache of `datasets`, as written by `load_dataset(..., cache_dir=...)`.
+
+    Raises:
+        TaskError: It cannot be opened.
+    """
     import datasets
 
     versions = cached_versions(folder)

@@ -1,4 +1,4 @@
-"""Tasks of one's own: a folder of class folders, a CSV, or a Hugging Face data set, described in a few lines of YAML.
+"""Custom tasks: a folder of class folders, a CSV, or a Hugging Face data set, described in a few lines of YAML.
 
     # tasks.yaml in the suite's folder, or given as the suite itself
     products:
@@ -92,7 +92,11 @@ class OwnTask:
 
 
 def read_own_tasks(path: Path) -> dict[str, OwnTask]:
-    """The tasks of a YAML file by key. Raises: UserError that names the task and what is wrong with it."""
+    """Read the tasks of a YAML file, by key.
+
+    Raises:
+        UserError: A task is invalid; the message names it and says what is wrong.
+    """
     found = {}
     for key, tree in read_yaml(path).items():
         where = f"{path}: the task {key!r}"
@@ -139,7 +143,11 @@ def place_of(own: OwnTask, base: Path) -> Path:
 
 
 def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
-    """Open a task of one's own. Raises: TaskError when its data is missing, partial or damaged."""
+    """Open a custom task.
+
+    Raises:
+        TaskError: Its data is missing, partial or damaged.
+    """
     if own.folder:
         return _class_folders(own, place)
     table: AnyTable
@@ -161,7 +169,7 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
 
 
 def _class_folders(own: OwnTask, folder: Path) -> TaskData:
-    """One folder per class, in sorted order; files that are no images are refused rather than passed over."""
+    """Open one folder per class, in sorted order; files that are not images are refused rather than skipped."""
     if not folder.is_dir():
         raise TaskError(f"There is no folder {folder}.")
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -189,14 +197,18 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
 
 
 def _fetch(own: OwnTask, place: Path) -> None:
-    """Fetch a data set's parquet files from the hub. Raises: TaskError when the hub does not give them."""
+    """Download a data set's parquet files from the hub.
+
+    Raises:
+        TaskError: The hub does not provide them.
+    """
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"repo_type": "dataset", "revision": own.revision, "allow_patterns": ["*.parquet"]}
     partial = place.with_name(f"{place.name}.partial")
     try:
         snapshot_download(own.dataset or "", local_dir=partial, **options)
-    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+    except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
         raise TaskError(
             f"{own.dataset} cannot be fetched from the hub ({plain(error)}): is the name right and the hub reachable? "
             "A copy on this machine is read with dataset: FOLDER."

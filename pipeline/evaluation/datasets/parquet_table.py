@@ -32,7 +32,7 @@ class ParquetTable:
             try:
                 meta = pq.read_metadata(path)
                 schemas.append(tuple(pq.read_schema(path).names))
-            except Exception as error:  # pyarrow raises its own kinds
+            except Exception as error:  # pyarrow raises its own exceptions
                 raise TaskError(f"{path} is not a complete parquet file ({plain(error)}): fetch it again.") from error
             if not meta.num_rows:
                 raise TaskError(f"{path} holds no rows at all: fetch it again.")

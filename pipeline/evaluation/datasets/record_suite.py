@@ -1,4 +1,4 @@
-"""Record what a suite's tasks must hold: `suite.json` beside the data, which every later evaluation checks."""
+"""Record what a suite's tasks must contain in `suite.json` beside the data; every later evaluation checks it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipeline.files import write_json
 
 
 def record_suite(folder: Path, *, on_note: Callable[[str], None] = lambda note: None) -> dict[str, str]:
-    """Write counts and SHA-256 of every task's files to FOLDER/suite.json. What is recorded already is checked.
+    """Write counts and SHA-256 of every task's files to FOLDER/suite.json; check what is already recorded.
 
     Args:
-        folder: Of the tasks.
+        folder: The folder of the tasks.
         on_note: Called with a line per task.
 
     Returns:

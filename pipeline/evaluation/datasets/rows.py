@@ -1,4 +1,4 @@
-"""Retrieval, association and classification tasks from the rows of a table: its images, and what belongs to them."""
+"""Retrieval, association and classification tasks from the rows of a table of images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ class LabelColumns:
 
 
 def find_table(folder: Path, *, needs: Needs, split: str = "test") -> AnyTable:
-    """The table in a folder, in whichever layout it has. Raises: TaskError when it has none that is known."""
+    """Find the table in a folder, in any supported layout.
+
+    Raises:
+        TaskError: There is none in a known layout.
+    """
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return open_saved(folder, split=split)
     if next(folder.rglob("*.arrow"), None) is not None:
@@ -55,7 +59,11 @@ def find_table(folder: Path, *, needs: Needs, split: str = "test") -> AnyTable:
 
 
 def open_rows(protocol: str, folder: Path) -> TaskData:
-    """A retrieval or association task from a folder. Raises: TaskError when it is missing, partial or damaged."""
+    """Open a retrieval or association task from a folder.
+
+    Raises:
+        TaskError: It is missing, partial or damaged.
+    """
     table = find_table(folder, needs=CSV_NEEDS[protocol])
     return retrieval_rows(table, folder) if protocol == "retrieval" else association_rows(table, folder)
 

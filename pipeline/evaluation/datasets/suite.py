@@ -58,7 +58,11 @@ class Suite:
             object.__setattr__(self, "keys", tuple(entry.task.key for entry in self.entries))
 
     def only(self, keys: Sequence[str]) -> Suite:
-        """The named tasks in the order of the suite. Raises: UserError for a task that is not in it."""
+        """The named tasks, in the order of the suite.
+
+        Raises:
+            UserError: A task is not in the suite.
+        """
         known = {name: entry.task.key for entry in self.entries for name in (entry.task.stem, entry.task.key)}
         known |= {entry.task.key.replace("/", "-"): entry.task.key for entry in self.entries} | known
         for key in keys:
@@ -69,7 +73,7 @@ class Suite:
         return replace(self, entries=tuple(entry for entry in self.entries if entry.task.key in wanted))
 
     def with_lost(self, keys: Sequence[str]) -> Suite:
-        """The suite with tasks added that it once had and whose data is gone."""
+        """The suite, extended by tasks that it once had and whose data is gone."""
         problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
         lost = (Entry(Task(key, key), None, problem=f"{key} {problem}. Bring it back.") for key in keys)
         return replace(self, entries=(*self.entries, *lost), keys=(*self.keys, *keys))
@@ -194,7 +198,7 @@ def _entry(task: Task, folders: Sequence[Path], expected: Mapping[str, Any]) -> 
 
 
 def _own_task(key: str, path: Path) -> Task:
-    """A task in the benchmark's layout that is not in its table: the folder says of which kind it is."""
+    """A task in the benchmark's layout that is not in its table; its kind is read from the folder."""
     if is_retrieval(path):
         return Task(key, key, protocol="retrieval", main_metric="mean_recall@1")
     return Task(key, key)

@@ -61,7 +61,11 @@ def check_digests(
 
 
 def check_copies(key: str, files: Mapping[str, str]) -> None:
-    """No two data files of a task have the same content. Raises: TaskError naming them."""
+    """Check that no two data files of a task have the same content.
+
+    Raises:
+        TaskError: Some do; the message names them.
+    """
     seen: dict[str, str] = {}
     for name, digest in files.items():
         if not name.endswith((".tar", ".parquet", ".arrow", ".zip")):
@@ -72,7 +76,11 @@ def check_copies(key: str, files: Mapping[str, str]) -> None:
 
 
 def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
-    """SHA-256 of files, by their names relative to `folder`. Raises: TaskError when one cannot be read."""
+    """Compute the SHA-256 of files, by their names relative to `folder`.
+
+    Raises:
+        TaskError: A file cannot be read.
+    """
     found = {}
     for path in files:
         try:

@@ -24,7 +24,7 @@ def index_folders(folder: Path) -> Index:
 
 
 def find_folders(task: Task, index: Index) -> list[Path]:
-    """Every folder that holds the task; one without any data only where no other is found."""
+    """Every folder that holds the task; folders without data count only if there is no other."""
     named = [path for name in map(_normal, folder_names(task)) for path in index.get(name, ())]
     if task.protocol != "classification":
         # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
@@ -32,7 +32,7 @@ def find_folders(task: Task, index: Index) -> list[Path]:
         named += [path for name, paths in sorted(index.items()) if name.endswith(ending) for path in paths]
     distinct = list(dict.fromkeys(named))
     filled = [path for path in distinct if _has_data(task, path)]
-    # A folder that encloses another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
+    # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
     return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
 
 

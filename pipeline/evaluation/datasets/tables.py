@@ -1,4 +1,4 @@
-"""Rows of a task, in whichever layout they are stored. Images are handed out as the bytes that were stored.
+"""Rows of a task, in any supported layout. Images are returned as the bytes that were stored.
 
 Images are decoded like every other image of the evaluation: `datasets` itself would apply the EXIF rotation, which the
 benchmark does not.
@@ -80,7 +80,11 @@ def as_list(value: Any, *, where: str) -> list[str]:
 
 
 def image_bytes(value: Any, place: Place, *, table: Table, folder: Path) -> bytes:
-    """The bytes of a stored image: a struct of bytes and path, or bytes alone. Raises: TaskError when it has none."""
+    """The bytes of a stored image, which is a struct of bytes and path, or bytes alone.
+
+    Raises:
+        TaskError: There is no image.
+    """
     if place[1] is not None:
         if value is None or place[1] >= len(value):
             count = 0 if value is None else len(value)

@@ -1,4 +1,4 @@
-"""Where the members of an uncompressed tar are. A tar is read to its very end, and what does not add up is refused."""
+"""Offsets of the members of an uncompressed tar. A tar is read to its end, and inconsistent ones are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_members(path: Path) -> Iterator[TarMember]:
 def _check_end(path: Path, file: BinaryIO, end: int) -> None:
     """Only zeros follow the last member, at least one block of them: otherwise some samples were not read.
 
-    Python's tarfile ends quietly at the first block of zeros, at a damaged header and at the end of the file.
+    Python's tarfile stops silently at the first block of zeros, at a damaged header and at the end of the file.
     """
     remaining = os.fstat(file.fileno()).st_size - end
     if remaining < tarfile.BLOCKSIZE:

@@ -27,7 +27,11 @@ class ImageSource(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """The encoded image. Raises: TaskError when it cannot be read."""
+        """Read the encoded image.
+
+        Raises:
+            TaskError: It cannot be read.
+        """
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
@@ -44,7 +48,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a protocol needs of one task."""
+    """The data that a protocol needs for one task."""
 
     folder: Path
     layout: str
@@ -113,23 +117,28 @@ class FileImages:
 
 
 def decode(blob: bytes, *, name: str) -> Any:
-    """The image as the benchmark sees it: RGB by PIL, EXIF rotation ignored, alpha dropped.
+    """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped.
 
-    Raises: TaskError naming the image when PIL cannot decode all of it.
+    Raises:
+        TaskError: PIL cannot decode all of the image; the message names it.
     """
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(blob)) as image:
             return image.convert("RGB")
-    except Exception as error:  # PIL raises many kinds for damaged files
+    except Exception as error:  # PIL raises many exception types for damaged files
         raise TaskError(
             f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."
         ) from error
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """The stripped lines of a text file; a blank line is a line. Raises: TaskError when it cannot be read."""
+    """The stripped lines of a text file, including blank ones.
+
+    Raises:
+        TaskError: It cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if "\0" in text:
@@ -140,7 +149,11 @@ def read_lines(path: Path) -> tuple[str, ...]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content. Raises: TaskError when it cannot be read."""
+    """The content of a file.
+
+    Raises:
+        TaskError: It cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:

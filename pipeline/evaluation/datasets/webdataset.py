@@ -29,7 +29,7 @@ class TarSample:
 
 
 class TarImages:
-    """Images in uncompressed tars, read by offset; every process opens the files for itself."""
+    """Images in uncompressed tars, read by offset; every process opens the files separately."""
 
     def __init__(self, shards: tuple[Path, ...], samples: list[TarSample]) -> None:
         self.shards = shards

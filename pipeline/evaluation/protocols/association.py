@@ -21,7 +21,11 @@ MANY = 10
 
 
 def check(data: TaskData) -> None:
-    """Raises: TaskError when there are no instances, or none that the score is defined on."""
+    """Check that the task can be scored.
+
+    Raises:
+        TaskError: There are no instances, or none that the score is defined on.
+    """
     if not data.instances:
         raise TaskError(f"{data.folder} holds no instances.")
     if not any(len(instance.candidates) >= MANY for instance in data.instances):
@@ -29,7 +33,7 @@ def check(data: TaskData) -> None:
 
 
 def prompt(cue: str) -> str:
-    """The cue as a text: lower case, behind its article."""
+    """The cue as a text: lower case, with an article."""
     cue = cue.lower()
     return f"{'An' if cue[:1] in set('aeiou') else 'A'} {cue}"
 
@@ -54,7 +58,7 @@ def jaccard(scores: np.ndarray, truth: np.ndarray) -> float:
 
 
 def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of the Jaccard index by number of candidates; a number that no instance has gives no metric."""
+    """Means of the Jaccard index by number of candidates; numbers that do not occur give no metric."""
     scores, sizes = found["jaccard"], found["candidates"]
     chosen = {
         "avg_jaccard_score": sizes > 0,

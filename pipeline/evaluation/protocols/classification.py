@@ -1,4 +1,4 @@
-"""Zero-shot classification: the class whose prompts lie nearest.
+"""Zero-shot classification: the class whose prompts are nearest to the image.
 
 Shape legend: n images, C classes, M micro-batch, d feature dimension.
 """
@@ -22,7 +22,11 @@ LOGIT_SCALE = 100.0
 
 
 def check(task: Task, data: TaskData) -> None:
-    """Raises: TaskError when labels, class names and templates cannot belong together."""
+    """Check that labels, class names and templates are consistent.
+
+    Raises:
+        TaskError: They are not.
+    """
     if data.labels is None:
         raise TaskError(f"{data.folder} holds no labels: {task.key} is a classification task.")
     classes = len(data.classnames)
@@ -43,8 +47,8 @@ def check(task: Task, data: TaskData) -> None:
 def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
     """[M, C] logits, [M] labels -> the prediction and the rank of the label, per image.
 
-    Ties go to the lower class index: class names may repeat, and their logits are then equal. A label from C on, of a
-    class without a name, has rank C.
+    Ties go to the lower class index: class names may repeat, and their logits are then equal. A label >= C
+    belongs to a class without a name and has rank C.
     """
     named, classes = labels < logits.shape[1], logits.shape[1]
     own = logits.gather(1, labels.clamp(max=classes - 1)[:, None])

@@ -1,4 +1,4 @@
-"""Image-text retrieval: Recall@K in both directions; an image may have any number of captions of its own.
+"""Image-text retrieval: Recall@K in both directions; an image may have any number of captions.
 
 Shape legend: n images, m captions, d feature dimension.
 """
@@ -21,7 +21,11 @@ BLOCK = 256
 
 
 def check(data: TaskData) -> None:
-    """Raises: TaskError when there are no captions, or not for every image."""
+    """Check that every image has captions.
+
+    Raises:
+        TaskError: There are no captions, or not for every image.
+    """
     if len(data.captions) != len(data.images):
         raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
     bare = [index for index, own in enumerate(data.captions) if not own]
@@ -78,7 +82,7 @@ def _best_rank(scores: Tensor, owner: Tensor, *, first: int) -> Tensor:
 
 
 def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Recall@1, 5, 10 both ways and the mean of both R@1; `text_retrieval` finds captions for an image."""
+    """Recall@1, 5, 10 in both directions and the mean of both R@1; `text_retrieval` finds captions for an image."""
     values = {}
     for k in KS:
         values[f"image_retrieval_recall@{k}"] = float(np.mean(found["caption_rank"] < k))

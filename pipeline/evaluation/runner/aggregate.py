@@ -1,4 +1,4 @@
-"""Means over groups of tasks. An aggregate over fewer tasks than it is defined on is never called by its name."""
+"""Means over groups of tasks. An aggregate over only some of its tasks is never reported under its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Aggregate:
     expected: int
     missing: tuple[str, ...]
     partial_mean: float | None
-    """The mean over the tasks that are there; comparable only with a mean over the same tasks."""
+    """The mean over the available tasks; comparable only with a mean over the same tasks."""
 
 
 def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
@@ -52,7 +52,7 @@ def aggregate(results: Mapping[str, TaskResult]) -> dict[str, Aggregate]:
 
 
 def describe(value: Aggregate) -> str:
-    """One line for the terminal: an incomplete aggregate says so before its number."""
+    """One line for the terminal: an incomplete aggregate is marked before its number."""
     note = "" if value.official else " (not the official data)"
     if value.complete:
         return f"{value.name}: {value.score:.4f}{note}"

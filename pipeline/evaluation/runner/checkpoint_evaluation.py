@@ -1,4 +1,4 @@
-"""What became of one checkpoint in an evaluation, and what is known of it in all."""
+"""The outcome of an evaluation for one checkpoint, and the summary of all its evaluations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipeline.model.evaluation_model import EvaluationModel
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that is known of one checkpoint on one suite with one setting, earlier evaluations included."""
+    """All results of one checkpoint on one suite with the same settings, including earlier evaluations."""
 
     results: Mapping[str, TaskResult]
     failures: Mapping[str, str]
     left_out: Mapping[str, str]
-    """Results in the same folder that do not belong to it, and why: of another suite, other data, other settings."""
+    """Results in the same folder that do not belong to the summary, and why: another suite, data or settings."""
     aggregates: Mapping[str, Aggregate]
 
     @property
@@ -33,7 +33,7 @@ class Summary:
 
 @dataclass
 class Evaluation:
-    """What became of one checkpoint."""
+    """The outcome for one checkpoint."""
 
     model: EvaluationModel
     folder: Path
@@ -45,11 +45,11 @@ class Evaluation:
     """What went wrong, by task key."""
     timings: dict[str, dict[str, float]] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)
-    """Keys of results that were there already with the same inputs."""
+    """Keys of results that already existed with the same inputs."""
     notes: tuple[str, ...] = ()
     """What a user should know about the checkpoint."""
     summary: Summary | None = None
-    """These results with earlier ones of the same suite and settings; on the first process only."""
+    """These results, combined with earlier ones of the same suite and settings; on the first process only."""
 
     def path(self, entry: Entry) -> Path:
         """The file of a task's result."""

@@ -1,4 +1,4 @@
-"""Any checkpoint as a model to evaluate; weights that are not what was written are refused."""
+"""Load any checkpoint as a model to evaluate; weights that differ from their recorded digests are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITIONS = "visual.positional_embedding"
 
 
 def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
-    """What `load_for_evaluation` loads, compared with the digests that a checkpoint of ours carries.
+    """What `load_for_evaluation` loads, compared with the digests in our own checkpoints.
 
     Raises:
         UserError: Nothing can be loaded, the weights do not fit the architecture, or a file is damaged.
@@ -30,7 +30,7 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
         raise
     except OSError as error:
         raise UserError(f"{plain(spec, longest=200)} cannot be read: {error.strerror or plain(error)}.") from error
-    except Exception as error:  # open_clip asserts, unpickles and indexes its way through a file of another model
+    except Exception as error:  # open_clip can fail in many ways on a file of another model
         raise UserError(
             f"{spec} cannot be loaded ({type(error).__name__}: {plain(error, longest=200)}): "
             "the weights are damaged, or those of another architecture."
@@ -46,13 +46,13 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """The model's files in a checkpoint of ours that have another SHA-256 than `checkpoint.json` says."""
+    """Model files in one of our checkpoints whose SHA-256 differs from `checkpoint.json`."""
     stated = stated_files(folder)
     return [name for name, facts in stated.items() if "sha256" in facts and sha256(folder / name) != facts["sha256"]]
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the model's files of a checkpoint are there with their stated sizes: a copy may still be under way."""
+    """Whether a checkpoint's model files exist with their stated sizes; a copy may still be in progress."""
     try:
         stated = stated_files(folder)
         there = all((folder / name).is_file() for name in (CONFIG_NAME, WEIGHTS_NAME))
@@ -64,7 +64,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for a folder of another kind."""
+    """Size and SHA-256 of the model's files, from `checkpoint.json`; empty for other folders."""
     if not (folder / META_NAME).is_file():
         return {}
     files = read_meta(folder).get("files", {})
@@ -87,7 +87,7 @@ def notes_on(model: EvaluationModel) -> list[str]:
 
 
 def _stored_positions(source: str) -> int | None:
-    """How many position embeddings the image tower has in the weights file; None where that cannot be told."""
+    """How many position embeddings the image tower has in the weights file; None if unknown."""
     from safetensors import safe_open
 
     path = Path(source) / WEIGHTS_NAME if Path(source).is_dir() else Path(source.partition(":")[2])
@@ -101,5 +101,5 @@ def _stored_positions(source: str) -> int | None:
         state = state.get("state_dict", state)
         found = next((value for name, value in state.items() if name.removeprefix("module.") == POSITIONS), None)
         return None if found is None else int(found.shape[0])
-    except Exception:  # a file of any other kind: it has been loaded already, and this is a remark only
+    except Exception:  # any other file type: the model is already loaded, and this only adds a note
         return None

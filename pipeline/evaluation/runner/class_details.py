@@ -18,7 +18,7 @@ CONFUSIONS = 100
 
 
 def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
-    """Samples and accuracy of every class, and which classes are taken for which.
+    """Samples and accuracy of every class, and which classes are confused.
 
     Args:
         outcomes: `target` and `prediction` per image.

@@ -1,12 +1,12 @@
-"""Features in micro-batches of one fixed, padded size, so that only the weights and the sample decide their bits.
+"""Features in micro-batches of one fixed, padded size, so that their bits depend only on the weights and the sample.
 
 The k-th micro-batch always holds samples [kM, (k+1)M), in this order, padded with zeros: it is the same tensor for any
 batch size and any number of loader workers or processes. On a CPU every micro-batch is computed by one thread (the
 order of a matrix product's sums depends on the number of threads) and several micro-batches run at a time instead. On
 CUDA, TF32 and cuDNN's search for the fastest kernel are off; bits are then equal on equal GPUs with equal libraries,
-and between different devices features differ by rounding only, which the recorded device makes visible: for ViT-B/32
+and between different devices features differ by rounding only, which the recorded device shows: for ViT-B/32
 and our tiny model by 4e-7 at most between AVX-512 and SSE4.1 code, cosines by 3e-7. Only an image whose two best
-classes lie that close can change its prediction.
+classes are that close can change its prediction.
 
 Shape legend: M micro-batch, B loader batch, d feature dimension.
 """
@@ -59,7 +59,11 @@ class Compute:
     """
 
     def __init__(self, device: torch.device, *, threads: int | None = None, precision: str = "fp32") -> None:
-        """Raises: UserError when the device has no bf16."""
+        """Check the device and configure it.
+
+        Raises:
+            UserError: bf16 is requested and the device does not support it.
+        """
         if precision == "bf16":
             check_bf16(device)
         self.device, self.precision = device, precision
@@ -102,7 +106,7 @@ class Compute:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def name(self) -> str:
-        """The device as results record it: what two computers must share for bits to be equal."""
+        """The device as recorded in results: what two computers must have in common for bit-identical features."""
         if self.device.type == "cuda":
             return f"cuda {torch.cuda.get_device_name(self.device)}"
         capability = torch.backends.cpu.get_cpu_capability()
@@ -110,7 +114,11 @@ class Compute:
 
 
 def check_bf16(device: torch.device) -> None:
-    """Raises: UserError when the device would compute bf16 in software, many times slower than fp32."""
+    """Check that the device computes bf16 in hardware.
+
+    Raises:
+        UserError: It would emulate bf16 in software, many times slower than fp32.
+    """
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -124,8 +132,8 @@ def check_bf16(device: torch.device) -> None:
 def kernel_fingerprint() -> str:
     """Digest of a few results of this process's CPU kernels.
 
-    Which instructions are used depends on the CPU and on torch's, MKL's and oneDNN's environment variables; only the
-    first can be asked. Kernels that sum in another order give other last bits, and those are compared here.
+    Which instructions are used depends on the CPU and on torch's, MKL's and oneDNN's environment variables; only
+    torch's choice can be queried. Kernels that sum in another order give other last bits, which this digest captures.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The two costly passes of a task: over its texts, once per checkpoint, and over its images, once for all of them.
+"""The two expensive passes of a task: over its texts, once per checkpoint, and over its images, once for all of them.
 
 Shape legend: M micro-batch, d feature dimension.
 """
@@ -28,7 +28,11 @@ Kept = dict[str, np.ndarray]
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
-    """[distinct texts, d] features of `side`; the processes share the encoding. Raises: TaskError, on every process."""
+    """Encode the texts of `side` as [distinct texts, d] features; the processes share the work.
+
+    Raises:
+        TaskError: Encoding failed; raised on every process.
+    """
     world = session.world
 
     def encode() -> dict[int, Tensor]:
@@ -43,7 +47,7 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
 
 
 class ClassifierCache:
-    """Text features that were made before: in memory for tasks with equal prompts, on disk for later evaluations.
+    """Cache of text features: in memory for tasks with equal prompts, on disk for later evaluations.
 
     A file's name is the digest of everything that determines its content, so it is never out of date.
     """
@@ -53,7 +57,7 @@ class ClassifierCache:
         self._memory: dict[str, Tensor] = {}
 
     def get(self, model: EvaluationModel, side: TextSide, *, folder: Path) -> Tensor:
-        """The features of `side`, encoded if need be and kept in `folder`."""
+        """The features of `side`, encoded if they are not cached, and stored in `folder`."""
         key = self._key(model, side)
         if key not in self._memory:
             path = folder / f"{key[:32]}.npy"
@@ -119,9 +123,9 @@ def image_pass(
 def _my_images(
     session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor], *, data: str
 ) -> list[tuple[int, dict[int, Kept | str]]]:
-    """This process's micro-batches: their numbers, and per model what to keep or what went wrong.
+    """This process's micro-batches: their numbers, and per model the values to keep or the error.
 
-    A piece of work is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
+    A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
     """
     source, device, config = protocol.data.images, session.compute.device, session.config
     on_device = {index: texts[index].to(device) for index in models}

@@ -104,7 +104,7 @@ class Evaluator:
         return dict(sorted(merged.items()))
 
     def _unlocked(self, opened: OpenedTask) -> list[int]:
-        """The checkpoints that were first evaluated on this very data, or on none; the others fail."""
+        """The checkpoints that were first evaluated on this data, or not evaluated yet; the others fail."""
         found = []
         for index, evaluation in enumerate(self.evaluations):
             try:
@@ -132,7 +132,7 @@ class Evaluator:
         return results.inputs_of(model, opened.data, files=opened.files, settings=settings)
 
     def _wanted(self, entry: Entry, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
-        """Which checkpoints need this task: the first process looks, so that all agree."""
+        """Which checkpoints need this task; the first process decides, so that all agree."""
 
         def look() -> list[TaskResult | None]:
             if self.session.config.recompute:
@@ -195,7 +195,7 @@ class Evaluator:
             self._fail(evaluation, opened.entry, str(error))
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
-        """Record a failure. An older result that could not be confirmed is renamed, not lost."""
+        """Record a failure. An older result that could not be confirmed is renamed, not deleted."""
         evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
         if self.session.world.rank == 0 and path.exists():

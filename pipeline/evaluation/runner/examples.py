@@ -26,7 +26,7 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     """Write `examples.json` (text to image), `images.json` (image to text) and JPEG thumbnails.
 
     Args:
-        folder: Where to; what is there is replaced.
+        folder: Output folder; existing files are replaced.
         data: The task's images and captions.
         features: [n, d] of the images and [m, d] of the captions, unit norm.
         count: How many captions and how many images, evenly spaced.

@@ -28,7 +28,7 @@ def preprocessing_key(model: EvaluationModel) -> str:
 
 
 class _Batches(Dataset[Any]):
-    """Item k: the stacked images of the k-th batch under every preprocessing, or what was wrong with one of them."""
+    """Item k: the stacked images of the k-th batch under every preprocessing, or the error for one of them."""
 
     def __init__(self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch]) -> None:
         self.source, self.transforms, self.batches = source, transforms, batches
@@ -40,7 +40,7 @@ class _Batches(Dataset[Any]):
         try:
             return self.tensors(*self.batches[index])
         except TaskError as error:
-            return str(error)  # an exception would come back from a worker wrapped in its traceback
+            return str(error)  # an exception from a worker would be wrapped in its traceback
 
     def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
         """The images of one batch, one tensor per preprocessing."""
@@ -55,7 +55,7 @@ class _Batches(Dataset[Any]):
 
 
 class _CachedBatches(_Batches):
-    """The same with a cache of decoded images; a batch is a micro-batch. Only what is not cached is decoded."""
+    """Like `_Batches`, with a cache of decoded images; a batch is a micro-batch. Only uncached images are decoded."""
 
     def __init__(
         self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch], cache: PixelCache
@@ -119,7 +119,7 @@ class ImagePass:
             batch_size=None,
             num_workers=workers,
             pin_memory=pin,
-            # A fork of a process with a GPU, and in training with threads of NCCL's, may hang.
+            # Forking a process that uses a GPU, or NCCL's threads in training, may hang.
             multiprocessing_context=_fork_server() if pin and workers else None,
         )
         cut = microbatches(self._checked(loader), self._micro_batch)
@@ -146,7 +146,7 @@ class ImagePass:
 
 
 def _fork_server() -> Any:
-    """A clean process that has imported what workers need: they are started anew for every task."""
+    """A fork server with the imports that workers need, because new workers are started for every task."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.evaluation.runner.images", "open_clip"])
     return context

@@ -1,4 +1,4 @@
-"""Where results go, and the summary over them: a function of the results, of one suite and one setting."""
+"""Output folders, and the summary of results for one suite and one group of settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Pa
 
 
 def check_output(output: Path) -> None:
-    """Raises: UserError when results cannot be written to this path."""
+    """Check that results can be written to this path.
+
+    Raises:
+        UserError: They cannot.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -87,8 +91,8 @@ def summarize(evaluation: Evaluation, suite: Suite, settings: Mapping[str, Any])
     """This evaluation's results, with those of the suite's other tasks from earlier evaluations that fit them.
 
     Args:
-        evaluation: What was done now.
-        suite: Its suite; results of tasks that are not in it do not count.
+        evaluation: The current evaluation.
+        suite: Its suite; results of other tasks are ignored.
         settings: What all results must have in common.
     """
     now = {entry.task.key for entry in suite.entries}
@@ -111,7 +115,7 @@ def summarize(evaluation: Evaluation, suite: Suite, settings: Mapping[str, Any])
 
 
 def _misfit(result: TaskResult, suite: Suite, settings: Mapping[str, Any], locked: str | None) -> str:
-    """Why an earlier result is no part of the summary; empty when it is."""
+    """Why an earlier result is not part of the summary; empty when it is."""
     if result.task not in suite.keys:
         return "it is a task of another suite"
     other = [name for name in SETTINGS if result.inputs.get(name) != settings[name]]
@@ -148,7 +152,7 @@ def write_summary(evaluation: Evaluation, suite: Suite, settings: Mapping[str, A
 
 
 def _distinct(sources: Sequence[str]) -> list[str]:
-    """Short names of checkpoints; those that would be equal get a digest of where they come from."""
+    """Short names of checkpoints; names that would be equal get a digest of their source."""
     names = [checkpoint_name(source) for source in sources]
     count = Counter(names)
     found = [

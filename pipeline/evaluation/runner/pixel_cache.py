@@ -1,6 +1,6 @@
-"""Decoded images on disk: what comes out of resizing and cropping, so that a second evaluation need not decode.
+"""Cache of decoded, resized and cropped images on disk, so that a second evaluation need not decode them.
 
-A file holds one micro-batch as 8-bit pixels. Its name is made of everything that determines the pixels: the task's
+A file holds one micro-batch as 8-bit pixels. Its name is derived from everything that determines the pixels: the task's
 data, the preprocessing, the micro-batch's number and size, and the versions of the libraries. It ends in a checksum.
 """
 
@@ -44,7 +44,7 @@ class PixelCache:
         return self._folder / hashlib.sha256(facts.encode()).hexdigest()[:32] / f"{number:06d}.npy"
 
     def load(self, path: Path, rows: int) -> np.ndarray | None:
-        """[rows, H, W, 3] uint8; None when the file is not there or not whole."""
+        """[rows, H, W, 3] uint8; None when the file is missing or incomplete."""
         try:
             with path.open("rb") as file:
                 pixels = np.load(file, allow_pickle=False)
@@ -55,7 +55,11 @@ class PixelCache:
         return pixels if whole and checksum == _checksum(pixels) else None
 
     def store(self, path: Path, pixels: np.ndarray) -> None:
-        """Write a micro-batch. Raises: TaskError when the disk does not take it."""
+        """Write a micro-batch.
+
+        Raises:
+            TaskError: The disk refuses it.
+        """
         try:
             with replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, pixels, allow_pickle=False)
@@ -67,7 +71,7 @@ class PixelCache:
 
 
 def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transform]:
-    """A preprocessing as two parts: from an image to 8-bit pixels [H, W, 3], and from these to its tensor, bit by bit.
+    """Split a preprocessing into image -> 8-bit pixels [H, W, 3] and pixels -> tensor; together they are bit-identical.
 
     Raises:
         TaskError: It is not open_clip's sequence with `ToTensor` in it.
@@ -91,5 +95,5 @@ def _checksum(pixels: np.ndarray) -> bytes:
 
 
 def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:
-    """[rows, H, W, 3] uint8 -> [rows, 3, H, W] as the whole preprocessing gives it."""
+    """[rows, H, W, 3] uint8 -> [rows, 3, H, W] as the whole preprocessing returns it."""
     return torch.stack([after(np.array(image)) for image in pixels])

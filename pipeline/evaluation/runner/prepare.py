@@ -1,4 +1,4 @@
-"""What is settled before the first task: where results go, what was evaluated there first, and which tasks are gone."""
+"""Preparation before the first task: output folders, the lock of earlier evaluations, and tasks that are gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.model.evaluation_model import EvaluationModel
 def prepare(
     models: Sequence[EvaluationModel], suite: Suite, *, output: str | Path | None, session: Session
 ) -> tuple[list[Evaluation], Suite]:
-    """The evaluations to do, and the suite with tasks that it had when it was first evaluated here and has no more.
+    """The evaluations to run, and the suite with tasks that it had when first evaluated here and that are gone now.
 
     The first process reads the locks, so that all processes decide alike.
 

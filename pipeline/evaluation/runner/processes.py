@@ -1,6 +1,6 @@
 """The processes of an evaluation: `accelerate` starts and connects them; one process needs neither.
 
-All classes here have `rank`, `size` and `gather_objects`. `pipeline.distributed.world.World` has them, too, so that an
+All classes here have `rank`, `size` and `gather_objects`. So does `pipeline.distributed.world.World`, so that an
 evaluation inside a training run uses the run's own processes.
 """
 
@@ -58,7 +58,8 @@ class Accelerated:
 def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.device]]:
     """The processes that the launcher started (`accelerate launch`, `torchrun`), and this one's device.
 
-    Raises: UserError when the device is not there.
+    Raises:
+        UserError: The device is not available.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")

@@ -1,4 +1,4 @@
-"""One JSON per task and checkpoint: the score, and everything that determines it; nothing that changes between runs."""
+"""One JSON per task and checkpoint: the score, what determines it, and nothing that changes between runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TaskResult(TaskScore):
 
 
 def read_result(path: Path) -> TaskResult | None:
-    """The result in a file; None when there is none or it is of another format."""
+    """The result in a file; None when there is none or it has another format."""
     try:
         return TaskResult(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -76,7 +76,7 @@ def read_result(path: Path) -> TaskResult | None:
 
 
 def write_result(path: Path, result: TaskResult, outcomes: Mapping[str, np.ndarray]) -> None:
-    """Write the per-sample outcomes, then the result: a result that is there is complete."""
+    """Write the per-sample outcomes, then the result, so that an existing result is always complete."""
     with replacing(path.with_suffix(OUTCOMES_SUFFIX)) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **outcomes)
     write_text(path, result.to_json(), durable=True)
@@ -116,7 +116,7 @@ def model_config_digest(model: EvaluationModel) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Version of this project and SHA-256 of the sources that scores are a function of."""
+    """Version of this project and SHA-256 of the sources that scores depend on."""
     pipeline, digest = Path(__file__).parents[2], hashlib.sha256()
     for name in NUMERIC_SOURCES:
         digest.update(f"{name}\n".encode())

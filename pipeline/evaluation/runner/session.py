@@ -61,7 +61,7 @@ class EvaluationConfig:
             return self.workers
         cores = len(os.sched_getaffinity(0))
         if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_PER_TASK" in os.environ:
-            own = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))  # srun has divided them already
+            own = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))  # srun has already divided them
         else:
             own = cores // ranks_here(processes)
         return min(16, max(1, own))
@@ -76,7 +76,7 @@ class Session:
     compute: Compute
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do `action` on every process; when it fails on one, all of them raise that error, and none waits for ever.
+        """Run `action` on every process; if it fails on one, all of them raise that error, so that none waits forever.
 
         Raises:
             TaskError: The message of the lowest failing process.
@@ -88,7 +88,11 @@ class Session:
         return value  # type: ignore[return-value]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Do `action` on the first process only; all get its value. Raises: TaskError on all of them when it fails."""
+        """Run `action` on the first process only and return its value on all of them.
+
+        Raises:
+            TaskError: The action failed; raised on every process.
+        """
         value, error = attempt(action) if self.world.rank == 0 else (None, None)
         value, error = self.world.gather_objects((value, error))[0]
         if error is not None:
@@ -97,7 +101,7 @@ class Session:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The value of `action`, or what went wrong: one task's failure must not end the others."""
+    """The value of `action`, or its error message: a failed task must not stop the others."""
     try:
         return action(), None
     except UserError as error:

@@ -36,7 +36,11 @@ class SuiteLock:
 
     @classmethod
     def read(cls, path: Path) -> SuiteLock:
-        """The lock in a file, empty where there is none. Raises: UserError when it is damaged."""
+        """Read the lock from a file; it is empty if there is no file.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             return cls(path, dict(tree["suites"]), dict(tree["tasks"]))
@@ -49,15 +53,19 @@ class SuiteLock:
             ) from error
 
     def lost(self, suite: Suite) -> list[str]:
-        """Tasks that the suite had when it was locked, and has no more.
+        """Tasks that the suite had when it was locked and that are now missing.
 
-        A suite that shares no task with the locked one of the same name is another suite.
+        A suite that shares no task with the locked one of the same name is treated as another suite.
         """
         before = self.suites.get(suite.name, [])
         return [key for key in before if key not in suite.keys] if set(before) & set(suite.keys) else []
 
     def check(self, key: str, data: TaskData, files: Mapping[str, str]) -> None:
-        """Compare a task's data with what was evaluated first. Raises: TaskError when they differ."""
+        """Compare a task's data with what was evaluated first.
+
+        Raises:
+            TaskError: They differ.
+        """
         locked = self.tasks.get(key)
         if locked is None:
             return
@@ -81,7 +89,11 @@ class SuiteLock:
             )
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
-        """Lock a task's data. Returns: whether that changed anything."""
+        """Lock a task's data.
+
+        Returns:
+            Whether that changed the lock.
+        """
         entry = {"counts": data.counts, "data": data_digest(files), "files": dict(files)}
         changed = self.tasks.get(key) != entry
         self.tasks[key] = entry
@@ -92,7 +104,12 @@ class SuiteLock:
         return self.tasks.get(key, {}).get("data")
 
     def write(self, suite: Suite, *, replacing: bool) -> None:
-        """Write the lock, with what other processes have locked in the meantime. Args: replacing: ours wins."""
+        """Write the lock, merged with what other processes have locked in the meantime.
+
+        Args:
+            suite: The suite.
+            replacing: Our entries take precedence over those in the file.
+        """
         now = SuiteLock.read(self.path)
         tasks = {**now.tasks, **self.tasks} if replacing else {**self.tasks, **now.tasks}
         keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))

@@ -1,4 +1,4 @@
-"""Text features: captions as they are, and zero-shot classifiers out of class names and templates.
+"""Text features: captions, and zero-shot classifiers built from class names and templates.
 
 Shape legend: T templates, C classes, M micro-batch, L tokens, d feature dimension.
 """
@@ -22,7 +22,7 @@ TEXTS_PER_UNIT = 1024
 
 
 class TextSide:
-    """The distinct texts of a task, in units that processes share among themselves.
+    """The distinct texts of a task, in units that are distributed over the processes.
 
     Attributes:
         rows: For every text as given, its row among the distinct ones.
@@ -42,7 +42,11 @@ class TextSide:
         self.digest = hashlib.sha256(json.dumps([texts, templates], ensure_ascii=False).encode()).hexdigest()
 
     def encode(self, model: EvaluationModel, unit: int, *, compute: Compute, micro_batch: int) -> Tensor:
-        """[len(units[unit]), d] unit-norm fp32. Raises: TaskError when a feature is not finite."""
+        """Encode one unit as [len(units[unit]), d] unit-norm fp32 features.
+
+        Raises:
+            TaskError: A feature is not finite.
+        """
         texts = self.units[unit]
         if self._templates is None:
             return encode_texts(model, texts, compute=compute, micro_batch=micro_batch)
@@ -52,13 +56,17 @@ class TextSide:
         """[rows, d] features, [distinct texts, d] -> [rows, texts as given] cosines; equal texts have equal bits.
 
         Columns of one matrix product can differ in the last bit although their vectors are equal, so that a tie between
-        repeated texts would be decided by noise: the product is taken over distinct texts.
+        repeated texts would be decided by noise. The product is therefore taken over distinct texts.
         """
         return (features @ texts.T)[:, self.rows.to(features.device)]
 
 
 def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:
-    """[len(texts), d] unit-norm fp32 features on the CPU. Raises: TaskError when one is not finite."""
+    """Encode texts as [len(texts), d] unit-norm fp32 features on the CPU.
+
+    Raises:
+        TaskError: A feature is not finite.
+    """
     pieces = ((model.tokenize(list(texts[at : at + micro_batch])),) for at in range(0, len(texts), micro_batch))
 
     def encode(valid: int, columns: tuple[Tensor, ...]) -> Tensor:
@@ -71,7 +79,11 @@ def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compu
 
 
 def check_finite(features: Tensor, *, what: Callable[[int], str]) -> None:
-    """Raises: TaskError naming the first row that holds a NaN or an infinity: such features have no score."""
+    """Check that features are finite; others have no score.
+
+    Raises:
+        TaskError: A row holds a NaN or an infinity; the message names the first one.
+    """
     broken = (~torch.isfinite(features).all(dim=1)).nonzero()
     if len(broken):
         raise TaskError(

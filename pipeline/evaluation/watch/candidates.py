@@ -1,4 +1,4 @@
-"""Which checkpoints of a run can be evaluated now, and whether the results of those that were are still there."""
+"""Which checkpoints of a run can be evaluated now, and whether the results of evaluated ones still exist."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Candidates:
         self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
 
     def ready(self) -> list[Path]:
-        """Checkpoints whose model is there with its stated sizes, oldest first."""
+        """Checkpoints whose model files exist with their stated sizes, oldest first."""
         return [path for path in self._wanted() if self._is_complete(path)]
 
     def incomplete(self) -> list[Path]:
-        """Checkpoints that are being copied, or were cut short."""
+        """Checkpoints that are being copied, or are truncated."""
         return [path for path in self._wanted() if not self._is_complete(path)]
 
     def has_results(self, path: Path, suite: Suite) -> bool:
@@ -49,7 +49,7 @@ class Candidates:
         return {entry.task.key for entry in suite.entries} <= self._checked[folder][1]
 
     def _wanted(self) -> list[Path]:
-        """Folders that are named like a checkpoint; stray files and folders are none of a watcher's business."""
+        """Folders that are named like a checkpoint; other files and folders are ignored."""
         found = [path for path in finished_checkpoints(self.run) if NAME.match(path.name)]
         return [path for path in sorted(found, key=step) if step(path) % self._every == 0]
 
@@ -67,7 +67,7 @@ def step(path: Path) -> int:
 
 
 def forget_after(run: Path, last: int) -> None:
-    """Remove scores and outcomes of later steps than `last`: the run went back, and their names will be reused."""
+    """Remove scores and outcomes of steps after `last`: the run was rolled back, and their names will be reused."""
     for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
         for path in _checkpoint_folders(run.glob(f"{folder}/{PREFIX}*")):
             if step(path) > last:

@@ -1,8 +1,8 @@
-"""Which watcher evaluates which checkpoint: leases and outcomes as files that are created once and never changed.
+"""Which watcher evaluates which checkpoint: leases and outcomes are files that are created once and never changed.
 
-Files and not a database, because watchers on several machines share nothing but a file system: SQLite's locks are
-unreliable on NFS, and its write-ahead log needs shared memory. What is reliable everywhere is that `link` creates a
-name only once. So each fact is one small file with a name of its own, written under a temporary name first:
+The ledger uses files and not a database, because watchers on several machines share only a file system. SQLite's locks
+are unreliable on NFS, and its write-ahead log needs shared memory. On every file system, however, `link` creates a name
+only once. So each fact is one small file with its own name, written under a temporary name first:
 
     LEDGER/step-00000500/
         lease-0001.json    an attempt: who, where, since when
@@ -10,13 +10,14 @@ name only once. So each fact is one small file with a name of its own, written u
         end-0001.json      the attempt ended without a result
         done.json          the outcome
 
-The lease with the highest number counts, unless it has ended or its owner is dead: then the next number may be taken,
-by one watcher only. An owner is taken for dead when its beat has not changed for `ttl` seconds of the *observer's*
+The lease with the highest number is valid, unless it has ended or its owner is dead: then exactly one watcher can take
+the next number. An owner is considered dead when its beat has not changed for `ttl` seconds of the *observer's*
 clock; clocks of different machines are never compared. An owner that was only suspended writes the same results again,
 byte for byte, and finds `done.json` there.
 
-The ledger schedules; results are what counts. A watcher that finds a checkpoint done but its results missing, or
-`done.json` damaged, sets the outcome aside (`superseded-0001.json`), and the checkpoint is evaluated again.
+The ledger is for scheduling only; the results themselves are authoritative. A watcher that finds a checkpoint done but
+its results missing, or `done.json` damaged, sets the outcome aside (`superseded-0001.json`), and the checkpoint is
+evaluated again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ _LEASE = re.compile(r"^lease-(\d+)\.json$")
 
 
 def create_once(path: Path, text: str) -> bool:
-    """Create a complete file unless the name is taken already. Returns: whether it was created. Safe on NFS."""
+    """Create a complete file unless the name is already taken. Safe on NFS.
+
+    Returns:
+        Whether the file was created.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     write_text(temporary, text, durable=True)
@@ -51,7 +56,7 @@ def create_once(path: Path, text: str) -> bool:
         os.link(temporary, path)
         return True
     except OSError as error:
-        # The server's answer may be lost although the link was made, and the repeated request then finds the name
+        # The server's reply may be lost although the link was made, and the repeated request then finds the name
         # taken. The link count shows whether it was made.
         if temporary.stat().st_nlink == 2:
             return True
@@ -61,7 +66,7 @@ def create_once(path: Path, text: str) -> bool:
 
 
 def _create_exclusively(path: Path, text: str) -> bool:
-    """For file systems without hard links: the file exists at once, its content follows."""
+    """For file systems without hard links: the file exists before its content is written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -90,13 +95,17 @@ class Lease:
         return self
 
     def finish(self, outcome: Mapping[str, Any]) -> bool:
-        """Write the outcome. Returns: False when another watcher took this one for dead and was first."""
+        """Write the outcome.
+
+        Returns:
+            False if another watcher considered this one dead and wrote an outcome first.
+        """
         self._end_heartbeat()
         record = {"checkpoint": self.folder.name, **outcome, "attempt": self.number, **self.owner}
         return create_once(self.folder / DONE, json.dumps(record, indent=1) + "\n")
 
     def give_up(self, reason: str, *, how: str = FAILED) -> None:
-        """End the attempt without an outcome. With `how` = released it does not count as an attempt."""
+        """End the attempt without an outcome. With `how` = released it is not counted as an attempt."""
         self._end_heartbeat()
         record = {"how": how, "reason": reason, **self.owner}
         create_once(self.folder / f"end-{self.number:04d}.json", json.dumps(record, indent=1) + "\n")
@@ -108,7 +117,7 @@ class Lease:
             try:
                 self._beat(count)
             except OSError:
-                continue  # the file system may be unreachable for a while; the work goes on
+                continue  # the file system may be temporarily unreachable; the work continues
 
     def _beat(self, count: int) -> None:
         beat = self.folder / f"lease-{self.number:04d}.beat"
@@ -124,10 +133,10 @@ class Ledger:
     """The leases and outcomes below `folder`, as one watcher sees them.
 
     Args:
-        folder: Of one run and one suite.
-        ttl: Seconds without a heartbeat after which an owner is taken for dead.
-        attempts: After so many attempts that failed or whose owner died a checkpoint is abandoned, so that one that
-            kills its watchers does not do so for ever.
+        folder: The ledger of one run and one suite.
+        ttl: Seconds without a heartbeat after which an owner is considered dead.
+        attempts: After this many attempts that failed or whose owner died, a checkpoint is abandoned, so that it cannot
+            kill its watchers forever.
         clock: Seconds, for tests.
     """
 
@@ -136,19 +145,19 @@ class Ledger:
     ) -> None:
         self.folder, self.ttl, self.attempts = folder, ttl, attempts
         self._clock = clock
-        self._seen: dict[Path, tuple[str, float]] = {}  # the last beat, and when it was first seen
+        self._seen: dict[Path, tuple[str, float]] = {}  # the last heartbeat, and when it was first seen
         self._first: dict[Path, str] = {}
 
     def done(self, name: str) -> bool:
-        """Whether a checkpoint has an outcome, finished or abandoned. A damaged record is none."""
+        """Whether a checkpoint has an outcome, finished or abandoned. A damaged record is ignored."""
         return bool(_read_json(self.folder / name / DONE))
 
     def finished(self, name: str) -> bool:
-        """Whether a checkpoint was evaluated, as the ledger has it."""
+        """Whether a checkpoint was evaluated, according to the ledger."""
         return _read_json(self.folder / name / DONE).get("outcome") == FINISHED
 
     def reopen(self, name: str, reason: str) -> None:
-        """Set an outcome aside, so that the checkpoint is evaluated again; that costs it no attempt."""
+        """Set an outcome aside, so that the checkpoint is evaluated again; this is not counted as an attempt."""
         folder = self.folder / name
         number = self._highest(folder)
         if number:
@@ -158,7 +167,7 @@ class Ledger:
             os.replace(folder / DONE, folder / f"superseded-{number:04d}.json")
 
     def claim(self, name: str) -> Lease | None:
-        """A lease on a checkpoint; None when it is done, held by a watcher that is alive, or another one was faster."""
+        """A lease on a checkpoint; None when it is done, held by a live watcher, or taken by another one first."""
         folder = self.folder / name
         if self.done(name):
             return None

@@ -1,4 +1,4 @@
-"""What a suite is, as the ledger's name for it: a digest of its contents and of the settings it is scored with."""
+"""The identity of a suite in the ledger: a digest of its contents and of the settings it is scored with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCORED_WITH = ("blank_class", "micro_batch", "precision")
 def suite_identity(suite: Suite, settings: Mapping[str, Any], *, known: Path) -> str:
     """The suite's name with a digest of its tasks, their files' contents and the settings that can change a score.
 
-    Another folder's name gives another name but the same digest; other data under the same name another digest.
+    A renamed folder gives another name but the same digest; other data under the same name gives another digest.
 
     Args:
-        suite: Its tasks; a part of a suite is another suite to a ledger.
-        settings: Of the evaluation.
-        known: A file that keeps digests by path, size and dates, so that unchanged files are not read again. The
+        suite: The tasks; the ledger treats a part of a suite as another suite.
+        settings: Settings of the evaluation.
+        known: A file that caches digests by path, size and dates, so that unchanged files are not read again. The
             evaluation itself always reads them.
 
     Raises:

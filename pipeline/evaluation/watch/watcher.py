@@ -93,7 +93,7 @@ class Watcher:
         }
 
     def run(self, stop: threading.Event, *, once: bool = False) -> bool:
-        """Work until `stop` is set; with `once` until nothing waits and no lease of a dead watcher is left.
+        """Work until `stop` is set; with `once`, until no checkpoint is waiting and no lease of a dead watcher is left.
 
         Returns:
             Whether every checkpoint has its scores.
@@ -117,7 +117,7 @@ class Watcher:
         return not self.waiting() and self._all_scored()
 
     def abandoned(self) -> list[tuple[str, Path]]:
-        """Checkpoints that are not tried any more, and their folders in the ledger."""
+        """Checkpoints that are no longer tried, and their folders in the ledger."""
         return [
             (name, ledger.folder / name)
             for ledger in self.ledgers.values()
@@ -126,7 +126,11 @@ class Watcher:
         ]
 
     def step(self) -> bool:
-        """Evaluate what comes first. Returns: whether there was anything to do."""
+        """Evaluate the next checkpoints.
+
+        Returns:
+            Whether there was anything to do.
+        """
         mine: list[WatchItem] = []
         items = mine
         try:
@@ -141,7 +145,7 @@ class Watcher:
         return bool(items)
 
     def waiting(self) -> list[tuple[Path, Path]]:
-        """(run, checkpoint) of everything that has no outcome or whose results are gone, in the order of work."""
+        """(run, checkpoint) of all checkpoints without an outcome or whose results are gone, in processing order."""
         found = [
             (run, path)
             for run, candidates in self.candidates.items()
@@ -154,7 +158,7 @@ class Watcher:
         return self.ledgers[run].finished(path.name) and not self.candidates[run].has_results(path, self.suite)
 
     def _claimed(self, mine: list[WatchItem]) -> list[WatchItem]:
-        """What all processes work on now; leases are appended to `mine` as they are taken."""
+        """The items that all processes work on now; leases are appended to `mine` as they are taken."""
         world = self.processes[0]
         if world.rank == 0:
             self._claim(mine)
@@ -162,7 +166,7 @@ class Watcher:
         return mine or [WatchItem(path, None) for path in paths]
 
     def _claim(self, items: list[WatchItem]) -> None:
-        """Leases on what comes first: the newest by itself, older ones several at a time."""
+        """Leases on the next items: the newest by itself, older ones several at a time."""
         newest = {path for candidates in self.candidates.values() for path in candidates.ready()[-1:]}
         for run, path in self.waiting():
             alone = self.config.order == "newest" and path in newest
@@ -195,7 +199,7 @@ class Watcher:
                 self._mentioned.add(path)
 
     def _evaluate(self, items: Sequence[WatchItem]) -> None:
-        """Evaluate checkpoints in one pass; one that cannot be loaded does not hold up the others."""
+        """Evaluate checkpoints in one pass; one that cannot be loaded does not block the others."""
         from pipeline.evaluation import evaluate
 
         world, device = self.processes

@@ -1,4 +1,4 @@
-"""Heartbeats of ranks, and what is reported when one of them hangs."""
+"""Rank heartbeats, and the diagnosis that is reported when a rank hangs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rank_without_a_heartbeat_is_reported_first(last: Beat | None) -> None
     assert text.count("; no heartbeat") == 1
 
 
-def test_heartbeats_are_written_and_removed_after_a_good_end(tmp_path: Path) -> None:
+def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -> None:
     path = tmp_path / "heartbeats" / "rank-00001.json"
     phases = Phases(torch.device("cpu"))
     world = World(rank=1, size=2)

@@ -1,4 +1,4 @@
-"""Tables that are damaged or odd: read right, or refused with the file's name and what to do."""
+"""Damaged or unusual tables are read correctly, or rejected with the file name and what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def columns(count: int, **more: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
-def test_uids_of_any_type_are_text(tmp_path: Path, kind: pa.DataType) -> None:
+def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) -> None:
     uids = [10**12 + k for k in range(4)]
     values = pa.array(uids) if kind == pa.int64() else pa.array([str(uid) for uid in uids])
     values = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
@@ -50,20 +50,20 @@ def test_uids_of_any_type_are_text(tmp_path: Path, kind: pa.DataType) -> None:
     assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
 
 
-def test_integer_uids_in_jsonl_are_text(tmp_path: Path) -> None:
+def test_integer_uids_in_jsonl_are_read_as_text(tmp_path: Path) -> None:
     rows = [{"url": url(k), "caption": "a cat", "id": k} for k in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["id"] for row in rows_of(SourceConfig(table=str(tmp_path / "a.jsonl"), uid="id"))] == ["0", "1", "2"]
 
 
-def test_a_column_that_is_no_text_is_refused_with_its_type(tmp_path: Path) -> None:
+def test_a_non_text_column_is_rejected_with_its_type(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns(2, id=[[1], [2]])), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"Column 'id' of .*a.parquet is of type list<.*cannot be used as string"):
         rows_of(SourceConfig(table=str(tmp_path / "a.parquet"), uid="id"))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv"])
-def test_rows_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+def test_rows_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
     captions = [f"a cat {k}".encode() for k in range(200)]
     captions[150] = b"caf\xe9"
     path = tmp_path / f"a.{kind}"
@@ -92,7 +92,7 @@ def test_rows_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("where", ["caption", "url", "ignored"])
 @pytest.mark.parametrize("closed_by", [None, 40])
-def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path, where: str, closed_by: int | None) -> None:
+def test_an_unclosed_quote_is_rejected(tmp_path: Path, where: str, closed_by: int | None) -> None:
     names = ["ignored", "caption", "url"]
     rows = [{"ignored": "x", "caption": f"a cat {k}", "url": url(k)} for k in range(60)]
     rows[8][where] = '"' + rows[8][where]
@@ -104,7 +104,7 @@ def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path, where: str, clo
         rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
 
 
-def test_captions_of_several_lines_with_commas_and_addresses_are_fine(tmp_path: Path) -> None:
+def test_multiline_captions_with_commas_and_urls_are_accepted(tmp_path: Path) -> None:
     text = 'caption,url\n"one, two\nsee http://a.org, and more\nthree",http://b.org/1.jpg\n5" tall,http://b.org/2.jpg\n'
     (tmp_path / "a.csv").write_text(text)
     found = rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
@@ -128,15 +128,15 @@ def parquet_bytes(count: int = 500) -> bytes:
         ("bad.jsonl", b'{"url": "http://a.org/1", "caption": "a cat"}\n{"url": "http://a.o'),
     ],
 )
-def test_damaged_tables_are_named(tmp_path: Path, name: str, body: bytes) -> None:
+def test_the_error_names_the_damaged_table(tmp_path: Path, name: str, body: bytes) -> None:
     (tmp_path / name).write_bytes(body)
     source = SourceConfig(table=str(tmp_path / name))
     with pytest.raises(UserError, match=name):
         _ = count_known(source), rows_of(source)
 
 
-def test_parts_of_differing_types_give_one_table(tmp_path: Path) -> None:
-    """As LAION's parts do: floats of two widths, a column that is empty in one part, integers in another."""
+def test_parts_with_different_column_types_are_unified(tmp_path: Path) -> None:
+    """As in LAION's parts: floats of two widths, and a column that is null in one part and integer in another."""
     parts = [
         columns(3, similarity=pa.array([0.5, None, 0.25], pa.float32()), NSFW=pa.array([None] * 3, pa.null())),
         columns(3, similarity=pa.array([0.1, 0.2, 0.3], pa.float64()), NSFW=pa.array(["NSFW"] * 3, pa.large_string())),
@@ -157,7 +157,7 @@ def test_parts_of_differing_types_give_one_table(tmp_path: Path) -> None:
     ] * 3
 
 
-def test_parts_whose_types_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_the_error_names_the_part_with_an_incompatible_type(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns(2, score=[1.5, 2.5])), tmp_path / "0.parquet")
     pq.write_table(pa.table(columns(2, score=[[1], [2]])), tmp_path / "1.parquet")
     with pytest.raises(UserError, match=r"Column 'score' is of type list<.*1.parquet and of type double in the files"):
@@ -173,7 +173,7 @@ def test_parts_whose_types_do_not_fit_are_named(tmp_path: Path) -> None:
         ("a" * 64, None, r"because they are empty"),
     ],
 )
-def test_the_example_of_a_wrong_hash_is_a_wrong_one(tmp_path: Path, good: str, bad: str | None, words: str) -> None:
+def test_the_error_quotes_an_invalid_hash(tmp_path: Path, good: str, bad: str | None, words: str) -> None:
     pq.write_table(pa.table(columns(10, digest=[good] * 5 + [bad] * 5)), tmp_path / "a.parquet")
     tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
     with pytest.raises(UserError, match=words):

@@ -1,4 +1,4 @@
-"""What is stored of a served image: upright, 8 bits, white where it was transparent, and img2dataset's bytes else."""
+"""Stored images are upright, 8-bit and blended onto white; ordinary images get the same bytes as from img2dataset."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sixteen_bits(image: Image.Image, kind: str = ".png") -> bytes:
 
 
 def stored(body: bytes, **image: object) -> np.ndarray:
-    """The stored pixels as RGB, kept lossless and in their size."""
+    """Return the stored pixels as RGB, encoded losslessly and without resizing."""
     settings = {"resize_mode": "no", "encode_format": "png", "encode_quality": 1, **image}
     body, *sizes, error = ImageConverter(ImageConfig(**settings), max_pixels=PIXELS)(io.BytesIO(body))
     assert error is None
@@ -60,7 +60,7 @@ def stored(body: bytes, **image: object) -> np.ndarray:
 
 
 def seen(image: Image.Image) -> np.ndarray:
-    """What a person sees on a white page."""
+    """Return the image as it appears on a white page."""
     page = Image.new("RGBA", image.size, "white")
     page.alpha_composite(ImageOps.exif_transpose(image).convert("RGBA"))
     return np.asarray(page.convert("RGB"))
@@ -95,13 +95,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_odd_images_are_stored_as_they_are_seen(name: str) -> None:
+def test_unusual_images_are_stored_as_they_appear(name: str) -> None:
     difference = np.abs(stored(CASES[name]).astype(int) - seen(Image.open(io.BytesIO(CASES[name]))))
     assert difference.mean() < 1.5, "decoders round differently, and convert CMYK differently"
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_sixteen_bits_become_eight(mode: str) -> None:
+def test_16_bit_images_become_8_bit(mode: str) -> None:
     image = see_through(photograph()) if mode == "RGBA" else photograph().convert(mode)
     assert np.abs(stored(sixteen_bits(image)).astype(int) - seen(image)).max() <= 1
     if mode == "L":
@@ -109,7 +109,7 @@ def test_sixteen_bits_become_eight(mode: str) -> None:
         assert np.abs(stored(tiff).astype(int) - seen(image)).max() <= 1
 
 
-def test_ten_bits_in_sixteen_become_eight() -> None:
+def test_10_bit_images_in_16_bit_arrays_become_8_bit() -> None:
     array = np.asarray(photograph())[..., ::-1].astype(np.uint16) * 4
     done, body = cv2.imencode(".avif", array, [cv2.IMWRITE_AVIF_DEPTH, 10, cv2.IMWRITE_AVIF_QUALITY, 95])
     assert done
@@ -128,10 +128,10 @@ def test_images_are_stored_upright(kind: str, orientation: int) -> None:
     assert found.shape == wanted.shape
     assert np.abs(found.astype(int) - wanted).max() <= 3
     kept = stored(body, skip_reencode=True)
-    assert np.abs(kept.astype(int) - wanted).max() <= 3, "an image that is not upright is encoded anew"
+    assert np.abs(kept.astype(int) - wanted).max() <= 3, "an image that is not upright is re-encoded"
 
 
-def test_a_senseless_orientation_is_ignored() -> None:
+def test_an_invalid_orientation_is_ignored() -> None:
     exif = Image.Exif()
     exif[0x0112] = 77
     assert stored(encoded(photograph(), "JPEG", exif=exif)).shape == (60, 80, 3)
@@ -142,7 +142,7 @@ SIZES = [(80, 60), (61, 203), (300, 299), (32, 32), (333, 100), (64, 64)]
 
 
 @pytest.mark.parametrize(("mode", "only_bigger"), itertools.product(MODES, [True, False]))
-def test_ordinary_images_are_stored_as_img2dataset_does(mode: str, only_bigger: bool) -> None:
+def test_ordinary_images_are_stored_as_by_img2dataset(mode: str, only_bigger: bool) -> None:
     image = ImageConfig(size=64, resize_mode=mode, resize_only_if_bigger=only_bigger)
     theirs = Resizer(64, mode, only_bigger, max_image_area=PIXELS)
     ours = ImageConverter(image, max_pixels=PIXELS)
@@ -155,7 +155,7 @@ def test_ordinary_images_are_stored_as_img2dataset_does(mode: str, only_bigger: 
             assert ours(io.BytesIO(body)) == theirs(io.BytesIO(body)), (mode, size)
 
 
-def test_bytes_are_kept_and_boxes_blurred_as_img2dataset_does() -> None:
+def test_bytes_are_kept_and_boxes_are_blurred_as_by_img2dataset() -> None:
     boxes = [[0.1, 0.2, 0.4, 0.6]]
     bodies = [encoded(photograph(300, 200), "JPEG"), encoded(photograph(50, 40), "JPEG")]
     for mode in MODES:
@@ -187,16 +187,16 @@ def test_alpha_is_blended_exactly() -> None:
         (encoded(photograph(), "PNG")[:900] + b"x" * 200 + encoded(photograph(), "PNG")[1100:], {}, None),
     ],
 )
-def test_what_cannot_be_stored_has_a_reason(body: bytes, image: dict[str, object], reason: str | None) -> None:
+def test_images_that_cannot_be_stored_have_a_reason(body: bytes, image: dict[str, object], reason: str | None) -> None:
     outcome = ImageConverter(ImageConfig(**image), max_pixels=PIXELS)(io.BytesIO(body))
-    if reason is None:  # a damaged file: whatever the decoder makes of it, it is no crash
+    if reason is None:  # a damaged file: any result of the decoder is accepted, as long as it does not crash
         assert outcome[0] is not None or reasons.of_message(outcome[-1] or "") == reasons.UNDECODABLE
         return
     assert outcome[:5] == (None,) * 5
     assert reasons.of_message(outcome[-1] or "") == reason
 
 
-def test_an_image_beyond_the_memory_at_hand_is_left_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     body = encoded(Image.new("RGBA", (4000, 3000)), "PNG")
     monkeypatch.setattr(decoding, "memory_at_hand", lambda: 400_000_000)
     assert decode(body, processes=2).array.shape == (3000, 4000, 3)
@@ -205,7 +205,7 @@ def test_an_image_beyond_the_memory_at_hand_is_left_for_another_machine(monkeypa
     assert reasons.is_transient(reasons.TOO_LITTLE_MEMORY)
 
 
-def test_memory_at_hand_is_the_smaller_of_machine_and_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < memory.memory_at_hand() < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
@@ -216,7 +216,7 @@ def test_memory_at_hand_is_the_smaller_of_machine_and_container(tmp_path, monkey
     assert memory._left_in_group(tmp_path / "none") > 1 << 60
 
 
-def test_an_encoded_image_that_is_another_one_is_noticed() -> None:
+def test_an_encoded_image_that_differs_from_its_source_is_detected() -> None:
     array = np.asarray(photograph())
     for quality in (0, 5, 95):
         check_resemblance(array, cv2.imencode(".jpg", array, [cv2.IMWRITE_JPEG_QUALITY, quality])[1])

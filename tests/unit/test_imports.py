@@ -1,4 +1,4 @@
-"""The arrows of the architecture: what each folder may import, read from the source of every module."""
+"""Import rules of the architecture: what each folder may import, checked against the source of every module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PACKAGES = ("pipeline", "data_prep", "jobs")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 BASE = {"config", "errors", "files", "precision", "versions"}
-"""The loose modules of `pipeline/`: any folder may import them."""
+"""The top-level modules of `pipeline/`: any folder may import them."""
 
-# What each folder of `pipeline/` may import beside BASE. Read from top to bottom: no folder imports a lower one.
+# What each folder of `pipeline/` may import in addition to BASE. Ordered: no folder imports one below it.
 PIPELINE = {
     "distributed": set(),
     "model": {"distributed"},
@@ -32,7 +32,7 @@ PIPELINE = {
     "planning": {"data", "distributed", "engine", "model", "objectives", "training"},
     "analysis": {"checkpoint", "data", "distributed", "model", "objectives", "training"},
 }
-# The same for the folders and loose modules of `data_prep/`; all of them may import `reasons`.
+# The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.
 DATA_PREP = {
     "settings": set(),
     "scenes": set(),
@@ -44,7 +44,7 @@ DATA_PREP = {
     "rebuild": {"dataset", "fetching", "ingest", "settings"},
     "pairs": {"dataset", "fetching"},
 }
-# What data_prep may share with the pipeline, beside BASE: formats and facts that both sides must agree on.
+# What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {
     "pipeline.data.shards.manifest_format",
     "pipeline.evaluation.datasets.datacomp",
@@ -60,7 +60,7 @@ ONLY_IMPORTERS = {
     "torch.distributed": {"pipeline.distributed.world", "pipeline.distributed.launch"},
     "deepspeed": {"pipeline.engine"},
 }
-# What these folders must not depend on, although nothing else forbids it.
+# What these folders must not depend on, although no other rule forbids it.
 NEVER = {"pipeline.objectives": {"open_clip", "deepspeed"}}
 
 
@@ -73,7 +73,7 @@ NAMES = frozenset(name_of(path) for path in MODULES)
 
 
 def imports_of(path: Path) -> set[str]:
-    """Full names of everything that a module imports, wherever in the file; of our own, the modules."""
+    """Return the full name of everything a module imports, anywhere in the file; for our packages, modules only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -91,7 +91,7 @@ def below(name: str, prefix: str) -> bool:
 
 
 def may_import(name: str, other: str) -> bool:
-    """Whether module `name` may import module `other`, both ours and of different folders."""
+    """Whether module `name` may import module `other`; both are ours and in different folders."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
     folder, other_folder = rest.partition(".")[0], other_rest.partition(".")[0]
@@ -109,7 +109,7 @@ def may_import(name: str, other: str) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_run_one_way(path: Path) -> None:
+def test_imports_follow_the_rules(path: Path) -> None:
     name, imports = name_of(path), imports_of(path)
     ours = {i for i in imports if i.partition(".")[0] in (*PACKAGES, "tests")}
     wrong = sorted(i for i in ours if not may_import(name, i))
@@ -122,15 +122,15 @@ def test_imports_run_one_way(path: Path) -> None:
             assert not [i for i in imports if any(below(i, library) for library in libraries)]
 
 
-def test_no_folder_imports_in_a_circle() -> None:
-    """The allowed arrows themselves form no circle, and neither do the modules within and between folders."""
+def test_there_are_no_circular_imports() -> None:
+    """Neither the allowed imports between folders nor the actual imports between modules form a cycle."""
     TopologicalSorter(PIPELINE).prepare()
     TopologicalSorter(DATA_PREP).prepare()
     graph = {name_of(path): {i for i in imports_of(path) if i in NAMES} - {name_of(path)} for path in MODULES}
     TopologicalSorter(graph).prepare()
 
 
-def test_every_folder_has_its_row() -> None:
+def test_every_folder_is_listed() -> None:
     found = {path.parent.name for path in (ROOT / "pipeline").glob("*/__init__.py")}
     assert found == set(PIPELINE)
     loose = {path.stem for path in (ROOT / "pipeline").glob("*.py")} - {"__init__"}
@@ -141,20 +141,20 @@ def test_every_folder_has_its_row() -> None:
     assert below_data_prep | folders == {*DATA_PREP, "reasons"}
 
 
-def test_no_two_modules_have_one_name() -> None:
-    """Benchmarks are left out: `jobs.bench.NAME` is named after what it measures."""
+def test_module_names_are_unique() -> None:
+    """Benchmarks are exempt: `jobs.bench.NAME` is named after what it measures."""
     count = collections.Counter(path.stem for path in MODULES if path.parent != ROOT / "jobs" / "bench")
     assert not [name for name, times in count.items() if times > 1 and not name.startswith("__")]
 
 
-def test_no_two_public_classes_have_one_name() -> None:
+def test_public_class_names_are_unique() -> None:
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
     classes = (node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     count = collections.Counter(name for name in classes if not name.startswith("_"))
     assert not [name for name, times in count.items() if times > 1]
 
 
-def test_the_rule_sees_imports_inside_functions(tmp_path: Path) -> None:
+def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("def f():\n    from pipeline.training.run import train\n    import jobs.cli\n")
     assert {"pipeline.training.run", "jobs.cli"} <= imports_of(path)
@@ -174,11 +174,11 @@ def test_the_rule_sees_imports_inside_functions(tmp_path: Path) -> None:
         ("data_prep.reasons", "data_prep.dataset.journal"),
     ],
 )
-def test_a_wrong_arrow_would_be_found(name: str, other: str) -> None:
+def test_a_forbidden_import_is_detected(name: str, other: str) -> None:
     assert not may_import(name, other)
 
 
-def test_the_trainer_names_no_objective() -> None:
+def test_the_trainer_does_not_name_any_objective() -> None:
     from pipeline.objectives import objective_names
 
     training = ROOT / "pipeline" / "training"

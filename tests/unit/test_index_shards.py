@@ -1,4 +1,4 @@
-"""`neuclip manifest` indexes shards that other tools wrote (here: webdataset's own writer) for training."""
+"""`neuclip manifest` indexes shards written by other tools (here: webdataset's own writer) for training."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ def test_an_interrupted_scan_continues_where_it_stopped(shards: Path, monkeypatc
         index_shards(shards, on_shard=interrupt, threads=1)
     journal = (shards / JOURNAL).read_text().splitlines()
     assert len(journal) == 1
-    (shards / JOURNAL).write_text(journal[0] + "\n" + journal[0][:20])  # killed inside a line
+    (shards / JOURNAL).write_text(journal[0] + "\n" + journal[0][:20])  # killed in the middle of a line
     seen: list[int] = []
     index_shards(shards, on_shard=lambda done, total: seen.append(done), threads=1)
     assert seen == [2], "the result of one shard was in the journal"
     assert load_manifest(shards).n == 7
 
 
-def test_a_shard_that_changed_since_is_read_again(shards: Path) -> None:
+def test_a_shard_that_has_changed_is_read_again(shards: Path) -> None:
     entry = {"name": "a/00000.tar", "samples": 99, "bytes": 1, "sha256": "", "unusable": {}, "problem": ""}
     (shards / JOURNAL).write_text(json.dumps(entry) + "\n")
     assert index_shards(shards).manifest.n == 7
 
 
-def test_damaged_and_empty_shards_are_refused_or_left_out(shards: Path) -> None:
+def test_damaged_and_empty_shards_are_rejected_or_skipped(shards: Path) -> None:
     whole = write(shards / "c.tar", [good(7), good(8)]).read_bytes()
     (shards / "c.tar").write_bytes(whole[:3000])
     write(shards / "d.tar", [])
@@ -97,7 +97,7 @@ def test_damaged_and_empty_shards_are_refused_or_left_out(shards: Path) -> None:
     assert set(load_manifest(shards).facts["left out"]) == {"c.tar", "d.tar"}
 
 
-def test_patterns_name_shards_in_other_places(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_patterns_can_name_shards_in_other_folders(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     home = tmp_path_factory.mktemp("home")
     indexed = index_shards(home, [f"pipe:cat {shards}/{{a,b}}/00000.tar"])
     assert [s.name for s in indexed.manifest.shards] == [f"pipe:cat {shards}/{d}/00000.tar" for d in "ab"]
@@ -145,7 +145,7 @@ def test_the_error_for_a_missing_manifest_names_the_command(shards: Path) -> Non
         load_manifest(shards / "a" / "00000.tar")
 
 
-def test_shards_that_cannot_be_read_are_never_left_out(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_shards_are_never_skipped(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scan.open_shard
 
     def reset(url: str) -> Any:
@@ -173,7 +173,7 @@ def test_links_to_folders_are_followed_without_endless_loops(
 
 
 def test_an_interruption_does_not_wait_for_the_shards_in_flight(shards: Path) -> None:
-    """One of two shards arrives very slowly: the scan ends as soon as the other one is done."""
+    """One of two shards is read very slowly: the interrupted scan ends as soon as the other one is done."""
     quick = f"pipe:sleep 1; cat {shards}/b/00000.tar"
     slow = f"pipe:cat {shards}/a/00000.tar; for i in $(seq 600); do head -c 1100000 /dev/zero; sleep 0.1; done"
 
@@ -204,7 +204,7 @@ def test_invalid_caption_settings_are_refused_here_and_in_training(shards: Path,
         parse(DataConfig, {"sources": "x", "caption": text})
 
 
-def test_a_share_of_unusable_samples_that_would_stop_a_run_is_reported(shards: Path) -> None:
+def test_too_large_a_share_of_unusable_samples_is_reported(shards: Path) -> None:
     result = CliRunner().invoke(command, [str(shards)], catch_exceptions=False)
     assert (
         "Training stops at such a share: fix the shards, or set data.corrupt_limit (now 0.01) above 0.29."

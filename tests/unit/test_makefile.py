@@ -1,4 +1,4 @@
-"""`make` begins an installation again when the network fails it: pip itself only resumes a download."""
+"""`make` retries an installation after a network failure: pip itself only resumes a download."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ test $(wc -l < {calls}) -gt {failures}
 """
 
 
-def test_pre_commit_runs_the_ruff_of_the_tests() -> None:
+def test_pre_commit_uses_the_same_ruff_version_as_the_tests() -> None:
     pinned = re.findall(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert len(pinned) == 1
     assert hooks == pinned * 2
 
 
-def test_the_changelog_opens_with_this_version() -> None:
+def test_the_changelog_starts_with_the_current_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     headings = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == version
@@ -34,7 +34,7 @@ def test_the_changelog_opens_with_this_version() -> None:
 
 
 @pytest.mark.parametrize("failures", [0, 2, 3])
-def test_a_failed_installation_is_begun_again(tmp_path: Path, failures: int) -> None:
+def test_a_failed_installation_is_retried(tmp_path: Path, failures: int) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     calls, python = tmp_path / "calls", tmp_path / "env/bin/python"
@@ -44,7 +44,7 @@ def test_a_failed_installation_is_begun_again(tmp_path: Path, failures: int) -> 
     done = subprocess.run(
         ["make", "VENV=env", "PAUSES=0 0", "environment"],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},  # of `make test`
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},  # set by `make test`
         capture_output=True,
         text=True,
         timeout=60,

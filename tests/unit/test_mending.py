@@ -1,4 +1,4 @@
-"""Damage to any file of a data set is named, and `--rebuild` mends it; removals and locks."""
+"""Damage to any file of a dataset is reported by name, and `--rebuild` repairs it; also removals and locks."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
@@ -83,7 +83,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_files_are_named_and_mended(copied: Path, site: Site, name: str) -> None:
+def test_damaged_files_are_reported_and_repaired(copied: Path, site: Site, name: str) -> None:
     before = contents(copied)
     DAMAGES[name](copied)
     problems = verify(copied)
@@ -92,13 +92,13 @@ def test_damaged_files_are_named_and_mended(copied: Path, site: Site, name: str)
     result = CliRunner().invoke(command, [str(copied), "--rebuild"], standalone_mode=False)
     assert result.exception is None, result.exception
     lost = {"shards/00003.tar": 1, "shards/00003.tar ": SHARD, "shards/00003.tar  ": SHARD}
-    assert len(site.agents) - asked == lost.get(name, 0), "only what is lost is fetched"
+    assert len(site.agents) - asked == lost.get(name, 0), "only lost samples are fetched"
     assert contents(copied) == before
     assert verify(copied) == []
 
 
 @pytest.mark.parametrize("name", ["plan/plan.json", "meta/00001.json", "meta/00001.parquet", "plan/part-00000.parquet"])
-def test_a_download_names_the_damaged_file_and_what_to_do(copied: Path, name: str) -> None:
+def test_a_download_reports_the_damaged_file_and_what_to_do(copied: Path, name: str) -> None:
     (copied / name).write_bytes(b"\xff{")
     (copied / "meta/00000.json").unlink()
     config = replace(load_config(copied), output=str(copied))
@@ -114,8 +114,8 @@ def _touch_everything(config: DownloadConfig) -> None:
     write_manifest(folder, plan)
 
 
-def test_nothing_is_deleted_before_its_replacement_has_come(copied: Path, site: Site) -> None:
-    """The web serves nothing any more: what is intact in a damaged shard stays."""
+def test_nothing_is_deleted_before_its_replacement_is_complete(copied: Path, site: Site) -> None:
+    """The server no longer serves anything: the intact samples of a damaged shard are kept."""
     flip(copied / "shards/00003.tar", 700)
     answers = dict(site.answers)
     site.answers.update({f"/{k}.jpg": lambda handler: send(handler, 404, b"") for k in range(ROWS)})
@@ -127,7 +127,7 @@ def test_nothing_is_deleted_before_its_replacement_has_come(copied: Path, site: 
     assert verify(copied) == []
 
 
-def test_a_table_that_changed_cannot_replace_a_damaged_list(copied: Path, made: DownloadConfig, tmp_path: Path) -> None:
+def test_a_changed_table_cannot_replace_a_damaged_list(copied: Path, made: DownloadConfig, tmp_path: Path) -> None:
     table = tmp_path / "urls.parquet"
     shutil.copy(str(made.source.table), table)
     text = (copied / "download.yaml").read_text()
@@ -143,8 +143,8 @@ def test_a_table_that_changed_cannot_replace_a_damaged_list(copied: Path, made: 
         rebuild(copied, verify(copied))
 
 
-def test_a_swapped_image_is_seen_even_if_all_digests_are_right(copied: Path) -> None:
-    """What a full disk once did: the image of one row under the key of another, in a shard that was then hashed."""
+def test_a_swapped_image_is_detected_even_if_all_digests_match(copied: Path) -> None:
+    """A full disk once caused this: one row's image stored under another row's key, in a shard that was then hashed."""
     folder = Folder(copied)
     samples = dict(canonical_tar.samples(folder.tar(1)))
     first, second = sorted(samples)[:2]
@@ -158,7 +158,7 @@ def test_a_swapped_image_is_seen_even_if_all_digests_are_right(copied: Path) -> 
     ]
 
 
-def test_a_list_that_would_leave_nothing_is_refused_and_changes_nothing(copied: Path) -> None:
+def test_a_list_that_would_remove_everything_is_rejected_and_changes_nothing(copied: Path) -> None:
     before = contents(copied)
     with pytest.raises(UserError, match="names all 24 samples"):
         remove(copied, {f"{k:010d}" for k in range(ROWS)})
@@ -167,7 +167,7 @@ def test_a_list_that_would_leave_nothing_is_refused_and_changes_nothing(copied: 
     assert verify(copied) == []
 
 
-def test_removal_renews_report_and_datasheet(copied: Path, tmp_path: Path) -> None:
+def test_removal_updates_the_report_and_the_datasheet(copied: Path, tmp_path: Path) -> None:
     write_report(copied)
     (tmp_path / "names").write_text("0000000003\n")
     result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
@@ -180,8 +180,8 @@ def test_removal_renews_report_and_datasheet(copied: Path, tmp_path: Path) -> No
     assert [problem.kind for problem in verify(copied)] == ["stale"]
 
 
-def test_removal_from_an_unfinished_set_writes_no_manifest(copied: Path, tmp_path: Path) -> None:
-    """It once wrote one of the shards that were there."""
+def test_removal_from_an_unfinished_dataset_writes_no_manifest(copied: Path, tmp_path: Path) -> None:
+    """Regression test: removal used to write a manifest of the shards that existed so far."""
     Folder(copied).withdraw(2)
     (copied / "manifest.json").unlink()
     done, manifest = remove(copied, {"0000000003", "0000000013"})
@@ -195,7 +195,7 @@ def test_removal_from_an_unfinished_set_writes_no_manifest(copied: Path, tmp_pat
         write_manifest(Folder(copied), load_plan(Folder(copied)))
 
 
-def test_removal_and_rebuild_keep_out_of_a_folder_at_work(copied: Path) -> None:
+def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:
     folder = Folder(copied)
     with one_of_several(folder), one_of_several(folder), alone(folder, 0):
         for work in (lambda: remove(copied, {"x"}), lambda: rebuild(copied, [])):
@@ -208,7 +208,7 @@ def test_removal_and_rebuild_keep_out_of_a_folder_at_work(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [28, 13, 30, 1])
-def test_what_the_disk_refuses_is_said_in_plain_words(number: int) -> None:
+def test_disk_errors_are_reported_in_plain_words(number: int) -> None:
     with pytest.raises(UserError, match=r"Cannot write or read /x/y: .*"), explained("/x"):
         raise OSError(number, "refused", "/x/y")
     with pytest.raises(OSError, match="other"), explained("/x"):

@@ -1,4 +1,4 @@
-"""Building and loading towers, and what is refused before anything is loaded."""
+"""Building and loading towers, and which models are rejected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.towers import TINY
 
 
 @pytest.mark.parametrize(("arch", "tag"), [("ViT-B-32", "openai"), ("ViT-B-16", "dfn2b"), ("RN50", "cc12m")])
-def test_published_weights_need_their_own_activation(arch: str, tag: str) -> None:
+def test_published_weights_require_their_own_activation(arch: str, tag: str) -> None:
     with pytest.raises(UserError, match=f"take {arch}-quickgelu:{tag}"):
         load_for_evaluation(f"{arch}:{tag}")
     with pytest.raises(UserError, match=f"take {arch}-quickgelu:{tag}"):

@@ -1,4 +1,4 @@
-"""The checks of `neuclip doctor` report what is broken, and nothing else."""
+"""The checks of `neuclip doctor` report what is broken and nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) ->
     assert "(tested 0.0.1)" in version.found
 
 
-def test_a_requirement_that_is_absent_or_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         node_checks.metadata, "requires", lambda _: ["no-such-package>=1", "torch>=99", "x; extra == 'dev'"]
     )
@@ -47,14 +47,14 @@ def test_two_processes_exchange_numbers() -> None:
     assert "2 processes agree" in finding.found
 
 
-def test_processes_that_cannot_connect_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     finding = node_checks.check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
 
 
-def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_and_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001)
     assert [finding.subject for finding in findings] == ["disk space", "disk writing"]
     assert not node_checks.broken(findings)
@@ -92,7 +92,7 @@ def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert "--shm-size" in finding.remedy
 
 
-def test_the_command_exits_with_one_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         node_checks, "check_collectives", lambda *_, **__: node_checks.NodeFinding("gloo", "good", "agree")
     )

@@ -1,4 +1,4 @@
-"""Exact log-normalizers against brute force, and the errors measured with them."""
+"""Exact log-normalizers compared with brute force, and the errors measured against them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_exact_log_normalizers_equal_brute_force(columns: int, monkeypatch: pyte
     assert torch.allclose(with_eps, torch.log(0.5 + expected.exp()), rtol=1e-12)
     assert (with_eps - expected).abs().max() > 0.1
     cold = exact_log_normalizers(image, text, tau_b=torch.full((700,), 0.004, dtype=torch.float64), first=0)
-    assert cold.isfinite().all()  # exp(h) alone overflows fp32 here, and nearly float64
+    assert cold.isfinite().all()  # exp(h) alone overflows fp32 here, and nearly overflows float64
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few steps of fastclip_v3 on 40 pairs, batches of 16: 8 pairs fill no batch."""
+    """A few steps of fastclip_v3 on 40 pairs with batches of 16; the last 8 pairs do not fill a batch."""
     folder = tmp_path_factory.mktemp("run")
     write_shards(folder / "data", [20, 20])
     launch(
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
     measurement, rows = measure(run, checkpoints[-1], world=World())
     assert (measurement.pairs, measurement.left_over, measurement.rows) == (32, 8, 32)
     assert len(set(rows.sample_id.tolist())) == 32
-    # The measured state is the checkpoint's.
+    # The measured state is that of the checkpoint.
     table = checkpoints[-1].read_rows("per_sample", 0, 40)[:, :2]
     seen = ~torch.isneginf(table[rows.sample_id, 0])
     assert seen.any()
@@ -80,8 +80,8 @@ def test_a_checkpoint_is_measured_over_its_dataset(finished_run: Path, tmp_path:
         assert np.array_equal(saved["text_exact"], rows.exact[1].numpy())
 
 
-def test_the_methods_own_eps_is_in_the_exact_values(finished_run: Path) -> None:
-    """With so large an eps that g is negligible, every estimate and every exact value is log eps."""
+def test_the_exact_values_use_the_eps_of_the_method(finished_run: Path) -> None:
+    """With an eps so large that g is negligible, every estimate and every exact value is log eps."""
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     run = run_of(checkpoint, changes={"objective": {"eps": 1e6}})
     measurement, _ = measure(run, checkpoint, world=World())
@@ -90,7 +90,7 @@ def test_the_methods_own_eps_is_in_the_exact_values(finished_run: Path) -> None:
     assert measurement.in_use.mse < 0.01
 
 
-def test_with_few_anchors_the_sums_still_run_over_all_pairs(finished_run: Path) -> None:
+def test_with_few_anchors_the_sums_still_include_all_pairs(finished_run: Path) -> None:
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]
     whole, all_rows = measure(run_of(checkpoint), checkpoint, world=World())
     part, rows = measure(run_of(checkpoint), checkpoint, world=World(), limit=10)
@@ -98,7 +98,7 @@ def test_with_few_anchors_the_sums_still_run_over_all_pairs(finished_run: Path) 
     assert torch.equal(rows.exact[0], all_rows.exact[0][:16])
 
 
-def test_damaged_checkpoints_are_reported_and_siglip_is_refused(finished_run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported_and_siglip_is_rejected(finished_run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no good checkpoints"):
         checkpoints_of(tmp_path, on_damage=lambda message: None)
     checkpoint = checkpoints_of(finished_run, on_damage=pytest.fail)[-1]

@@ -55,7 +55,7 @@ def written_loss(anchors, text, weight, objective):
 
 @pytest.mark.parametrize("objective", ["unified", "separate"])
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
-def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
+def test_closed_form_gradient_equals_autograd(batch_size, objective, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 11 * 5)  # blocks of five anchors
     monkeypatch.setattr(kernels, "_CPU_PIECE", 16 * 3)  # pieces of a few rows
     anchors, text = make_anchors(batch_size)
@@ -67,14 +67,14 @@ def test_closed_form_is_autograd(batch_size, objective, monkeypatch):
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
+def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
     workspace = Workspace()
     at = prototypes.prepare(anchors, make_weight(96, dtype=torch.float32), workspace)
     gradient, _ = prototypes.unit_gradient(anchors, at, objective="unified", workspace=workspace)
     assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
-    assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # of m d, and blocks are less
+    assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # the size of [m, d]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_memory_is_that_of_one_block_of_anchors(low, monkeypatch):
         ({"name": "neuclip", "restart_every": 4}, [0, 4, 8]),
         ({"name": "neuclip", "restart_every": 0}, []),
         ({"name": "neuclip", "npn": "queue"}, []),
-        ({"name": "amorlip"}, [0, 4, 8]),  # steps of an epoch
+        ({"name": "amorlip"}, [0, 4, 8]),  # the first step of each epoch
         ({"name": "openclip"}, []),
     ],
 )
@@ -98,7 +98,7 @@ def test_restarts_reports_the_steps_that_begin_with_a_new_network(settings, fres
     assert found == fresh
 
 
-def test_slopes_of_alpha_are_autograd(monkeypatch):
+def test_slopes_of_alpha_equal_autograd(monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 5 * 4)  # blocks of four anchors and of two
     anchors, text = make_anchors(6)
     weight = make_weight(5)
@@ -114,7 +114,7 @@ def test_slopes_of_alpha_are_autograd(monkeypatch):
         assert relative_error(ours, expected) < 1e-10
 
 
-def test_bf16_products_stay_near_fp32():
+def test_bf16_products_stay_close_to_fp32():
     anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
     weight = make_weight(96, 64, dtype=torch.float32)
     low, low_alpha = loss_gradient(anchors, weight)
@@ -131,7 +131,7 @@ def test_bf16_products_stay_near_fp32():
         (lambda: Adam(0.01), lambda p: torch.optim.AdamW([p], lr=0.01, weight_decay=0.0)),
     ],
 )
-def test_inner_optimizers_are_torch_optim(ours, theirs):
+def test_inner_optimizers_equal_torch_optim(ours, theirs):
     optimizer, parameter = ours(), make_weight(4)
     slots = {slot: torch.zeros_like(parameter) for slot in optimizer.slots}
     reference = torch.nn.Parameter(parameter.clone())
@@ -154,7 +154,7 @@ def run_steps(objective, steps, *, batch_size, first=0, dim=16):
     return features
 
 
-def test_restart_from_the_whole_batch_gives_open_clips_normalizer():
+def test_restart_from_the_whole_batch_gives_the_normalizer_of_open_clip():
     """With m = B and no inner updates alpha is log(1/(B-1) + g) + log((B-1)/B), in float64."""
     objective = build_objective({"name": "neuclip", "prototypes": 8, "inner_steps": 0}, context=context(8))
     image, text = unit_features(8)
@@ -173,7 +173,7 @@ def test_prototypes_are_added_from_distinct_features_until_all_are_live():
         run_steps(objective, 1, batch_size=8, first=step)
         live.append(int(objective.npn.live))
     assert live == [8, 16, 20, 20]
-    for side in (0, 1):  # each of its partners
+    for side in (0, 1):  # each side is filled with features of the other modality
         features = [unit_features(8, seed=s)[1 - side] for s in range(3)]
         assert torch.equal(objective.npn.network.lasting["weight"][side], torch.cat(features)[:20])
 
@@ -190,7 +190,7 @@ def test_restart_takes_the_newest_features(restart_with, newest):
         assert len(have & set(seen[2])) == 4
 
 
-def test_small_m_takes_the_same_subset_for_both_sides_and_all_seeds_differ():
+def test_small_m_takes_the_same_subset_for_both_sides_and_depends_on_the_seed():
     chosen = {}
     for seed in (0, 1):
         objective = build_objective(
@@ -216,7 +216,7 @@ def test_restart_keeps_the_accumulator_unless_configured(reset):
     assert bool(grown) is not reset
 
 
-def test_never_restarting_fills_once():
+def test_without_restarts_the_prototypes_are_filled_once():
     objective = build_objective(
         {"name": "neuclip", "prototypes": 8, "restart_every": 0, "inner_steps": 0}, context=context(8)
     )
@@ -224,7 +224,7 @@ def test_never_restarting_fills_once():
     assert torch.equal(objective.npn.network.lasting["weight"][0], unit_features(8, seed=0)[1])
 
 
-def test_queue_is_the_newest_features():
+def test_the_queue_holds_the_newest_features():
     objective = build_objective({"name": "neuclip", "npn": "queue", "prototypes": 12}, context=context(8))
     run_steps(objective, 5, batch_size=8)
     have = {tuple(row.tolist()) for row in objective.npn.network.lasting["weight"][0]}
@@ -232,7 +232,7 @@ def test_queue_is_the_newest_features():
     assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
 
 
-def test_a_reset_of_adam_begins_its_count_anew():
+def test_resetting_adam_resets_its_step_count():
     settings = {"name": "neuclip", "npn_optimizer": "adam", "reset_accumulator": True, "restart_every": 3}
     objective = build_objective({**settings, "prototypes": 8, "inner_steps": 2}, context=context(8))
     counts = []
@@ -275,7 +275,7 @@ def test_inner_updates_close_the_gap_on_a_fixed_batch(settings):
     assert output.metrics["normalizer_gap"] < 0.6 * output.metrics["normalizer_gap_cold"]
 
 
-def test_mlp_gradient_through_alpha_is_autograd():
+def test_mlp_gradient_through_alpha_equals_autograd():
     settings = {"name": "neuclip", "npn": "mlp", "restart_every": 0, "ratio_cap": 0, "stop_gradient": False}
     objective = build_objective(settings, context=context(5))
     image, text = (f.requires_grad_() for f in unit_features(5))
@@ -295,7 +295,7 @@ def test_mlp_gradient_through_alpha_is_autograd():
     assert all(relative_error(a, b) < 1e-10 for a, b in zip(ours, expected, strict=True))
 
 
-def test_ratio_cap_bounds_the_encoders_but_not_the_prototypes():
+def test_ratio_cap_limits_encoder_gradients_but_not_prototype_updates():
     results = {}
     for cap in (1.5, 0.0):
         settings = {"name": "neuclip", "prototypes": 4, "npn_lr": 1.0, "inner_steps": 1, "ratio_cap": cap}
@@ -308,7 +308,7 @@ def test_ratio_cap_bounds_the_encoders_but_not_the_prototypes():
     assert torch.equal(results[1.5][1], results[0.0][1])
 
 
-def test_literal_settings_warn_and_differ():
+def test_literal_settings_warn_and_change_the_result():
     config = parse_objective({"name": "neuclip_literal"})
     assert (config.npn_lr, config.ratio_cap, config.stop_gradient, config.reset_accumulator) == (1.0, 0.0, False, True)
     assert (config.prototypes, config.restart_every, config.inner_steps) == (4096, 500, 10)
@@ -327,6 +327,6 @@ def test_literal_settings_warn_and_differ():
         ({"npn": "table"}, "objective.npn = 'table'"),
     ],
 )
-def test_impossible_settings_are_refused(settings, says):
+def test_invalid_settings_are_rejected(settings, says):
     with pytest.raises(UserError, match=says):
         parse_objective({"name": "neuclip", **settings})

@@ -1,4 +1,4 @@
-"""Prototypes divided among the ranks: the same results, and the same state, on any number of ranks."""
+"""Prototypes sharded across ranks: results and state are the same for any world size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(settings, world, **facts):
 
 
 def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64):
-    """Outputs of all steps and the state at the end; the third batch is discarded once."""
+    """Return the outputs of all steps and the final state; the third batch is discarded once."""
     objective = build(settings, world, dtype=dtype)
     if state is not None:
         objective.load_state_dict(state)
@@ -51,7 +51,7 @@ def run(settings, world, *, first=0, last=STEPS, state=None, dtype=torch.float64
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_any_number_of_ranks_gives_the_same(name, size):
+def test_results_are_the_same_for_any_world_size(name, size):
     settings = VARIANTS[name]
     outputs, state = run(settings, World())
     ranks = on_ranks(size, lambda world: run(settings, world))
@@ -63,7 +63,7 @@ def test_any_number_of_ranks_gives_the_same(name, size):
             assert torch.equal(found_state[key], ranks[0][1][key]), key  # bit-identical on all ranks
 
 
-def test_a_run_continues_on_another_number_of_ranks():
+def test_a_run_resumes_with_a_different_world_size():
     settings = VARIANTS["default"]
     _, expected = run(settings, World())
     _, half = on_ranks(4, lambda world: run(settings, world, last=3))[0]
@@ -72,7 +72,7 @@ def test_a_run_continues_on_another_number_of_ranks():
         assert torch.allclose(found[key].double(), value.double(), rtol=1e-7, atol=1e-9), key
 
 
-def test_each_rank_holds_its_share():
+def test_each_rank_holds_its_shard():
     def share(world):
         return build({}, world).npn.network.lasting["weight"].shape[1]
 
@@ -80,13 +80,13 @@ def test_each_rank_holds_its_share():
     owners = [Division(World(rank=rank, size=3), 20) for rank in range(3)]
     assert [division.rows for division in owners] == [7, 7, 6]
     numbers = torch.arange(20)[:, None]
-    for start in (0, 4, 11):  # features of prototypes start, start + 1, ... go to every third place
+    for start in (0, 4, 11):  # features of prototypes start, start + 1, ... are dealt to the three ranks in turn
         for rank, division in enumerate(owners):
             rows, mine = division.own(start, numbers[start:])
             assert mine.flatten().tolist() == [3 * row + rank for row in range(rows.start, rows.stop)]
 
 
-def test_the_lowest_temperature_stays_finite_in_fp32():
+def test_results_at_the_lowest_temperature_are_finite_in_fp32():
     settings = {"tau_init": 0.002, "tau_min": 0.002, "tau_lr": 0.0}
     for outputs, state in on_ranks(2, lambda world: run(settings, world, dtype=torch.float32)):
         assert all(torch.isfinite(value).all() for value in outputs)
@@ -104,12 +104,12 @@ def test_the_lowest_temperature_stays_finite_in_fp32():
         ({"tau_min": 0.001}, 4, "replicated"),
     ],
 )
-def test_prototypes_are_divided_by_default_where_possible(settings, size, mode):
+def test_prototypes_are_sharded_by_default_where_possible(settings, size, mode):
     assert update_mode(parse_objective({**NEUCLIP, **settings}), World(size=size)) == mode
 
 
 @pytest.mark.parametrize("settings", [{"prototypes": 3}, {"tau_min": 0.001}])
-def test_what_cannot_be_divided_is_an_error_if_configured(settings):
+def test_sharding_that_is_not_possible_is_an_error_if_configured(settings):
     config = parse_objective({**NEUCLIP, **settings, "npn_update": "prototypes"})
     with pytest.raises(UserError, match="npn_update=replicated"):
         update_mode(config, World(size=4))

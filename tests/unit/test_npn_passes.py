@@ -1,4 +1,4 @@
-"""The passes of a prototype update in both implementations: PyTorch's fused kernels, and compiled."""
+"""The passes of a prototype update in both implementations: PyTorch's fused kernels and compiled code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_exponentials_and_their_sums(make, scaled, monkeypatch):
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_compiled_passes_make_the_same_updates(optimizer):
+def test_compiled_passes_give_the_same_updates(optimizer):
     settings = {"name": "neuclip", "prototypes": 20, "restart_every": 3, "inner_steps": 3, "npn_optimizer": optimizer}
     states = []
     for compiled in (False, True):

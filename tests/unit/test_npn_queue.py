@@ -1,4 +1,4 @@
-"""Which features fill the prototypes: small batches, few and many prototypes, previous batches only."""
+"""Which features fill the prototypes: small batches, few or many prototypes, previous batches only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build(batch_size: int, **settings):
 
 
 def step(objective, seed: int, *, size: int) -> list[Tensor]:
-    """One committed step; returns the features that may fill W1 and W2: texts and images."""
+    """Take and commit one step; return the features that may fill W1 and W2: texts and images."""
     image, text = unit_features(size, seed=seed)
     objective.compute(image, text, sample_ids=torch.arange(size))
     objective.commit()
@@ -22,12 +22,12 @@ def step(objective, seed: int, *, size: int) -> list[Tensor]:
 
 
 def rows_in(weight: Tensor, features: Tensor) -> list[int]:
-    """Index in `features` of each row of `weight`; -1: it does not occur."""
+    """Return the index in `features` of each row of `weight`, or -1 where it does not occur."""
     equal = (weight[:, None] == features[None]).all(2)
     return torch.where(equal.any(1), equal.int().argmax(1), -1).tolist()
 
 
-def test_few_prototypes_of_previous_batches_are_of_previous_batches():
+def test_few_prototypes_come_from_previous_batches_if_configured():
     objective = build(8, prototypes=5, restart_every=1, restart_with="previous")
     first, second = (step(objective, seed, size=8) for seed in (0, 1))
     for side in (0, 1):
@@ -36,7 +36,7 @@ def test_few_prototypes_of_previous_batches_are_of_previous_batches():
         assert rows_in(weight, second[side]) == [-1] * 5
 
 
-def test_every_restart_draws_another_subset():
+def test_every_restart_draws_a_different_subset():
     objective, drawn = build(32, prototypes=5, restart_every=1), []
     for seed in (0, 1):
         features = step(objective, seed, size=32)
@@ -45,7 +45,7 @@ def test_every_restart_draws_another_subset():
     assert drawn[0] != drawn[1]
 
 
-def test_a_smaller_batch_leaves_no_hole_in_the_queue():
+def test_a_smaller_batch_leaves_no_gap_in_the_queue():
     objective = build(8, prototypes=20, restart_every=0)
     seen = [step(objective, 0, size=5), step(objective, 1, size=8)]
     assert int(objective.npn.queued) == int(objective.npn.live) == 13
@@ -55,7 +55,7 @@ def test_a_smaller_batch_leaves_no_hole_in_the_queue():
         assert torch.equal(objective.npn.network.lasting["weight"][side, :13], expected)
 
 
-def test_a_restart_on_a_batch_smaller_than_m_begins_with_that_batch():
+def test_a_restart_with_a_batch_smaller_than_m_starts_with_that_batch():
     objective = build(8, prototypes=6, restart_every=1)
     step(objective, 0, size=6)
     assert int(objective.npn.live) == 6

@@ -1,4 +1,4 @@
-"""The objective against `npn/reference.py`: Algorithm 1 with autograd, over several steps with restarts."""
+"""The objective compared with `npn/reference.py`, Algorithm 1 with autograd, over several steps with restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 8
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_objective_is_algorithm_1(seed):
-    """Features, temperature and prototypes all learn; m = B, and the whole gradient of (12) as the paper writes it."""
+    """Features, temperature and prototypes are all trained; m = B, with the full gradient of (12) as in the paper."""
     shared = {"rho": 2.0, "eps": 1e-10, "restart_every": 3, "inner_steps": 4}
     settings = {"name": "neuclip", "prototypes": BATCH, "npn_lr": 0.05, "ratio_cap": 0, "stop_gradient": False}
     objective = build_objective(settings | shared, context=context(BATCH, seed=seed))

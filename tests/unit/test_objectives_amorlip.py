@@ -1,4 +1,4 @@
-"""AmorLIP against autograd of its loss as written, and the restarts and averages of its networks."""
+"""AmorLIP compared with autograd of its loss as written, and the restarts and averages of its networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.objectives_reference import context, relative_error, unit_featur
 
 @pytest.mark.parametrize("positive_weight", [0.0, 1e-3, 0.5])
 @pytest.mark.parametrize("batch_size", [2, 3, 17])
-def test_loss_and_gradients_are_autograd_of_the_written_loss(batch_size, positive_weight):
+def test_loss_and_gradients_equal_autograd_of_the_loss_as_written(batch_size, positive_weight):
     settings = {"name": "amorlip", "positive_weight": positive_weight, "ratio_cap": 0}
     objective = build_objective(settings, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
@@ -44,7 +44,7 @@ def written_divergence(divergence, log_lambda, logits):
 
 
 @pytest.mark.parametrize("divergence", ["squared_log", "kl", "js"])
-def test_divergences_are_autograd_of_their_sums_and_vanish_at_the_target(divergence):
+def test_divergence_slopes_equal_autograd_and_vanish_at_the_target(divergence):
     image, text = unit_features(17)
     logits = image @ text.T / 0.07
     target = logits.logsumexp(1)
@@ -57,7 +57,7 @@ def test_divergences_are_autograd_of_their_sums_and_vanish_at_the_target(diverge
 
 
 @pytest.mark.parametrize("divergence", ["squared_log", "kl", "js"])
-def test_divergences_far_from_the_target_stay_finite_and_keep_their_sign(divergence):
+def test_divergence_slopes_far_from_the_target_are_finite_and_keep_their_sign(divergence):
     """At tau = 0.005 the logs of prediction and target can differ by 2 / tau = 400 in fp32."""
     difference = torch.tensor([-400.0, -89.0, -31.0, -1.0, 1.0, 31.0, 89.0])
     found = slope(divergence, difference, torch.zeros(7))
@@ -87,7 +87,7 @@ def test_an_update_follows_the_mean_divergence(divergence):
             assert torch.allclose(moment, 0.1 * gradient, rtol=1e-9, atol=1e-12), name
 
 
-def test_networks_restart_each_epoch_and_remember_the_last_average():
+def test_networks_restart_each_epoch_and_keep_the_last_average():
     objective = build_objective("amorlip", context=context(8, steps_per_epoch=3, total_steps=12))
     for step in range(3):
         objective.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8))
@@ -100,14 +100,14 @@ def test_networks_restart_each_epoch_and_remember_the_last_average():
     assert int(objective.networks.network.updates) == 3
 
 
-def test_share_of_the_previous_network_rises_to_its_highest_by_the_middle():
+def test_the_weight_of_the_previous_network_reaches_its_maximum_halfway():
     shares = [target_share_at(epoch, highest=0.8, epochs=10) for epoch in range(10)]
     assert shares[0] == 0
     assert shares == sorted(shares)
     assert shares[5:] == pytest.approx([0.8] * 5)
 
 
-def test_the_reported_normalizer_is_the_one_that_divides_the_gradients():
+def test_the_reported_normalizer_is_the_one_used_in_the_gradients():
     objective = build_objective({"name": "amorlip", "positive_weight": 3.0}, context=context(8))
     image, text = unit_features(8)
     objective.compute(image, text, sample_ids=torch.arange(8))

@@ -1,4 +1,4 @@
-"""The fingerprint by which ranks compare their replicas."""
+"""The fingerprint that ranks use to compare their replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors():
     }
 
 
-def test_equal_bits_give_equal_hashes_and_nothing_is_written():
+def test_equal_bits_give_equal_hashes_and_tensors_are_not_modified():
     one, other = tensors(), tensors()
     assert fingerprint(one, device=CPU) == fingerprint(other, device=CPU) == fingerprint(one, device=CPU)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -39,7 +39,7 @@ def test_one_flipped_bit_anywhere_changes_the_hash(name):
         assert fingerprint(changed, device=CPU) != reference
 
 
-def test_places_count():
+def test_the_hash_depends_on_the_order_of_values():
     swapped = tensors()
     swapped["weight"] = swapped["weight"].flip(0)
     assert fingerprint(swapped, device=CPU) != fingerprint(tensors(), device=CPU)
@@ -47,7 +47,7 @@ def test_places_count():
 
 @pytest.mark.parametrize("name", objective_names())
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
-def test_all_that_every_rank_keeps_is_compared(name, monkeypatch):
+def test_all_replicated_state_is_compared(name, monkeypatch):
     objective = build_objective({"name": name, "drift_check_every": 1}, context=context(8))
     seen: list[set[str]] = []
     monkeypatch.setattr(objective.drift, "due", lambda steps: True)  # as if there were other ranks

@@ -1,4 +1,4 @@
-"""Moving averages: the schedule of gamma, first visits, and the checkpoint of several ranks."""
+"""Moving averages: the gamma schedule, first visits, and checkpoints of several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.objectives_reference import context, normalizers, unit_features
 IDS = torch.arange(8)
 
 
-def test_gamma_falls_with_the_first_step_of_an_epoch():
+def test_gamma_decreases_at_the_first_step_of_an_epoch():
     settings = {"name": "fastclip_v3", "gamma_decay_epochs": 4, "gamma_min": 0.2, "tau_lr": 0.0}
     objective = build_objective(settings, context=context(8, steps_per_epoch=4))
     tau = torch.tensor(0.07, dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_gamma_falls_with_the_first_step_of_an_epoch():
     assert gamma == pytest.approx(cosine_gamma(2, gamma_min=0.2, decay_epochs=4))
 
 
-def test_the_estimate_of_a_new_sample_is_the_batchs_value():
+def test_the_estimate_of_a_new_sample_is_its_in_batch_value():
     objective = build_objective("fastclip_v3", context=context(8))
     features = unit_features(8)
     estimates = objective.log_normalizers(*features, sample_ids=IDS)
@@ -49,7 +49,7 @@ def test_the_estimate_of_a_new_sample_is_the_batchs_value():
         assert torch.allclose(estimates.cold[side], g.log(), rtol=1e-9)
 
 
-def test_a_checkpoint_records_the_first_id_of_each_ranks_rows():
+def test_a_checkpoint_records_the_first_sample_id_of_each_rank():
     ranks = [
         build_objective("sogclr", context=context(8, dataset_size=31, world=World(rank=r, size=2))) for r in (0, 1)
     ]

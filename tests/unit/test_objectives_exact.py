@@ -1,4 +1,4 @@
-"""Loss and every gradient in float64 against autograd of the written loss."""
+"""Loss and every gradient in float64, compared with autograd of the loss as written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXACT = 1e-10
 
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("stop_gradient", [True, False])
-def test_neuclip_is_equation_12(batch_size, stop_gradient):
+def test_neuclip_equals_equation_12(batch_size, stop_gradient):
     settings = {"name": "neuclip", "prototypes": 7, "inner_steps": 3, "ratio_cap": 0, "stop_gradient": stop_gradient}
     objective = build_objective(settings, context=context(batch_size))
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
@@ -39,7 +39,7 @@ def test_neuclip_is_equation_12(batch_size, stop_gradient):
 
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"])
-def test_estimator_methods_are_their_papers_gradients(name, batch_size):
+def test_estimator_methods_have_the_gradients_of_their_papers(name, batch_size):
     """The third step on overlapping ids, so that averages, temperatures and first visits all matter."""
     objective = build_objective({"name": name, "gamma_schedule": "constant", "gamma": 0.3}, context=context(batch_size))
     log_u: dict[int, list[float]] = {}
@@ -65,7 +65,7 @@ def test_estimator_methods_are_their_papers_gradients(name, batch_size):
         assert torch.allclose(objective.table.owned()[ids][:, :2].double().exp(), torch.stack(u, 1), rtol=2e-6)
 
 
-def test_the_published_gradient_of_v3_weighs_the_normalizers_derivatives_twice():
+def test_the_published_v3_gradient_counts_the_normalizer_derivatives_twice():
     found = {}
     for kind in ("equation", "published_code"):
         objective = build_objective({"name": "fastclip_v3", "tau_gradient": kind, "rho": 2.0}, context=context(17))
@@ -89,7 +89,7 @@ def _temperatures(objective, rows):
 
 
 def _written(objective, tau, g, u):
-    """The reported value, and a function whose gradient is the papers' estimator (u constant)."""
+    """Return the reported value, and a function whose gradient is the estimator of the paper (u constant)."""
     scale, rho = (1.0, 1.0), getattr(objective.config, "rho", 0.0)
     scale = scale if objective.config.name == "fastclip_v0" else tau
     value = sum((s * (torch.log(1e-14 + x) + rho)).mean() for s, x in zip(scale, u, strict=True))
@@ -103,7 +103,7 @@ def _check_temperature_gradient(objective, surrogate, value, tau):
     name = objective.config.name
     if name in ("sogclr", "fastclip_v1"):
         return
-    if name in ("isogclr", "fastclip_v2"):  # written without the 1/n: the batch mean carries 1/B
+    if name in ("isogclr", "fastclip_v2"):  # the paper omits the 1/n: the batch mean contributes 1/B
         expected = torch.stack(torch.autograd.grad(surrogate, list(tau)), 1) * len(tau[0])
         assert relative_error(objective._pending.tau_gradient, expected) < EXACT
         return

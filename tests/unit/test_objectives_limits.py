@@ -1,4 +1,4 @@
-"""Limits in which methods agree with each other, and the row blocks."""
+"""Limiting cases in which methods agree with each other, and computation in row blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gradients(settings, batch_size=16, **facts):
 
 
 def gcl_gradient(batch_size, *, tau, log_normalizers=None):
-    """Autograd of tau mean_i log(eps + g_i) on both sides; with given normalizers, of tau mean_i g_i / exp(a_i)."""
+    """Return autograd of tau mean_i log(eps + g_i) on both sides; given normalizers, of tau mean_i g_i / exp(a_i)."""
     image, text = (f.requires_grad_() for f in unit_features(batch_size))
     temperature = torch.tensor(tau, dtype=torch.float64)
     g = normalizers(image, text, (temperature, temperature))
@@ -35,7 +35,7 @@ def test_gamma_one_makes_fastclip_v1_an_in_batch_estimator():
     objective = build_objective(
         {"name": "fastclip_v1", "gamma_schedule": "constant", "gamma": 1.0, "tau": 0.05}, context=context(16)
     )
-    for step in (0, 1):  # the second visit forgets the first
+    for step in (0, 1):  # the second visit overwrites the first
         image, text = unit_features(16, seed=1 - step)
         output = objective.compute(image, text, sample_ids=torch.arange(16))
         objective.commit()
@@ -43,7 +43,7 @@ def test_gamma_one_makes_fastclip_v1_an_in_batch_estimator():
         assert relative_error(ours, expected) < 1e-10
 
 
-def test_neuclip_with_exact_alpha_has_gcls_gradient(monkeypatch):
+def test_neuclip_with_exact_alpha_has_the_gradient_of_gcl(monkeypatch):
     objective = build_objective({"name": "neuclip", "prototypes": 16, "tau_init": 0.05}, context=context(16))
     image, text = unit_features(16)
     tau = objective.temperature.value()
@@ -64,13 +64,13 @@ def test_neuclip_with_exact_alpha_has_gcls_gradient(monkeypatch):
 
 @pytest.mark.parametrize("name", [*objective_names()])
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
-def test_row_blocks_change_nothing(name, monkeypatch):
+def test_row_blocks_do_not_change_the_result(name, monkeypatch):
     whole = gradients(name, dtype=torch.float32)
-    # A rounding of s, 6e-8, moves exp(s / tau) by 6e-8 / tau, here 2e-6 at tau = 0.03; AdaGrad at lr 1 turns prototypes
-    # by the sign of a rounding error.
+    # A rounding error of 6e-8 in s changes exp(s / tau) by 6e-8 / tau, here 2e-6 at tau = 0.03; AdaGrad at lr 1 moves
+    # prototypes by the sign of a rounding error.
     tolerance = 2e-5 if name == "neuclip_literal" else 6e-6
     monkeypatch.setattr(pairwise, "CPU_BLOCK", 1)
-    for rows in (1, 5, 7):  # one row a block; blocks that do not divide the batch
+    for rows in (1, 5, 7):  # one row per block; block sizes that do not divide the batch
         monkeypatch.setattr(pairwise, "LEAST_ROWS", rows)
         blocks = gradients(name, dtype=torch.float32)
         assert torch.allclose(whole.loss, blocks.loss, rtol=1e-6)
@@ -80,8 +80,8 @@ def test_row_blocks_change_nothing(name, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_blocks_of_every_rank(rank, monkeypatch):
-    """The positives are on the diagonal that begins at the rank's first row, in every block."""
+def test_row_blocks_on_every_rank(rank, monkeypatch):
+    """In every block, the positives are on the diagonal that starts at the rank's first row."""
     image, text = unit_features(16)
     positive, tau = (image * text).sum(1), torch.full((16,), 0.07).double()
     rows = slice(8 * rank, 8 * rank + 8)
@@ -104,7 +104,7 @@ def test_swapping_image_and_text_swaps_the_gradients():
     image, text = unit_features(12)
     for name in objective_names():
         if name in ("amorlip", "neuclip_literal"):
-            continue  # the two networks start from different numbers; same class as neuclip
+            continue  # the two networks have different initial values; same class as neuclip
         one, other = (build_objective(name, context=context(12)) for _ in range(2))
         there = one.compute(image, text, sample_ids=torch.arange(12))
         back = other.compute(text, image, sample_ids=torch.arange(12))
@@ -112,7 +112,7 @@ def test_swapping_image_and_text_swaps_the_gradients():
         assert relative_error(back.loss, there.loss) < 1e-12, name
 
 
-def test_cosine_gamma_falls_from_one_to_its_lowest():
+def test_cosine_gamma_decreases_from_one_to_its_minimum():
     values = [cosine_gamma(epoch, gamma_min=0.2, decay_epochs=4) for epoch in range(7)]
     assert values == pytest.approx(
         [1.0, 0.8 * (2 + math.sqrt(2)) / 4 + 0.2, 0.6, 0.8 * (2 - math.sqrt(2)) / 4 + 0.2, 0.2, 0.2, 0.2]
@@ -126,7 +126,7 @@ def test_gamma_decays_over_half_of_the_epochs_by_default():
     assert at[4] > at[5] == at[9] == pytest.approx(0.2)
 
 
-def test_temperature_stays_in_its_bounds_and_v3_slows_below_the_threshold():
+def test_temperature_stays_within_bounds_and_v3_slows_below_the_threshold():
     for name, tau_init in (("openclip", 0.0101), ("fastclip_v3", 0.0101)):
         objective = build_objective({"name": name, "tau_init": tau_init, "tau_lr": 0.5}, context=context(8))
         for sign in (1.0, -1.0):
@@ -143,8 +143,8 @@ def test_temperature_stays_in_its_bounds_and_v3_slows_below_the_threshold():
 
 
 @pytest.mark.parametrize("name", ["fastclip_v3", "isogclr"])
-def test_tau_can_only_fall_where_rho_is_not_below_log_n(name):
-    """With exact normalizers, n = B: dL/dtau is rho minus a KL divergence of at most log(n - 1), at any features."""
+def test_tau_can_only_decrease_where_rho_is_not_below_log_n(name):
+    """With exact normalizers and n = B, dL/dtau is rho minus a KL divergence of at most log(n - 1) for any features."""
     one_hot = torch.eye(16, dtype=torch.float64)
     worst = (one_hot, one_hot.roll(1, 0))  # all weight on one negative: the divergence is log(n - 1)
     found = {}
@@ -168,7 +168,7 @@ def test_temperature_learning_rate_follows_the_schedule():
 
 
 @pytest.mark.parametrize("api", ["legacy", "current"])
-def test_tf32_in_the_callers_loop_does_not_affect_the_loss(monkeypatch, api):
+def test_tf32_in_the_caller_does_not_affect_the_loss(monkeypatch, api):
     seen, real, matmul = [], pairwise.anchor_statistics, torch.backends.cuda.matmul
 
     def watching(*args, **kwargs):
@@ -193,7 +193,7 @@ def test_tf32_in_the_callers_loop_does_not_affect_the_loss(monkeypatch, api):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip", "neuclip_literal"])
-def test_autocast_in_the_callers_loop_does_not_affect_the_loss(name):
+def test_autocast_in_the_caller_does_not_affect_the_loss(name):
     def run(*, autocast):
         objective = build_objective({"name": name}, context=context(8, dtype=torch.float32))
         found = []
@@ -208,7 +208,7 @@ def test_autocast_in_the_callers_loop_does_not_affect_the_loss(name):
     assert all(torch.equal(a, b) for a, b in zip(run(autocast=True), run(autocast=False), strict=True))
 
 
-def test_openclips_normalizer_in_use_excludes_the_positive():
+def test_the_openclip_normalizer_in_use_excludes_the_positive():
     estimates = build_objective("openclip", context=context(16)).log_normalizers(
         *unit_features(16), sample_ids=torch.arange(16)
     )
@@ -217,7 +217,7 @@ def test_openclips_normalizer_in_use_excludes_the_positive():
 
 
 @pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "amorlip", "neuclip"])
-def test_normalizer_estimates_use_lasting_state_and_change_nothing(name):
+def test_normalizer_estimates_use_lasting_state_and_do_not_change_it(name):
     settings = {"name": name} | ({"prototypes": 16, "inner_steps": 0} if name == "neuclip" else {})
     objective = build_objective(settings, context=context(16))
     image, text = unit_features(16)

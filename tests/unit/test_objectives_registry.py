@@ -39,7 +39,7 @@ def test_every_method_of_the_papers_is_registered_and_its_section_round_trips():
         ({"name": "openclip", "tau_init": 2.0}, "tau_max"),
     ],
 )
-def test_wrong_settings_are_named(tree, says):
+def test_errors_name_the_wrong_setting(tree, says):
     with pytest.raises(UserError, match=says):
         parse_objective(tree)
 
@@ -52,7 +52,7 @@ def test_wrong_settings_are_named(tree, says):
         ({"dim": 4, "batch_size": 1}, "2 or more"),
     ],
 )
-def test_missing_facts_are_named(facts, says):
+def test_errors_name_the_missing_fact(facts, says):
     with pytest.raises(UserError, match=says):
         build_objective("openclip", **facts)
 
@@ -72,7 +72,7 @@ def test_schedules_by_epoch_require_the_length_of_the_run(settings, says):
     build_objective({"name": "fastclip_v3", "gamma_decay_epochs": 18}, **facts)
 
 
-def test_another_modules_class_does_not_replace_a_method(monkeypatch):
+def test_a_class_of_another_module_does_not_replace_a_method(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     other = type("OpenClip", (registry._METHODS["openclip"][1],), {"__module__": "elsewhere"})
     with pytest.raises(UserError, match="'openclip' exists"):
@@ -85,9 +85,9 @@ class ToyConfig(ObjectiveConfig):
     tau: float = 0.1
 
 
-def test_a_method_outside_the_package_needs_one_class(monkeypatch):
-    """A toy: plain in-batch normalizers at a constant temperature."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # others use all names
+def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
+    """A toy method: plain in-batch normalizers at a constant temperature."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # other tests iterate over all registered names
 
     @register("toy_softmax", ToyConfig)
     class Toy(SoftmaxObjective):
@@ -112,8 +112,8 @@ def test_a_method_outside_the_package_needs_one_class(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))
-def test_an_objective_in_a_plain_training_loop(name):
-    """The README's snippet on two linear towers, which learn to retrieve the partners."""
+def test_an_objective_in_a_plain_training_loop_learns(name):
+    """The README's snippet on two linear towers, which learn to retrieve the matching samples."""
     torch.manual_seed(0)
     inputs, dataset_size, batch_size = torch.randn(64, 24), 64, 32
     image_tower, text_tower = torch.nn.Linear(24, 16), torch.nn.Linear(24, 16)
@@ -135,7 +135,7 @@ def test_an_objective_in_a_plain_training_loop(name):
     assert objective.steps == 60
 
 
-def test_the_readmes_snippet_runs():
+def test_the_readme_snippet_runs():
     """The library example of README.md, unchanged."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (snippet,) = (block for block in blocks if "build_objective" in block)
@@ -154,7 +154,7 @@ def test_the_readmes_snippet_runs():
 
 @pytest.mark.parametrize("name", ["neuclip", "neuclip_literal", "fastclip_v2", "fastclip_v3", "isogclr"])
 @pytest.mark.filterwarnings("ignore:objective.npn_lr")
-def test_a_rho_out_of_reach_is_logged(name, caplog):
+def test_an_unreachable_rho_is_logged(name, caplog):
     facts = {"dim": 4, "batch_size": 8, "dataset_size": 100, "total_steps": 10}
     build_objective({"name": name, "rho": 6.0}, **facts)
     assert "objective.rho = 6 is not below log(n - 1) = 4.60" in caplog.text
@@ -167,7 +167,7 @@ def test_a_rho_out_of_reach_is_logged(name, caplog):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip"])
-def test_a_second_batch_before_the_step_is_refused(name):
+def test_a_second_batch_before_commit_is_rejected(name):
     objective = build_objective(name, dim=16, batch_size=8)
     features = unit_features(8, dtype=torch.float32)
     objective.loss(*features)
@@ -180,7 +180,7 @@ def test_a_second_batch_before_the_step_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip"])
-def test_a_batch_larger_than_the_objective_was_built_for_is_refused(name):
+def test_a_batch_larger_than_configured_is_rejected(name):
     objective = build_objective(name, dim=16, batch_size=8)
     objective.loss(*unit_features(4, dtype=torch.float32))  # a last batch may be smaller
     objective.discard()
@@ -189,7 +189,7 @@ def test_a_batch_larger_than_the_objective_was_built_for_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["neuclip", "siglip", "isogclr", "fastclip_v3", "amorlip"])
-def test_the_temperatures_rate_follows_the_encoders_or_is_constant(name):
+def test_the_temperature_learning_rate_follows_the_schedule_or_is_constant(name):
     def moved(schedule):
         facts = {"dim": 16, "batch_size": 8, "dataset_size": 8, "total_steps": 1}
         objective = build_objective({"name": name, "tau_schedule": schedule}, **facts)

@@ -1,4 +1,4 @@
-"""Every method: compute changes no lasting state, discard restores, a resumed run is bit-identical."""
+"""For every method: compute changes no lasting state, discard restores it, and a resumed run is bit-identical."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(one, other):
 
 
 @every_variant
-def test_compute_and_discard_leave_the_state_untouched(settings):
+def test_compute_and_discard_leave_the_state_unchanged(settings):
     objective = build(settings)
     for step in range(5):
         one_step(objective, step)
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_bit_identical(settings):
     assert straight.logit_parameters() == resumed.logit_parameters()
 
 
-def test_state_of_other_settings_is_refused_and_nothing_changes():
+def test_state_from_other_settings_is_rejected_and_changes_nothing():
     objective = build(NEUCLIP)
     one_step(objective, 0)
     objective.commit()
@@ -104,14 +104,14 @@ def test_state_of_other_settings_is_refused_and_nothing_changes():
 
 
 @every_variant
-def test_extremes_stay_finite_in_fp32(settings):
+def test_extreme_inputs_give_finite_results_in_fp32(settings):
     """tau = 0.005; identical, one-hot and opposite features; B = 2: loss, gradients and state."""
     known = keys(type(parse_objective({"name": settings["name"]})))
     low = {key: 0.005 for key in ("tau", "tau_init", "tau_min") if key in known}
     one_hot = torch.eye(16)[: 2 * BATCH : 2].contiguous()
     same_feature = torch.zeros(BATCH, 16)
     same_feature[:, 3] = 1
-    worst = one_hot.roll(1, 0)  # every partner belongs to another pair
+    worst = one_hot.roll(1, 0)  # every text belongs to a different image
     for pairs in ((same_feature, same_feature), (one_hot, one_hot), (one_hot, worst), (same_feature, -same_feature)):
         for size in (BATCH, 2):
             run = context(size, dtype=torch.float32, dataset_size=64, steps_per_epoch=2)

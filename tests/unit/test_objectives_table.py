@@ -1,4 +1,4 @@
-"""The per-sample table: who owns what, lookups, writes, checkpoints, size."""
+"""The per-sample table: which rank owns which rows, lookups, writes, checkpoints and size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranks_cover_every_id_once(dataset_size, size):
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(dataset_size))
 
 
-def test_rows_start_with_their_initial_values_and_keep_what_is_written():
+def test_rows_have_initial_values_and_keep_written_ones():
     rows = table()
     ids = torch.tensor([7, 2, 9])
     assert torch.equal(rows.lookup(ids), torch.tensor([[-math.inf, 0.5]] * 3))
@@ -35,14 +35,14 @@ def test_rows_start_with_their_initial_values_and_keep_what_is_written():
     assert torch.equal(rows.owned()[2], torch.tensor([2.0, 3.0]))
 
 
-def test_of_a_repeated_id_the_later_row_counts():
+def test_the_last_row_of_a_repeated_id_is_kept():
     rows = table()
     rows.lookup(torch.tensor([4, 4, 1, 4]))
     rows.write(torch.arange(8.0).reshape(4, 2))
     assert torch.equal(rows.lookup(torch.tensor([4, 1])), torch.tensor([[6.0, 7.0], [4.0, 5.0]]))
 
 
-def test_prefetch_sees_a_write_that_comes_after_it():
+def test_prefetch_includes_a_later_write():
     rows, first, second = table(), torch.tensor([1, 2]), torch.tensor([2, 3])
     rows.lookup(first)
     rows.prefetch(second)
@@ -51,17 +51,17 @@ def test_prefetch_sees_a_write_that_comes_after_it():
 
 
 @pytest.mark.parametrize("ids", [[0, 10], [-1, 3]])
-def test_ids_out_of_range_are_refused(ids):
+def test_ids_out_of_range_are_rejected(ids):
     with pytest.raises(UserError, match="dataset of 10 samples"):
         table().lookup(torch.tensor(ids))
 
 
-def test_a_dataset_of_unknown_size_is_refused():
+def test_a_dataset_of_unknown_size_is_rejected():
     with pytest.raises(UserError, match="dataset_size = 0"):
         table(0)
 
 
-def test_rows_move_to_another_number_of_ranks():
+def test_rows_are_redistributed_to_another_world_size():
     """Saved by one rank, read by three: each gets its own range."""
     saved = torch.randn(10, 2)
     parts = []
@@ -99,7 +99,7 @@ def test_a_snapshot_is_constant_while_the_table_changes(seed):
     assert not torch.equal(rows.owned(), expected)
 
 
-def test_a_snapshot_read_by_another_thread_is_of_one_moment():
+def test_a_snapshot_read_by_another_thread_is_consistent():
     rows = table(4000)
     ids = torch.arange(4000)
 
@@ -135,7 +135,7 @@ def test_an_abandoned_snapshot_is_freed():
 
 @pytest.mark.slow
 def test_fifty_million_samples():
-    """n = 50 million on one machine: 8 bytes a sample for two columns; a step touches only its batch."""
+    """n = 50 million on one machine: 8 bytes per sample for two columns; a step accesses only its batch."""
     n = 50_000_000
     rows = table(n)
     assert rows.values.numel() * 4 == 8 * (n + 1)
@@ -151,7 +151,7 @@ def test_fifty_million_samples():
     assert int(torch.isneginf(rows.owned()[:, 0]).sum()) == n - len(expected)
 
 
-def test_a_snapshot_holds_what_was_written_last():
+def test_a_snapshot_holds_the_latest_values():
     rows, ids = table(), torch.tensor([3, 8])
     rows.lookup(ids)
     rows.write(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -168,7 +168,7 @@ def test_loading_discards_unwritten_rows():
     assert not rows.lookup(ids).any()
 
 
-def test_rows_fetched_for_another_batch_are_not_used():
+def test_rows_prefetched_for_another_batch_are_not_used():
     rows, one, other = table(), torch.tensor([1, 2]), torch.tensor([5, 6])
     rows.lookup(torch.arange(10))
     rows.write(torch.arange(20.0).reshape(10, 2))

@@ -1,4 +1,4 @@
-"""State updates over several steps against torch.optim: temperatures, biases, auxiliary networks."""
+"""State updates over several steps compared with torch.optim: temperatures, biases, auxiliary networks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, IDS, EPS = 8, torch.arange(8), 1e-14
 
 
 @pytest.mark.parametrize(("threshold", "falls"), [(0.03, False), (0.09, True)])
-def test_global_temperatures_are_torchs_adam_on_the_log(threshold, falls):
+def test_global_temperatures_equal_torch_adam_on_the_log(threshold, falls):
     settings = {"name": "openclip", "tau_eps": 1e-3, "tau_lr": 0.05, "tau_lr_threshold": threshold, "tau_lr_fall": 0.5}
     temperature = build_objective(settings, context=context(BATCH)).temperature
     log_scale = torch.tensor(math.log(1 / 0.07), dtype=torch.float64, requires_grad=True)
@@ -35,7 +35,7 @@ def test_global_temperatures_are_torchs_adam_on_the_log(threshold, falls):
 
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])
 @pytest.mark.parametrize(("lr", "lowest", "highest"), [(1e-2, 0.005, 1.0), (0.2, 0.029, 0.031)])
-def test_temperatures_per_sample_are_torchs_optimizers(optimizer, lr, lowest, highest):
+def test_per_sample_temperatures_equal_torch_optimizers(optimizer, lr, lowest, highest):
     settings = {"name": "isogclr", "tau_optimizer": optimizer, "tau_lr": lr, "tau_min": lowest, "tau_max": highest}
     objective = build_objective({**settings, "rho": 2.0}, context=context(BATCH))
     tau, moment = torch.full((BATCH, 2), 0.03).double().requires_grad_(), torch.zeros(BATCH, 2).double()
@@ -56,7 +56,7 @@ def test_temperatures_per_sample_are_torchs_optimizers(optimizer, lr, lowest, hi
     assert lr < 0.1 or {lowest, highest} <= met
 
 
-def test_siglips_bias_follows_its_gradient():
+def test_the_siglip_bias_follows_its_gradient():
     objective = build_objective("siglip", context=context(BATCH))
     objective.compute(*unit_features(BATCH), sample_ids=IDS)
     direction, before = float(objective._pending[1].sign()), objective.logit_parameters()[1]
@@ -76,7 +76,7 @@ def test_the_upstream_gradient_scales_the_feature_gradients():
 
 
 class Network(nn.Module):
-    """The MLP of AmorLIP's code, in torch's layers."""
+    """The MLP of AmorLIP's code, built from torch layers."""
 
     def __init__(self, parameters: dict[str, Tensor], side: int) -> None:
         super().__init__()
@@ -92,15 +92,15 @@ class Network(nn.Module):
 
 
 def lambda_of(objective: Any, output: Any, side: int, weight: float) -> Tensor:
-    """log lambda in use, from the log-normalizer that the step reports."""
+    """Return the log lambda in use, computed from the reported log-normalizer."""
     kappa = weight / (BATCH - 1)
     logit = output.distributions["similarity_of_pair"] / objective.temperature.value()
     return output.distributions[f"log_normalizer_of_{('image', 'text')[side]}"] + logit - math.log1p(kappa)
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.05])
-def test_amorlips_networks_follow_their_description(cap):
-    """Three epochs of three steps: restarts, targets mixed with the epoch before, averages, the bound of the ratio."""
+def test_amorlip_networks_match_their_description(cap):
+    """Three epochs of three steps: restarts, targets mixed with the previous epoch, averages, the ratio cap."""
     settings = {"ema_decay": 0.9, "ema_every": 2, "inner_steps": 2, "ratio_cap": cap, "positive_weight": 0.5}
     c = context(BATCH, steps_per_epoch=3, total_steps=9)
     objective = build_objective({"name": "amorlip", "tau_lr": 0.0, **settings}, context=c)
@@ -164,7 +164,7 @@ def alpha_of(net: Network | Tensor, own: Tensor, partner: Tensor, tau: float = 0
 )
 @pytest.mark.parametrize("npn", ["prototypes", "mlp"])
 @pytest.mark.parametrize("schedule", ["alternating", "simultaneous"])
-def test_neuclips_networks_are_torchs_optimizers_on_equation_12(npn, schedule, optimizer, lr, make):
+def test_neuclip_networks_equal_torch_optimizers_on_equation_12(npn, schedule, optimizer, lr, make):
     inner = 1 if schedule == "simultaneous" else 3
     settings = {"npn": npn, "npn_schedule": schedule, "npn_optimizer": optimizer, "npn_lr": lr, "inner_steps": inner}
     c = context(BATCH)
@@ -180,7 +180,7 @@ def test_neuclips_networks_are_torchs_optimizers_on_equation_12(npn, schedule, o
             first = [features[1].clone().requires_grad_(), features[0].clone().requires_grad_()]
             nets = first if npn == "prototypes" else [Network(mlp.initial_parameters(c), side) for side in (0, 1)]
             peers = [make([net] if npn == "prototypes" else net.parameters()) for net in nets]
-        if step == 1 and npn == "prototypes":  # of other lengths than 1, and of others on the other side
+        if step == 1 and npn == "prototypes":  # lengths other than 1, different on the two sides
             with torch.no_grad():
                 for side, net in enumerate(nets):
                     net *= 2.0 + side
@@ -212,7 +212,7 @@ def test_prototypes_return_to_unit_length_if_configured(renormalize):
 
 
 @pytest.mark.parametrize("stop_gradient", [False, True])
-def test_the_cap_holds_in_loss_and_all_gradients(stop_gradient):
+def test_the_cap_applies_to_loss_and_all_gradients(stop_gradient):
     """alpha is raised to log(eps + g) - log cap; the gradient through it is computed with the capped ratio."""
     settings = {"name": "neuclip", "prototypes": BATCH, "inner_steps": 2, "npn_lr": 0.5, "ratio_cap": 1.3}
     objective = build_objective({**settings, "stop_gradient": stop_gradient}, context=context(BATCH))
@@ -241,7 +241,7 @@ def test_the_cap_holds_in_loss_and_all_gradients(stop_gradient):
     assert float(output.metrics["prototype_norm"]) == pytest.approx(float(lengths.mean()), rel=1e-12)
 
 
-def test_the_forward_pass_of_the_mlp_is_torchs_layers():
+def test_the_mlp_forward_pass_equals_torch_layers():
     parameters = mlp.initial_parameters(context(BATCH))
     features = unit_features(BATCH)[0]
     assert not torch.equal(F.relu(features), features)

@@ -1,4 +1,4 @@
-"""Pictures with captions, peak rates and arithmetic counted."""
+"""Images with captions, peak FLOP rates and FLOP counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.training.observer import captioned_grid, captions_of
 from tests.towers import TINY, write_tiny
 
 
-def test_captions_are_what_the_model_reads() -> None:
+def test_captions_are_decoded_from_the_tokens() -> None:
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     tokens = tokenizer(["A red dog; 2 cats", "", "word " * 100])
     texts = captions_of(tokens, tokenizer)
@@ -33,7 +33,7 @@ def test_a_grid_shows_every_image_with_its_caption() -> None:
     assert centres == [colours[i].tolist() for i in (0, 1, 3, 4)]
     ink = [(grid[200 * (i // 4) + 160 :, 160 * (i % 4) :][:40, :160] < 128).any() for i in range(5)]
     assert ink == [False, True, False, False, True]
-    assert grid[201:, 160:].min() == 255  # no sixth picture
+    assert grid[201:, 160:].min() == 255  # no sixth image
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_peaks_are_looked_up_and_never_guessed(name: str, peak: float | None) ->
     assert known_peak(name) == peak
 
 
-def test_utilization_is_the_counted_arithmetic_over_the_peak(tmp_path: Path) -> None:
+def test_utilization_is_the_flop_count_over_the_peak(tmp_path: Path) -> None:
     model = ModelConfig(arch=write_tiny(tmp_path))
     vision, text = TINY["vision_cfg"], TINY["text_cfg"]
 
     def tower(tokens: int, width: int, hidden: float) -> float:
-        """Multiply-adds of one block: q, k, v and output, the two attention products, the MLP."""
+        """Return the multiply-adds of one block: q, k, v and output, the two attention products, the MLP."""
         return tokens * width * (4 * width + 2 * hidden) + 2 * tokens**2 * width
 
     patches = (vision["image_size"] // vision["patch_size"]) ** 2
@@ -69,7 +69,7 @@ def test_utilization_is_the_counted_arithmetic_over_the_peak(tmp_path: Path) -> 
     expected += patches * width * 3 * vision["patch_size"] ** 2 + (width + text["width"]) * TINY["embed_dim"]
     flops = training_flops(model)
     assert flops == pytest.approx(3 * 2 * expected, rel=0.01)
-    # Shapes need neither the start weights nor the other ranks.
+    # Shapes depend neither on the initial weights nor on other ranks.
     assert training_flops(replace(model, pretrained="runs/old/checkpoints/step-00000001", sync_batchnorm=True)) == flops
     cpu = torch.device("cpu")
     given = Utilization(model, device=cpu, ranks=2, bf16=False, peak_tflops=1e-6)

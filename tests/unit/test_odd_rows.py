@@ -1,4 +1,4 @@
-"""What becomes of odd rows: blank captions, unreadable lines, hashes of other kinds, URLs that come twice."""
+"""How unusual rows are handled: blank captions, unreadable lines, other kinds of hashes, repeated URLs."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_a_blank_caption_is_a_failure_with_a_reason(site: Site, tmp_path: Path) 
     assert verify(tmp_path / "data") == []
 
 
-def test_lines_that_could_not_be_read_stand_in_the_manifest_and_the_datasheet(site: Site, tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted_in_the_manifest_and_the_datasheet(site: Site, tmp_path: Path) -> None:
     urls = [site.image(f"/line-{k}", jpeg(side=30 + k)) for k in range(20)]
     lines = ["caption\turl", *(f"a cat {k}\t{url}" for k, url in enumerate(urls)), "a stray line"]
     (tmp_path / "urls.tsv").write_text("\n".join(lines) + "\n")
@@ -72,7 +72,7 @@ def test_lines_that_could_not_be_read_stand_in_the_manifest_and_the_datasheet(si
     assert "| rows read | 21 |\n| of them unreadable | 1 |\n| rows taken | 20 " in sheet
 
 
-def test_hashes_in_capital_letters_verify(site: Site, tmp_path: Path) -> None:
+def test_uppercase_hashes_are_verified(site: Site, tmp_path: Path) -> None:
     bodies = [jpeg(side=30 + k) for k in range(3)]
     columns = {
         "url": [site.image(f"/capital-{k}", body) for k, body in enumerate(bodies)],
@@ -90,7 +90,7 @@ def test_hashes_in_capital_letters_verify(site: Site, tmp_path: Path) -> None:
     assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
 
 
-def test_a_set_without_any_sample_is_refused_with_the_reason(made: DownloadConfig, tmp_path: Path) -> None:
+def test_a_dataset_without_samples_is_rejected_with_the_reason(made: DownloadConfig, tmp_path: Path) -> None:
     config = replace(
         made, output=str(tmp_path / "none"), guard=GuardConfig(), source=replace(made.source, name="table")
     )
@@ -101,7 +101,7 @@ def test_a_set_without_any_sample_is_refused_with_the_reason(made: DownloadConfi
         fetch_here(config, plan, range(plan.shards))
 
 
-def test_exact_duplicates_by_another_kind_of_hash(site: Site, tmp_path: Path) -> None:
+def test_exact_duplicates_with_another_kind_of_hash(site: Site, tmp_path: Path) -> None:
     bodies = [jpeg(side=30), jpeg(side=31), jpeg(side=30)]
     columns = {
         "url": [site.image(f"/md5-{k}", body) for k, body in enumerate(bodies)],

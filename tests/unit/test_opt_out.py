@@ -44,7 +44,7 @@ def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "n
         ("googlebot: nofollow", "noimageai"),
     ],
 )
-def test_these_opt_out(lines: tuple[str, ...]) -> None:
+def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
     assert opted_out(*lines)
 
 
@@ -65,11 +65,11 @@ def test_these_opt_out(lines: tuple[str, ...]) -> None:
         ("unavailable_after: some day",),
     ],
 )
-def test_these_do_not(lines: tuple[str, ...]) -> None:
+def test_headers_that_do_not_opt_out(lines: tuple[str, ...]) -> None:
     assert not opted_out(*lines)
 
 
-def test_only_the_chosen_directives_count() -> None:
+def test_only_configured_directives_are_honored() -> None:
     assert not opted_out("noindex", opt_outs=("noai",))
     assert not opted_out("noai, none", opt_outs=())
     assert opted_out("mybot: noai", user_agent="MyBot")

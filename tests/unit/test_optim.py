@@ -1,4 +1,4 @@
-"""Optimizers against FastCLIP's Procedure 4, and their bookkeeping."""
+"""Optimizers compared with FastCLIP's Procedure 4, and their bookkeeping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gradients(net, step):
 
 
 def written(config, value, moments, gradient, *, step):
-    """One update of Procedure 4 for one parameter; returns the new value."""
+    """Apply one update of Procedure 4 to one parameter and return the new value."""
     decay = config.weight_decay if value.dim() >= 2 else 0.0
     beta1, beta2 = config.betas
     if config.name == "sgd":
@@ -52,8 +52,8 @@ def written(config, value, moments, gradient, *, step):
 
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_updates_are_procedure_4(name, weight_decay):
-    """But for LAMB's gains and biases, which are not scaled."""
+def test_updates_follow_procedure_4(name, weight_decay):
+    """Except for LAMB's gains and biases, which are not scaled."""
     config, net = OptimizerConfig(name=name, lr=0.02, weight_decay=weight_decay), model()
     optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
     values = {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -71,7 +71,7 @@ def test_updates_are_procedure_4(name, weight_decay):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_moment_tells_the_gradient(name):
+def test_the_gradient_can_be_recovered_from_the_moment(name):
     config, net = OptimizerConfig(name=name, weight_decay=0.3), model()
     optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
     key, decay, scale = gradient_in_moment(config)
@@ -88,8 +88,8 @@ def test_the_moment_tells_the_gradient(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_put_into_a_fresh_optimizer_continues_the_same(name):
-    """As a checkpoint does it: moments and one counter, no groups."""
+def test_state_loaded_into_a_new_optimizer_continues_identically(name):
+    """As with a checkpoint: moments and one counter, no groups."""
     config, nets = OptimizerConfig(name=name, lr=0.02), [model(), model()]
     one, other = (build_optimizer(config, parameter_groups(n, weight_decay=config.weight_decay)) for n in nets)
     for step in range(1, 7):
@@ -116,7 +116,7 @@ def test_gains_and_biases_are_not_decayed_and_every_parameter_has_one_group():
     assert sum(len(g["params"]) for g in groups) == len(by_id)
 
 
-def test_shared_and_scalar_parameters_are_refused():
+def test_shared_and_scalar_parameters_are_rejected():
     net = model()
     net.twin = net[0]
     with pytest.raises(UserError, match="twin"):
@@ -128,7 +128,7 @@ def test_shared_and_scalar_parameters_are_refused():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lamb_is_refused_where_layers_are_flattened(stage):
+def test_lamb_is_rejected_where_layers_are_flattened(stage):
     with pytest.raises(UserError, match="trust ratio"):
         check_stage(OptimizerConfig(name="lamb"), stage=stage)
     check_stage(OptimizerConfig(name="lamb"), stage=0)
@@ -136,6 +136,6 @@ def test_lamb_is_refused_where_layers_are_flattened(stage):
         check_stage(OptimizerConfig(name=name), stage=stage)
 
 
-def test_unknown_optimizers_are_named():
+def test_the_error_names_an_unknown_optimizer():
     with pytest.raises(UserError, match=r"optimizer\.name = 'adam'"):
         parse(OptimizerConfig, {"name": "adam"}, prefix="optimizer")

@@ -1,4 +1,4 @@
-"""Reports in a browser: accessible by axe-core's rules, no wider than a phone, and with values under the pointer."""
+"""Reports in a browser: accessible by axe-core's rules, fit for a phone, with values shown under the pointer."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def pages(started: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.mark.parametrize("name", ["run", "comparison", "study"])
-def test_pages_are_accessible_and_fit(started: Any, pages: dict[str, Path], name: str) -> None:
+def test_pages_are_accessible_and_fit_the_screen(started: Any, pages: dict[str, Path], name: str) -> None:
     assert problems_everywhere(started, pages[name]) == []
 
 
-def test_faults_would_be_found(started: Any, tmp_path: Path) -> None:
+def test_known_faults_are_detected(started: Any, tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text('<img src="data:,"><p style="color: #bbb; font-size: 8px; width: 900px">faint and small</p>')
     found = " ".join(problems_everywhere(started, page))
@@ -62,7 +62,7 @@ def test_curves_show_their_values_under_the_pointer(started: Any, pages: dict[st
     assert "samples" in shown
 
 
-def test_pages_load_nothing(started: Any, pages: dict[str, Path]) -> None:
+def test_pages_make_no_requests(started: Any, pages: dict[str, Path]) -> None:
     requests: list[str] = []
     with opened(started, pages["run"], width=1400) as tab:
         tab.on("request", lambda request: requests.append(request.url))

@@ -1,4 +1,4 @@
-"""`neuclip pairs`: every kind of source becomes the same kind of shards; nothing is lost without a reason."""
+"""`neuclip pairs`: every kind of source gives the same kind of shards; every dropped row has a recorded reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def convert_all(source: Path | str, output: Path, *, image: ImageOptions | None 
 
 
 def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:
-    """Image, caption and JSON of every sample, in the manifest's order."""
+    """Return image, caption and JSON of every sample, in manifest order."""
     manifest = load_manifest(output)
     parts = [p for shard in manifest.shards for _, p in canonical_tar.samples(manifest.url(shard))]
     return [(canonical_tar.picture(p), p["txt"].decode(), json.loads(p["json"])) for p in parts]
@@ -103,11 +103,11 @@ def test_other_delimiters_and_named_columns(table: Path, tmp_path: Path, delimit
 
 
 def make(source: Path | str, output: Path, **options: Any) -> Conversion:
-    """With `image` as the name of the column."""
+    """Convert with `image` as the name of the image column."""
     return make_shards(PairsConfig(str(source), output, options=SourceOptions(**options), shard_size=4))
 
 
-def test_a_table_without_a_line_of_names(table: Path, tmp_path: Path) -> None:
+def test_a_table_without_a_header(table: Path, tmp_path: Path) -> None:
     rows = [(f"picture {n}", f"{n:03d}.jpg") for n in range(10)]
     path = write_csv(tmp_path / "bare.tsv", rows, delimiter="\t")
     check_ten(
@@ -127,7 +127,7 @@ def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_neighbouring_rows_of_one_image_are_one_sample(table: Path, tmp_path: Path) -> None:
+def test_adjacent_rows_of_the_same_image_become_one_sample(table: Path, tmp_path: Path) -> None:
     rows = [(f"images/{n // 2:03d}.jpg", f"picture {n}") for n in range(20)]
     path = write_csv(table.parent / "five.csv", [("image", "caption"), *rows])
     outcome = make(path, tmp_path / "out")
@@ -135,7 +135,7 @@ def test_neighbouring_rows_of_one_image_are_one_sample(table: Path, tmp_path: Pa
     assert stored(tmp_path / "out")[2][2]["captions"] == ["picture 4", "picture 5"]
 
 
-def test_text_files_beside_the_images(tmp_path: Path) -> None:
+def test_text_files_next_to_the_images(tmp_path: Path) -> None:
     for number, name in enumerate(write_images(tmp_path / "in" / "sub", 10)):
         (tmp_path / "in" / "sub" / name).with_suffix(".txt").write_text(f"picture\n {number}\n")
     (tmp_path / "in" / "alone.png").write_bytes(picture(0, kind="PNG"))
@@ -181,7 +181,7 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
         convert_all(tmp_path / "splits", tmp_path / "e", split="val")
 
 
-def test_a_folder_of_parquet_files_with_captions_in_lists(tmp_path: Path) -> None:
+def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -216,7 +216,7 @@ def test_webdataset_tars(tmp_path: Path, member: str) -> None:
         convert_all(tmp_path / "in", tmp_path / "again")
 
 
-def test_every_dropped_row_has_its_place_and_reason(tmp_path: Path) -> None:
+def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     write_images(folder, 3)
     (folder / "empty.jpg").touch()
@@ -239,22 +239,22 @@ def test_every_dropped_row_has_its_place_and_reason(tmp_path: Path) -> None:
     assert outcome.manifest.attempted == 9
 
 
-def test_images_are_turned_upright_reduced_and_made_readable() -> None:
+def test_images_are_rotated_upright_downscaled_and_converted() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # to be rotated by 90 degrees
     turned = convert(picture(0, size=(80, 40), exif=exif), ImageOptions())
     assert (turned.width, turned.height) == (40, 80)
     small = convert(picture(0, size=(80, 40)), ImageOptions(size=20))
     assert (small.suffix, small.width, small.height) == ("jpg", 40, 20)
     assert Image.open(io.BytesIO(small.body)).size == (40, 20)
     whole = picture(0, size=(80, 40))
-    assert convert(whole, ImageOptions(size=40)).body == whole  # never enlarged, never encoded twice for nothing
+    assert convert(whole, ImageOptions(size=40)).body == whole  # never enlarged, never re-encoded needlessly
     assert convert(picture(0, kind="GIF"), ImageOptions()).suffix == "jpg"
     assert convert(picture(0, kind="WEBP"), ImageOptions()).suffix == "webp"
 
 
 @pytest.mark.slow
-def test_several_processes_write_the_same_bytes_and_a_killed_run_continues_to_them(tmp_path: Path) -> None:
+def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     names = write_images(folder, 60)
     (folder / names[33]).unlink()
@@ -277,7 +277,7 @@ def test_several_processes_write_the_same_bytes_and_a_killed_run_continues_to_th
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
 
-# The command with a slow conversion, so that it is killed in the middle.
+# The command with a slowed-down conversion, so that it can be killed halfway.
 SLOW = """
 import sys, time
 from data_prep.pairs import make_shards
@@ -291,7 +291,7 @@ command(sys.argv[1:])
 """
 
 
-def test_what_cannot_be_is_refused_with_what_to_do(table: Path, tmp_path: Path) -> None:
+def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     urls = write_csv(tmp_path / "urls.csv", [("url", "caption"), ("http://x/1.jpg", "one")])
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(table: Path, tmp_path: Path) 
         make(table, out)
 
 
-def test_nothing_usable_leaves_no_manifest(tmp_path: Path) -> None:
+def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
     write_images(tmp_path / "in", 1)
     path = write_csv(tmp_path / "in" / "p.csv", [("image", "caption"), ("000.jpg", ""), ("lost.jpg", "x")])
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_nothing_usable_leaves_no_manifest(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_the_command_says_what_it_did_and_how_to_train(table: Path, tmp_path: Path) -> None:
+def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: Path) -> None:
     (table.parent / "images" / "004.jpg").unlink()
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
     assert done.exit_code == 0, done.output

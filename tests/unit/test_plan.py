@@ -1,4 +1,4 @@
-"""Estimates compared with figures that were counted by hand or measured."""
+"""Estimates compared with figures calculated by hand or measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_published_figures_of_vit_b_32() -> None:
     assert costs.forward_flops == pytest.approx(14.78e9, rel=1e-3)
 
 
-def test_saved_bytes_are_what_autograd_saves(arch: str) -> None:
+def test_saved_bytes_equal_what_autograd_saves(arch: str) -> None:
     """Compared with real tensors on the CPU."""
     meta, architecture = build_towers(ModelConfig(arch=arch), seed=0, device="meta")
     estimated = measure_towers(meta, image_size=architecture.image_size, context_length=8).saved_bytes
@@ -68,7 +68,7 @@ def test_checkpointing_saves_memory(arch: str) -> None:
     assert less.cost.flops == pytest.approx(full.cost.flops * 4 / 3)
 
 
-def test_memory_of_the_stages() -> None:
+def test_memory_of_the_zero_stages() -> None:
     found = {stage: engine_memory(P, stage=stage, bf16=True, ranks=4, bucket=10**9) for stage in range(4)}
     share = -(-P // 4)
     assert (found[0].weights, found[0].gradients, found[0].masters, found[0].moments) == (4 * P, 4 * P, 0, 8 * P)
@@ -79,7 +79,7 @@ def test_memory_of_the_stages() -> None:
     assert [found[stage].total for stage in (1, 2, 3)] == sorted((found[s].total for s in (1, 2, 3)), reverse=True)
 
 
-def test_cost_by_hand() -> None:
+def test_cost_equals_a_calculation_by_hand() -> None:
     costs = TowerCosts(parameters=P, forward_flops=1e9, saved_bytes=1.0, context_length=10)
     assume = PlanConfig(peak_tflops=100, mfu=0.5, sample_bytes=7)
     cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, again=1, assume=assume)
@@ -97,7 +97,7 @@ def test_without_data_a_size_is_required(arch: str) -> None:
         plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400")), gpus=3)
 
 
-def test_the_command_prints_both_parts(arch: str, tmp_path: Path) -> None:
+def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [60, 60])
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
     result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])

@@ -1,4 +1,4 @@
-"""Prefetching of the next batch: the order of batches, and when an error is raised."""
+"""Prefetching the next batch: the order of batches, and when an error is raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def prefetched(batches: list[Any], *, steps: int = 99) -> tuple[PrefetchedBatches, Iterator[Any], Meter]:
-    """The batches, of which exceptions are raised; their source; and the meter of the wait for them."""
+    """Return the batches (exceptions among them are raised), their source, and the meter of the time spent waiting."""
 
     def loader() -> Iterator[Any]:
         for batch in batches:
@@ -38,10 +38,10 @@ def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]
         if fetch:
             batches.fetch_ahead(step)
     assert [*taken, batches.next()] == ["a", "b", "c", "d"]
-    assert next(source) == "e", "a batch was fetched that was not given out"
+    assert next(source) == "e", "a batch was fetched but not returned"
 
 
-def test_nothing_is_fetched_ahead_of_the_last_step() -> None:
+def test_nothing_is_prefetched_past_the_last_step() -> None:
     batches, source, _ = prefetched(["a", "b", "c"], steps=2)
     batches.next()
     batches.fetch_ahead(0)
@@ -58,7 +58,7 @@ def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
         batches.next()
 
 
-def test_the_wait_for_a_batch_is_counted_fetched_ahead_or_not() -> None:
+def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
     batches, _, meter = prefetched(["a", "b"])
     batches.next()
     first = meter.read()["data_wait"]

@@ -1,4 +1,4 @@
-"""The documents tell the truth: commands parse with their settings, files are there, quoted messages and keys exist."""
+"""The docs match the code: commands and settings parse; files, quoted messages and configuration keys exist."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FILES = (".json", ".jsonl", ".yaml", ".py", ".html", ".md")
 
 
 def inline(page: Path) -> list[str]:
-    """Every `code` of a page's text, outside its blocks."""
+    """Return all inline `code` of a page, outside of code blocks."""
     return re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
-def test_the_pages_hold_commands() -> None:
+def test_the_pages_contain_commands() -> None:
     words = {" ".join(line.words) for line in lines()}
     assert {"make demo", "make test"} <= words
     assert {"train", "download", "evaluate", "watch", "plan", "verify"} <= {
@@ -62,12 +62,12 @@ def test_every_command_parses(line: Line) -> None:
         "no-such-program",
     ],
 )
-def test_a_mistaken_command_would_be_found(words: str) -> None:
+def test_a_wrong_command_is_detected(words: str) -> None:
     with pytest.raises((Exception, SystemExit)):
         check(Line("a test", {}, tuple(words.split())))
 
 
-def test_commands_within_the_text_exist() -> None:
+def test_commands_in_inline_code_exist() -> None:
     for page in PAGES:
         for text in inline(page):
             words = text.split()
@@ -80,12 +80,12 @@ def test_commands_within_the_text_exist() -> None:
             assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: {text}"
 
 
-RECIPE_KEYS = frozenset({"epochs", "schedule.warmup_share"})  # a recipe's, resolved by pipeline.training.budget
+RECIPE_KEYS = frozenset({"epochs", "schedule.warmup_share"})  # keys of a recipe, resolved by pipeline.training.budget
 
 
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Every section.key of training, of ingestion, and of evaluation while watching."""
+    """Return every section.key of training, of ingestion, and of evaluation by `neuclip watch`."""
     found = {*keys(RunConfig), *keys(DownloadConfig), *(f"evaluation.{key}" for key in keys(EvaluationConfig))}
     for name in objective_names():
         found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
@@ -103,23 +103,23 @@ def test_every_key_exists(page: Path) -> None:
 
 @functools.cache
 def constants() -> str:
-    """Every string that the programs may print, f-strings in pieces."""
+    """Return every string that the programs may print, with f-strings in pieces."""
     paths = [path for folder in ("pipeline", "data_prep", "jobs") for path in (ROOT / folder).rglob("*.py")]
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def test_quoted_messages_are_the_programs_own() -> None:
-    """What the first column of the troubleshooting tables quotes is said somewhere in the code."""
+def test_quoted_messages_exist_in_the_code() -> None:
+    """Messages quoted in the first column of the troubleshooting tables occur somewhere in the code."""
     rows = [line for line in TROUBLES.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0]) if " " in text]
     assert len(quoted) > 50
     for text in quoted:
         for piece in filter(None, (piece.strip() for piece in text.split("..."))):
-            assert piece in constants(), f"nothing says {piece!r} (of {text!r})"
+            assert piece in constants(), f"no message contains {piece!r} (of {text!r})"
 
 
-def test_links_and_folders_are_there() -> None:
+def test_links_and_folders_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(#[^)]*)?\)", text):
@@ -134,13 +134,13 @@ def test_links_and_folders_are_there() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_methods_describes_every_key_of_its_objectives() -> None:
-    """An objective that the page does not have is no error: writing about a method is its author's choice."""
+def test_the_methods_page_describes_every_key_of_its_objectives() -> None:
+    """An objective missing from the page is not an error: documenting a method is up to its author."""
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     described = [name for name in objective_names() if f"`{name}`" in text]
     assert "neuclip" in described
@@ -150,7 +150,7 @@ def test_methods_describes_every_key_of_its_objectives() -> None:
             assert key == "name" or found, f"{name}: {key} is not described"
 
 
-def test_evaluation_names_every_task_with_its_metric() -> None:
+def test_the_evaluation_page_lists_every_task_with_its_metric() -> None:
     from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -162,7 +162,7 @@ def test_evaluation_names_every_task_with_its_metric() -> None:
 
 
 def test_the_library_snippet_runs() -> None:
-    """The README's training loop with any objective, on towers that are two linear maps."""
+    """The README's training loop with any objective, on towers that are two linear layers."""
     import torch
 
     snippet = next(body for body in blocks("python", ROOT / "README.md") if "build_objective" in body)
@@ -189,7 +189,7 @@ def test_the_snippet_of_the_methods_page_runs() -> None:
     assert scope["objective"].config.name == "fastclip_v3"  # type: ignore[attr-defined]
 
 
-def test_the_picture_is_drawn_from_the_committed_results(tmp_path: Path) -> None:
+def test_the_figure_matches_the_committed_results(tmp_path: Path) -> None:
     from jobs.demo_figure import COLOURS, DATA_NAME, FOLDER, draw
 
     data = json.loads((FOLDER / DATA_NAME).read_text(encoding="utf-8"))
@@ -201,7 +201,7 @@ def test_the_picture_is_drawn_from_the_committed_results(tmp_path: Path) -> None
     assert len(text.splitlines()) < 200
 
 
-def test_the_badges_are_true() -> None:
+def test_the_badges_are_correct() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     badges = {path.stem.partition("-")[2]: path.read_text() for path in (ROOT / "docs/figures").glob("badge-*.svg")}
     assert f"version: {project['version']}" in badges["version"]

@@ -1,4 +1,4 @@
-"""The papers' recipes: every dataset with every method parses, plans, and holds the values it claims."""
+"""Recipes of the papers: every dataset with every method parses, can be planned, and has the stated values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENCODERS = {
     "dfn1b": (3_000_000_000, 5120, "ViT-B-16", 3.125e-4, 0.2, 500),
     "laion315m": (13_000_000_000, 5120, "ViT-B-16", 2e-4, 0.2, 13_000),
 }
-# Methods that the papers compare; every recipe has settings for them.
+# Methods compared in the papers; every recipe has settings for them.
 PUBLISHED = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
 # rho and lr of tau; NeuCLIP Table 3.
 NEUCLIP = {
@@ -44,7 +44,7 @@ def load(name: str, *overrides: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_every_method_plans_and_reads_back(name: str) -> None:
+def test_every_method_can_be_planned_and_read_back(name: str) -> None:
     recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     assert PUBLISHED <= set(recipe["methods"]) <= set(objective_names())
     for method in recipe["methods"]:
@@ -55,12 +55,12 @@ def test_every_method_plans_and_reads_back(name: str) -> None:
         assert plan.data is None
         assert plan.dataset_size == recipe["plan"]["dataset_size"]
         assert plan.gpu_bytes(plan.stage) < 80 * 2**30, method
-        # Where a method has a per-sample table, a row has two estimators at least.
+        # If a method has a per-sample table, each row has at least two estimators.
         assert plan.objective.per_sample == 0 or plan.objective.per_sample >= 8
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_encoders_have_the_papers_values(name: str) -> None:
+def test_encoder_settings_have_the_values_of_the_papers(name: str) -> None:
     run = load(name)
     found = (run.samples, run.batch_size, run.model.arch, run.optimizer.lr, run.optimizer.weight_decay,
              run.schedule.warmup_steps)  # fmt: skip
@@ -68,7 +68,7 @@ def test_encoders_have_the_papers_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEUCLIP)
-def test_neuclip_has_the_papers_values_and_its_own_reading_beside_them(name: str) -> None:
+def test_neuclip_has_the_values_of_the_paper_and_our_reading_of_it(name: str) -> None:
     ours, literal = load(name).objective, load(name, "objective.name=neuclip_literal").objective
     assert ours.name == "neuclip"
     for reading in (literal, ours):
@@ -79,7 +79,7 @@ def test_neuclip_has_the_papers_values_and_its_own_reading_beside_them(name: str
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_temperatures_are_learned_as_the_encoders_are(name: str) -> None:
+def test_temperatures_use_the_optimizer_settings_of_the_encoders(name: str) -> None:
     methods = set(yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"])
     for method in methods - {"sogclr", "fastclip_v1"}:  # their temperature is constant
         run = load(name, f"objective.name={method}")
@@ -104,13 +104,13 @@ def test_temperatures_are_learned_as_the_encoders_are(name: str) -> None:
         ("cc3m", "sogclr", {"tau": 0.03, "gamma": 0.6, "eps": 1e-14}),
     ],
 )  # fmt: skip
-def test_fastclips_tables(name: str, method: str, expected: dict[str, object]) -> None:
+def test_values_of_the_fastclip_tables(name: str, method: str, expected: dict[str, object]) -> None:
     objective = load(name, f"objective.name={method}").objective
     assert {key: getattr(objective, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_headers_tell_source_command_and_hours(name: str) -> None:
+def test_headers_state_source_command_and_gpu_hours(name: str) -> None:
     header = (FOLDER / f"{name}.yaml").read_text().split("\noutput:")[0]
     for word in ("Reproduces", "Expected", "Command", "NOT VALIDATED"):
         assert word in header
@@ -120,7 +120,7 @@ def test_headers_tell_source_command_and_hours(name: str) -> None:
     assert float(hours[1]) == pytest.approx(plan_run(load(name), gpus=8).cost.gpu_hours, rel=0.01)
 
 
-def test_rates_scale_with_the_batch_unless_given() -> None:
+def test_learning_rates_scale_with_the_batch_size_unless_given() -> None:
     half = load("cc3m", "batch_size=512", "objective.name=openclip")
     assert (half.optimizer.lr, half.objective.tau_lr) == (5e-4, 5e-4)
     assert load("cc3m", "batch_size=4096", "objective.name=neuclip").objective.npn_lr == 0.01
@@ -129,7 +129,7 @@ def test_rates_scale_with_the_batch_unless_given() -> None:
     assert given.objective.tau_lr == 1.25e-4 / 2
 
 
-def test_a_method_without_a_part_is_refused(tmp_path: Path) -> None:
+def test_a_method_without_settings_in_the_recipe_is_rejected(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("output: x\nsamples: 100\nbatch_size: 10\ndata: {sources: a}\nmethods: {openclip: {}}\n")
     with pytest.raises(UserError, match=r"no settings for objective.name = 'neuclip'.*openclip"):

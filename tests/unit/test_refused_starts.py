@@ -1,4 +1,4 @@
-"""Small things that meet a user at the start: advice that works, nearest names, folders, permissions, completion."""
+"""Starting a run: advice that works, suggested names, output folders, permissions and shell completion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_advice_for_a_number_of_ranks_is_accepted(ranks: int, more: list[str
     [("learning_rate", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay"), ("num_workers", "data.workers"),
      ("modle", "model"), ("architecture", "model.arch")],
 )  # fmt: skip
-def test_the_nearest_setting_is_the_one_that_was_meant(key: str, meant: str) -> None:
+def test_the_suggested_setting_is_the_intended_one(key: str, meant: str) -> None:
     with pytest.raises(UserError, match=rf"Unknown key {key} .* The nearest valid key is {re.escape(meant)}\."):
         parse(RunConfig, {key: 1})
 
@@ -52,7 +52,7 @@ def config(output: Path) -> RunConfig:
     return load_recipe(None, [f"output={output}", "batch_size=64", "schedule.warmup_steps=1", *COMMON])
 
 
-def test_an_output_that_cannot_be_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_an_invalid_output_folder_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         with (
@@ -72,7 +72,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_an_occupied_port_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_occupied_port_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     with socket.socket() as other:
@@ -86,7 +86,7 @@ def test_an_occupied_port_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) 
             pass
 
 
-def test_weights_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+def test_weights_get_the_permissions_of_the_umask(tmp_path: Path) -> None:
     from pipeline.model import model_folder
 
     save_tensors({"a": torch.zeros(2)}, tmp_path / "a.safetensors")

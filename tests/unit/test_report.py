@@ -1,4 +1,4 @@
-"""The report of one run: reads what is there, names what is not, and needs nothing but its own file."""
+"""The report of one run: it reads what exists, lists what is missing, and is a self-contained file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.report_runs import make_run
 
 
 class _Checker(HTMLParser):
-    """Collects what a page would load, and whether its tags are balanced."""
+    """Collects the resources that a page would load, and whether its tags are balanced."""
 
     VOID = frozenset({"meta", "link", "br", "img", "hr", "input", "path", "use"})
 
@@ -62,12 +62,12 @@ def test_page_is_self_contained_and_escaped(run: Path) -> None:
     assert "| &lt;b>odd&lt;/b> | 3 |" in (run / "report.md").read_text()
 
 
-def test_page_says_what_happened(run: Path) -> None:
+def test_page_reports_the_results_of_the_run(run: Path) -> None:
     html = write_report([run]).read_text()
     assert "60.0 %" in html
     assert "6.0×" in html
     assert "rank 42" in html
-    assert html.count('class="thumb own"') == 1, "the right image is shown although it was not found"
+    assert html.count('class="thumb own"') == 1, "the correct image is shown although it was not retrieved"
     assert html.count("data:image/jpeg") == 5
     assert "90.0 % of 100 URLs" in html
     assert "the data is cut short" in html
@@ -87,7 +87,7 @@ def test_page_says_what_happened(run: Path) -> None:
     assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
 
 
-def test_scores_over_samples_has_every_task(run: Path) -> None:
+def test_scores_over_samples_covers_every_task(run: Path) -> None:
     html = write_report([run]).read_text()
     part = html[html.index("Every task over samples seen") : html.index("Every score of")]
     assert re.findall(r"<h3>([^<]+)</h3>", part) == ["colour", "retrieval"]
@@ -101,12 +101,12 @@ def test_markdown(run: Path) -> None:
     assert "scenes/size could not be scored: the data is cut short" in text
 
 
-def test_same_run_same_bytes(run: Path, tmp_path: Path) -> None:
+def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
     first, second = (write_report([run], output=tmp_path / name) for name in "ab")
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_missing_inputs_are_named_and_not_invented(tmp_path: Path) -> None:
+def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "tra')
@@ -120,7 +120,9 @@ def test_missing_inputs_are_named_and_not_invented(tmp_path: Path) -> None:
     assert "Throughput" not in html
 
 
-def test_relative_paths_start_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_relative_to_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path / "runs" / "one")
     config = {"output": "runs/one", "data": {"sources": [{"manifest": "runs/one/shards"}]}}
     (folder / "config.yaml").write_text(json.dumps(config))
@@ -128,7 +130,7 @@ def test_relative_paths_start_where_the_run_was_started(tmp_path: Path, monkeypa
     assert sum(manifest.n for manifest in read_run(folder).manifests) == 90
 
 
-def test_scores_of_other_weights_are_left_out_and_named(run: Path) -> None:
+def test_scores_of_other_weights_are_skipped_and_listed(run: Path) -> None:
     folder = max((run / "evaluation").iterdir())
     for name, weights in (("summary.json", "new"), ("scenes-colour.json", "old"), ("scenes-retrieval.json", "new")):
         tree = json.loads((folder / name).read_text())
@@ -140,7 +142,7 @@ def test_scores_of_other_weights_are_left_out_and_named(run: Path) -> None:
     assert any("scenes-colour.json scores other weights" in note for note in read.notes)
 
 
-def test_damaged_results_are_left_out_and_named(run: Path) -> None:
+def test_damaged_results_are_skipped_and_listed(run: Path) -> None:
     (run / "evaluation" / "step-00000100" / "scenes-shape.json").write_text('{"task": "scenes/sh')
     read = read_run(run)
     assert any("scenes-shape.json" in note for note in read.notes)
@@ -156,7 +158,7 @@ def test_resumed_run_counts_each_step_once(run: Path) -> None:
     assert loss[4] == 123.0
 
 
-def test_values_that_are_not_finite_are_not_drawn(run: Path) -> None:
+def test_non_finite_values_are_not_drawn(run: Path) -> None:
     samples, _ = read_run(run).curve("ratio_max")
     assert len(samples) == 9
 
@@ -169,7 +171,7 @@ def test_checkpoints_are_ordered_by_samples_seen(run: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [False, True])
-def test_not_a_run(tmp_path: Path, make: bool) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, make: bool) -> None:
     folder = tmp_path / "nothing"
     if make:
         folder.mkdir()
@@ -177,7 +179,7 @@ def test_not_a_run(tmp_path: Path, make: bool) -> None:
         read_run(folder)
 
 
-def test_command(run: Path) -> None:
+def test_the_report_command(run: Path) -> None:
     result = CliRunner().invoke(command, [str(run)], catch_exceptions=False)
     assert result.exit_code == 0
     assert result.output.strip() == str(run / "report.html")
@@ -196,7 +198,7 @@ def test_scores_as_tensorboard_scalars(run: Path) -> None:
     assert found == [(50, 0.3), (100, 0.6)]
 
 
-def test_pooling_and_smoothing_keep_means_and_lines() -> None:
+def test_pooling_and_smoothing_preserve_means_and_lines() -> None:
     x = np.arange(1_000.0)
     px, py = pooled(x, 2 * x, limit=100)
     assert len(px) == 100
@@ -206,7 +208,7 @@ def test_pooling_and_smoothing_keep_means_and_lines() -> None:
     assert smoothed(np.array([0.0, 1.0] * 50)).std() < 0.15
 
 
-def test_charts_use_the_pages_colours_and_survive_odd_input() -> None:
+def test_charts_use_the_page_colours_and_accept_unusual_input() -> None:
     drawing = line_chart([Line(np.array([1.0]), np.array([2.0]), label="a & b")])
     assert drawing.svg.startswith("<svg")
     assert "var(--series-1)" in drawing.svg
@@ -215,8 +217,8 @@ def test_charts_use_the_pages_colours_and_survive_odd_input() -> None:
     assert [short(v) for v in (12, 1_234, 12_800_000_000)] == ["12", "1.23k", "12.8B"]
 
 
-def test_the_pointer_finds_points_where_they_are_drawn() -> None:
-    """The axes' box and limits lead from a value to the place of its marker in the SVG."""
+def test_the_pointer_finds_points_at_their_drawn_position() -> None:
+    """The box and limits of the axes map a value to the position of its marker in the SVG."""
     x, y = np.array([0.0, 10.0, 20.0]), np.array([1.0, 3.0, 2.0])
     drawing = line_chart([Line(x, y, marked=True)])
     left, top, right, bottom = drawing.hover["box"]
@@ -227,7 +229,7 @@ def test_the_pointer_finds_points_where_they_are_drawn() -> None:
         assert min(abs(place[0] - u) + abs(place[1] - v) for u, v in drawn) < 0.5
 
 
-def test_quantities_have_plain_titles_and_short_numbers() -> None:
+def test_quantities_have_readable_titles_and_short_numbers() -> None:
     assert quantity("time_npn").title == "Time in the normalizer network, share of a step"
     assert quantity("my_own_value").title == "My own value"
     assert [rounded(v) for v in (1.79951, 0.0000223122, 123456.7, 0.0)] == ["1.8", "2.23e-05", "123,457", "0"]

@@ -1,4 +1,4 @@
-"""Several runs held against each other: aggregates, paired bootstrap, tables."""
+"""Comparison of several runs: aggregates, paired bootstrap, tables."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_differences_and_their_intervals(pair: list[Path]) -> None:
     assert delta is not None
     assert delta.value == pytest.approx(0.3)
     assert delta.interval is not None
-    # 30 of 100 samples differ, all in one direction: the interval is that of a binomial share of 0.3.
+    # 30 of 100 samples differ, all in one direction: the interval is that of a binomial proportion of 0.3.
     assert delta.interval == pytest.approx((0.21, 0.39), abs=0.02)
     assert delta.is_clear
     assert row.differences[0] is None
     assert {row.name: row.scores for row in comparison.aggregates} == {"Zero-shot": (0.6, 0.9), "Retrieval": (0.6, 0.9)}
 
 
-def test_pairing_makes_equal_runs_differ_by_exactly_nothing(tmp_path: Path) -> None:
+def test_paired_differences_of_equal_runs_are_exactly_zero(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
     for row in compare(runs).tasks:
         delta = row.differences[1]
@@ -71,7 +71,7 @@ def test_bootstrap_agrees_with_the_standard_error(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, resample(scores, resamples=2_000))
 
 
-def test_no_interval_over_other_data_or_without_outcomes(tmp_path: Path) -> None:
+def test_no_interval_for_other_data_or_without_outcomes(tmp_path: Path) -> None:
     one = make_score(tmp_path / "1", "acc1", {"rank": np.zeros(5)})
     shorter = make_score(tmp_path / "2", "acc1", {"rank": np.zeros(4)})
     other = replace(one, inputs={"task_data": "another set"})
@@ -82,8 +82,8 @@ def test_no_interval_over_other_data_or_without_outcomes(tmp_path: Path) -> None
     assert difference(0.1, None, None).interval is None
 
 
-def test_statistics_are_the_evaluations_own_metrics(tmp_path: Path) -> None:
-    """On the samples as they are, every statistic must equal the metric that the evaluation computes."""
+def test_statistics_equal_the_metrics_of_the_evaluation(tmp_path: Path) -> None:
+    """On the original samples, every statistic must equal the metric that the evaluation computes."""
     from pipeline.evaluation.datasets.datacomp import TASKS
     from pipeline.evaluation.protocols import association, classification, retrieval
 
@@ -125,12 +125,12 @@ def test_seeds_of_one_method_are_averaged(tmp_path: Path) -> None:
     assert (mean, spread) == (pytest.approx(0.7), pytest.approx(0.1))
 
 
-def test_an_incomplete_aggregate_is_not_called_by_its_name(pair: list[Path]) -> None:
+def test_an_incomplete_aggregate_is_not_given_its_official_name(pair: list[Path]) -> None:
     evaluations = [read_run(path).latest for path in pair]
     assert not any("DataComp" in name or "ImageNet" in name for name in groups_of(evaluations))
 
 
-def test_files(pair: list[Path], tmp_path: Path) -> None:
+def test_written_files(pair: list[Path], tmp_path: Path) -> None:
     page = write_report(pair, output=tmp_path / "out")
     html = page.read_text()
     assert "+30.00 [+2" in html
@@ -148,7 +148,7 @@ def test_files(pair: list[Path], tmp_path: Path) -> None:
     assert r"neuclip & 60.00 & 60.00 \\" in latex
 
 
-def test_labels_are_distinct(tmp_path: Path) -> None:
+def test_labels_are_unique(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name / "run")) for name in ("x", "y")]
     assert labels(runs) == ["x/run", "y/run"]
     assert labels([runs[0], runs[0]]) == ["run (1)", "run (2)"]
@@ -171,7 +171,7 @@ def test_runs_that_were_evaluated_differently_are_compared_only_on_request(pair:
     assert any("different precision" in note for note in compare(runs, mixed=True).notes)
 
 
-def test_an_aggregate_over_other_data_than_the_official_says_so(tmp_path: Path) -> None:
+def test_an_aggregate_over_unofficial_data_is_marked(tmp_path: Path) -> None:
     from pipeline.evaluation.datasets.datacomp import AGGREGATES
 
     def evaluated(official: bool) -> StoredEvaluation:

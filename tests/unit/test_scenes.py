@@ -35,7 +35,7 @@ CONFIG = ScenesConfig(pairs=200, image_size=48, faults=EVEN, slow_seconds=0.05, 
 NO_FAULTS = FaultRates(**dict.fromkeys(FaultRates.__dataclass_fields__, 0.0))
 
 
-def test_generation_is_pure_and_depends_on_the_seed() -> None:
+def test_generation_is_deterministic_and_depends_on_the_seed() -> None:
     other = ScenesConfig(pairs=200, image_size=48, seed=1)
     assert [jpeg(CONFIG, i) for i in (3, 7)] == [jpeg(CONFIG, i) for i in (7, 3)][::-1]
     assert [web(CONFIG, i) for i in range(50)] == [web(CONFIG, i) for i in range(50)]
@@ -43,7 +43,7 @@ def test_generation_is_pure_and_depends_on_the_seed() -> None:
 
 
 def test_another_process_draws_the_same_bytes() -> None:
-    """String hashes are salted per process; the corpus must not depend on them."""
+    """String hashes are randomized per process; the corpus must not depend on them."""
     code = (
         "import hashlib; from data_prep.scenes import ScenesConfig; from data_prep.scenes.render import jpeg;"
         "from data_prep.scenes.caption import web; c = ScenesConfig(image_size=48);"
@@ -58,7 +58,7 @@ def test_another_process_draws_the_same_bytes() -> None:
     assert len(digests) == 1
 
 
-def test_images_are_what_the_config_says() -> None:
+def test_images_follow_the_config() -> None:
     image = draw(CONFIG, 0)
     assert image.size == (48, 48)
     assert image.mode == "RGB"
@@ -76,14 +76,14 @@ def test_frequencies_have_a_head_and_a_tail() -> None:
     assert all((scene.relation is None) == (scene.other is None) for scene in scenes)
 
 
-def test_curated_captions_name_everything_and_web_captions_do_not() -> None:
+def test_curated_captions_are_more_complete_than_web_captions() -> None:
     config = ScenesConfig(noise=0.0)
     full = sum(len(curated(config, i).split()) for i in range(300))
     short = sum(len(web(config, i).split()) for i in range(300))
     assert full > 1.1 * short
     noisy = ScenesConfig(noise=1.0)
     changed = sum(web(config, i) != web(noisy, i) for i in range(300))
-    assert changed > 270  # some accidents (title case of "...") leave a caption as it was
+    assert changed > 270  # some alterations (title case of "...") leave a caption unchanged
 
 
 def test_every_fault_occurs_at_its_rate() -> None:
@@ -93,7 +93,7 @@ def test_every_fault_occurs_at_its_rate() -> None:
     assert set(count_faults(ScenesConfig(faults=NO_FAULTS), range(500))) == {Fault.NONE}
 
 
-def test_rates_above_one_are_refused() -> None:
+def test_rates_above_one_are_rejected() -> None:
     with pytest.raises(UserError, match=r"sum to 1\.2"):
         parse(
             ScenesConfig,
@@ -129,11 +129,11 @@ def test_served_bytes_are_the_published_ones(base: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(("fault", "code"), [(Fault.NOT_FOUND, 404), (Fault.FORBIDDEN, 403), (Fault.GONE, 410)])
-def test_refusals(base: str, fault: Fault, code: int) -> None:
+def test_error_status_codes(base: str, fault: Fault, code: int) -> None:
     assert _get(scene_url(base, CONFIG, _first(fault)))[0] == code
 
 
-def test_bad_bodies(base: str) -> None:
+def test_invalid_response_bodies(base: str) -> None:
     assert _get(scene_url(base, CONFIG, _first(Fault.HTML)))[1].startswith(b"<!doctype html>")
     wrong = _first(Fault.WRONG_HASH)
     body = _get(scene_url(base, CONFIG, wrong))[1]
@@ -152,7 +152,7 @@ def test_broken_connections(base: str) -> None:
         _get(scene_url(base, CONFIG, _first(Fault.STALL)), timeout=0.5)
 
 
-def test_transient_fault_heals(base: str) -> None:
+def test_a_transient_fault_goes_away(base: str) -> None:
     address = scene_url(base, CONFIG, _first(Fault.TRANSIENT))
     assert _get(address)[0] == 503
     assert _get(address)[0] == 200
@@ -173,14 +173,14 @@ def test_connections_are_kept_alive(base: str) -> None:
     connection.close()
 
 
-def test_server_ends_with_the_block_even_after_an_error() -> None:
+def test_server_stops_when_the_with_block_exits_even_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="boom"), serve_scenes(CONFIG) as address:
         raise RuntimeError("boom")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=1)
 
 
-def test_server_ends_when_its_parent_is_killed() -> None:
+def test_server_stops_when_its_parent_is_killed() -> None:
     code = (
         "import sys; from data_prep.scenes import ScenesConfig, serve_scenes\n"
         "with serve_scenes(ScenesConfig()) as base:\n    print(base, flush=True); sys.stdin.read()"
@@ -201,7 +201,7 @@ def test_server_ends_when_its_parent_is_killed() -> None:
         pytest.fail("the server outlived its parent")
 
 
-def test_taken_port_is_named(base: str) -> None:
+def test_the_error_names_an_occupied_port(base: str) -> None:
     port = int(base.rpartition(":")[2])
     with pytest.raises(UserError, match=f"{port}: Address already in use"), serve_scenes(CONFIG, port=port):
         pass
@@ -227,7 +227,7 @@ def test_url_table(tmp_path, base: str) -> None:
     assert wrong == counts[Fault.WRONG_HASH] + counts[Fault.HTML] > 0
 
 
-def test_the_corpus_is_served_for_people(tmp_path: Path) -> None:
+def test_the_corpus_can_be_served_from_the_command_line(tmp_path: Path) -> None:
     table = tmp_path / "urls.parquet"
     command = [sys.executable, "-u", "-m", "data_prep.scenes", "--table", str(table), "--pairs", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""The held-out suite: layout, balance, and that nothing in it was trained on."""
+"""The held-out suite: layout, balance, and no overlap with the training data."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_zero_shot_sets(suite: Path, name: str) -> None:
     assert Image.open(io.BytesIO(members["s0000000.jpg"])).size == (32, 32)
 
 
-def test_labels_belong_to_the_images(suite: Path) -> None:
-    """Find each image's index again by its bytes, and check the label against the description."""
+def test_labels_match_the_images(suite: Path) -> None:
+    """Look up each image's index by its bytes, and check the label against the description."""
     members = _members(suite / "wds_scenes-colour_test")
     by_bytes = {jpeg(CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 400)}
     attribute = ATTRIBUTES["colour"]
@@ -66,7 +66,7 @@ def test_labels_belong_to_the_images(suite: Path) -> None:
     assert found > 60
 
 
-def test_nothing_held_out_was_described_in_training(suite: Path) -> None:
+def test_held_out_descriptions_do_not_occur_in_training(suite: Path) -> None:
     training = {describe(CONFIG, index) for index in range(CONFIG.pairs)}
     by_bytes = {jpeg(CONFIG, index): index for index in range(HELD_OUT_START, HELD_OUT_START + 1_600)}
     images = [body for key, body in _members(suite / "wds_scenes-retrieval_test").items() if key.endswith(".jpg")]
@@ -88,10 +88,10 @@ def test_retrieval_set(suite: Path) -> None:
     captions = [body.decode() for key, body in members.items() if key.endswith(".txt")]
     assert len(captions) == len(set(captions)) == 1_010
     assert (folder / "test" / "nshards.txt").read_text().strip() == "2"
-    assert "s0001000.jpg" in members, "keys run on across shards"
+    assert "s0001000.jpg" in members, "keys continue across shards"
 
 
-def test_same_config_same_bytes(suite: Path, tmp_path: Path) -> None:
+def test_the_same_config_gives_the_same_bytes(suite: Path, tmp_path: Path) -> None:
     write_suite(CONFIG, tmp_path)
 
     def digests(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The separation study: paired runs, exact references, resumable, and statistics that are what they say."""
+"""The separation study: paired runs, exact references, resumption, and correct statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = SeparationSetting(pairs=128, batch=16, epochs=2, held_out=64, anchors=32
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
 
-def test_pairs_are_a_function_of_their_seed_and_share_their_classes() -> None:
+def test_pairs_depend_only_on_their_seed_and_share_their_classes() -> None:
     image, text = draw_pairs(Hierarchy(), 256, seed=1)
     again, _ = draw_pairs(Hierarchy(), 256, seed=1)
     other, _ = draw_pairs(Hierarchy(), 256, seed=2)
@@ -47,13 +47,13 @@ def test_all_methods_of_a_seed_share_weights_and_batches() -> None:
     assert torch.equal(epoch.sort().values, torch.arange(SMALL.pairs))
 
 
-def test_towers_leave_the_global_generator_alone() -> None:
+def test_building_towers_does_not_change_the_global_random_state() -> None:
     before = torch.random.get_rng_state()
     make_towers(Hierarchy(), hidden=8, dim=4, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_the_oracles_gradient_is_that_of_the_global_loss() -> None:
+def test_the_oracle_gradient_is_that_of_the_global_loss() -> None:
     """With B = n it is the gradient of tau mean (log g1 + log g2)."""
     torch.manual_seed(0)
     tau, n = 0.2, 24
@@ -73,14 +73,14 @@ def test_the_oracles_gradient_is_that_of_the_global_loss() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
-def test_fastclip_v3_with_a_fixed_temperature_is_v1() -> None:
+def test_fastclip_v3_with_a_fixed_temperature_equals_v1() -> None:
     v1 = train({"name": "fastclip_v1", "tau": 0.1}, SMALL, seed=0)
     v3 = train({"name": "fastclip_v3", "tau_init": 0.1, "tau_min": 0.001, "tau_lr": 0.0, "rho": 2.0}, SMALL, seed=0)
     assert v3["nce"] == pytest.approx(v1["nce"], rel=1e-5)
     assert v3["error_in_use"] == pytest.approx(v1["error_in_use"], rel=1e-4)
 
 
-def test_every_arm_trains_and_the_shared_trajectory_is_the_oracles() -> None:
+def test_every_arm_trains_and_the_shared_trajectory_is_that_of_the_oracle() -> None:
     results = {arm: train(config, SMALL, seed=1) for arm, config in separation.ARMS.items()}
     assert all(math.isfinite(result[key]) for result in results.values() for key in ("nce", "mrr", "gcl", "chi2"))
     assert results["oracle"]["error_in_use"] is None
@@ -90,7 +90,7 @@ def test_every_arm_trains_and_the_shared_trajectory_is_the_oracles() -> None:
     assert watched["openclip"]["error_in_use"] == watched["openclip"]["error_cold"] > 0
 
 
-def test_a_perfect_model_measures_perfectly() -> None:
+def test_a_perfect_model_gets_perfect_scores() -> None:
     course = Course(SMALL, seed=0)
 
     class Perfect(torch.nn.Module):
@@ -105,7 +105,7 @@ def test_a_perfect_model_measures_perfectly() -> None:
     assert found["chi2"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_stopped_study_continues_and_the_page_follows_from_the_data(tmp_path: Path) -> None:
+def test_a_stopped_study_resumes_and_the_page_is_rendered_from_the_data(tmp_path: Path) -> None:
     runs = [run for run in separation.runs_of("smoke") if run.arm in ("openclip", "neuclip_u1") and run.batch == 32]
     said: list[str] = []
     assert separation.run_all(runs[:2], place=tmp_path, parallel=1, report=said.append) == []
@@ -129,7 +129,7 @@ def result(arm: str, seed: int, nce: float) -> dict:
     return {"run": run, "nce": nce, "mrr": 1.0, "gcl": 0.0, "chi2": 1.0, "error_in_use": 0.1, "error_cold": 0.2}
 
 
-def test_differences_are_paired_by_seed() -> None:
+def test_differences_between_arms_are_paired_by_seed() -> None:
     results = [
         result("openclip", 0, 1.0),
         result("openclip", 1, 2.0),

@@ -17,7 +17,7 @@ from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, register_sink
 
 
 class Diary(QuietSink):
-    """A tracker of one's own."""
+    """A user-defined tracker."""
 
     def __init__(self, context: SinkContext) -> None:
         self.context, self.seen = context, []
@@ -34,7 +34,7 @@ class Diary(QuietSink):
 
 @pytest.fixture
 def diaries() -> Iterator[list[Diary]]:
-    """Registers the tracker, and collects those that are made."""
+    """Register the tracker, and collect the instances that are created."""
     made: list[Diary] = []
 
     @register_sink("diary")
@@ -55,7 +55,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_another_tracker_receives_what_the_others_do(tmp_path: Path, diaries: list[Diary]) -> None:
+def test_a_user_defined_tracker_receives_the_same_records(tmp_path: Path, diaries: list[Diary]) -> None:
     telemetry = opened(tmp_path, first_step=3, trackers=("diary",))
     telemetry.train(step=4, scalars={"loss": 1 / 3})
     telemetry.evaluation(step=4, scores={"a": 0.5})
@@ -73,7 +73,7 @@ def test_another_tracker_receives_what_the_others_do(tmp_path: Path, diaries: li
     assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [("event", "Something.")]
 
 
-def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_tracker_is_rejected_with_a_list_of_known_ones() -> None:
     with pytest.raises(UserError, match=r"there is no sink 'wand'.*jsonl"):
         sink_names(TelemetryConfig(trackers=("wand",)))
     assert sink_names(TelemetryConfig(trackers=("jsonl",))) == ["jsonl", "tensorboard", "progress"]
@@ -95,7 +95,7 @@ def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> No
     telemetry.event("Kept.")
     telemetry.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')  # cut by a crash
+        file.write('{"kind": "train", "st')  # truncated by a crash
     telemetry = opened(tmp_path, first_step=2)
     telemetry.train(step=3, scalars={"loss": 30.0})
     telemetry.close()
@@ -104,7 +104,7 @@ def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def test_distributions_are_of_the_finite_values(tmp_path: Path) -> None:
+def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:
     telemetry = opened(tmp_path)
     values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     telemetry.distributions(step=5, values={"x": values, "none": torch.tensor([torch.inf])})

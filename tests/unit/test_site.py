@@ -1,4 +1,4 @@
-"""The documentation builds as a site: without warnings, with drawn formulas, and without a request to the network."""
+"""The documentation site builds without warnings, renders its formulas, and makes no network requests."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_warnings_and_loads_nothing(site: Path) -> None:
+def test_the_site_builds_without_warnings_and_makes_no_requests(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:
         text = page.read_text(encoding="utf-8")
         assert not LOADED.findall(text), page
-        assert 'class="arithmatex"' not in text, f"{page}: a formula was not drawn"
+        assert 'class="arithmatex"' not in text, f"{page}: a formula was not rendered"
     assert (site / "methods.html").read_text(encoding="utf-8").count("<math") > 50
     assert "build_objective" in (site / "reference/pipeline.objectives.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_every_page_fits_a_phone(site: Path) -> None:
+def test_every_page_fits_a_phone_screen(site: Path) -> None:
     from tests.browser import browser, opened
 
     with browser() as started:

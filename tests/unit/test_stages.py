@@ -1,4 +1,4 @@
-"""Stages of a run: their settings, position embeddings at another size, shortened texts, what a plan makes of them."""
+"""Stages of a run: settings, resized position embeddings, shortened texts, and how a plan accounts for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe(*stages: str, arch: str = "scenes-vit-tiny", more: tuple[str, ...] = 
     return load_recipe(None, [*DATA, f"model.arch={arch}", f"schedule.stages=[{', '.join(stages)}]", *more])
 
 
-def test_position_embeddings_follow_open_clips_own_rule(tmp_path: Path) -> None:
+def test_position_embeddings_are_resized_as_in_open_clip(tmp_path: Path) -> None:
     small, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=16), seed=0)
     large, _ = build_towers(ModelConfig(arch=write_kind(tmp_path, "CLIP"), image_size=48), seed=0)
     expected = dict(small.clip.state_dict())
@@ -65,12 +65,12 @@ def test_second_moments_stay_positive() -> None:
         ("visual.proj", (17, 8), (26, 8)),
     ],
 )
-def test_other_parameters_cannot_change_their_shape(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+def test_other_parameters_cannot_change_shape(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match=f"The parameter {name} is"):
         resized(name, torch.zeros(old), shape=torch.Size(new))
 
 
-def test_stages_lay_their_settings_over_the_model() -> None:
+def test_stage_settings_override_the_model_settings() -> None:
     run = recipe("{until: 0.25, image_size: 16, text_tokens: 8}", "{until: 0.5, patch_dropout: 0.0, lr_scale: 0.5}",
                  more=("model.patch_dropout=0.3",))  # fmt: skip
     found = [(s.first, s.end, s.run.model.image_size, s.run.model.text_tokens, s.run.model.patch_dropout)
@@ -86,17 +86,17 @@ def test_without_stages_a_run_is_one_stage() -> None:
 
 
 @pytest.mark.parametrize("until", [(0.5, 0.5), (0.5, 0.2), (0.001,), (0.999,)], ids=str)
-def test_stages_without_steps_are_refused(until: tuple[float, ...]) -> None:
+def test_stages_without_steps_are_rejected(until: tuple[float, ...]) -> None:
     with pytest.raises(UserError, match="every stage needs a step"):
         recipe(*(f"{{until: {share}}}" for share in until))
 
 
-def test_stages_that_the_architecture_does_not_allow_are_refused(tmp_path: Path) -> None:
+def test_stages_unsupported_by_the_architecture_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.text_tokens=4: The text tower is not"):
         check_stages(recipe("{until: 0.5, text_tokens: 4}", arch=write_kind(tmp_path, "bidirectional")))
 
 
-def test_long_texts_keep_their_end() -> None:
+def test_long_texts_keep_their_end_token() -> None:
     text = torch.tensor([[5, 1, 2, 3, 4, 9, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]])
     expected = [[5, 1, 2, 9, 0, 0, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]]
     for eos_id in (None, 9):
@@ -106,7 +106,7 @@ def test_long_texts_keep_their_end() -> None:
     assert TextTrimming(9, longest=8).shorten(text) is text
 
 
-def test_a_plan_adds_up_its_stages() -> None:
+def test_a_plan_sums_over_its_stages() -> None:
     whole = plan_run(recipe(), gpus=1)
     staged = plan_run(recipe("{until: 0.4, image_size: 32, text_tokens: 8}"), gpus=1)
     assert len(staged.stages) == 2
@@ -119,7 +119,7 @@ def test_a_plan_adds_up_its_stages() -> None:
 
 
 @pytest.mark.parametrize("name", ["cc12m", "dfn192m", "dfn1b"])
-def test_fast_recipes_are_their_base_with_stages(name: str) -> None:
+def test_fast_recipes_are_their_base_recipe_with_stages(name: str) -> None:
     base, fast = (load_recipe(RECIPES / f"{n}.yaml", ["output=x"]) for n in (name, f"{name}-fast"))
     assert fast.schedule.stages
     assert load_recipe(RECIPES / f"{name}-fast.yaml", ["output=x", "schedule.stages=[]"]) == base
@@ -127,7 +127,7 @@ def test_fast_recipes_are_their_base_with_stages(name: str) -> None:
     assert f"{ratio:.1f} times less" in (RECIPES / f"{name}-fast.yaml").read_text()
 
 
-def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+def test_recipes_that_extend_each_other_are_rejected(tmp_path: Path) -> None:
     for one, other in (("a", "b"), ("b", "a")):
         (tmp_path / f"{one}.yaml").write_text(f"extends: {other}\n")
     with pytest.raises(UserError, match="extends itself"):

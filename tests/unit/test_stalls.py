@@ -1,4 +1,4 @@
-"""A loading worker that hangs ends the run with a diagnosis, in a process of its own."""
+"""A hanging data loading worker ends the run with a diagnosis; tested in a separate process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_named_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [20, 30, 15])
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
@@ -69,7 +69,9 @@ def test_a_worker_is_described_with_its_state_and_shards(tmp_path: Path) -> None
     assert gone == f"Worker 1 (process {2**22 + 1}) is gone."
 
 
-def test_too_few_open_files_are_refused_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_shards(tmp_path, [20])
     monkeypatch.setattr(loader_module, "allow_open_files", lambda: 40)
     config = DataConfig(sources=str(tmp_path), streams=4, workers=2)

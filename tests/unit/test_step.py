@@ -1,4 +1,4 @@
-"""A training step around an engine that is plain PyTorch: what is drawn, what is frozen, what reaches the objective."""
+"""A training step with a plain PyTorch engine: random draws, frozen statistics, and what the objective receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, IDS = 8, torch.arange(8)
 
 
 class PlainEngine:
-    """The methods of an engine that `TrainStep` uses; it keeps all image features that it has returned."""
+    """The engine methods that `TrainStep` uses; keeps all image features that it has returned."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def take(step: TrainStep, number: int, *, lr_scale: float = 0.0, stop: bool = Fa
     return step(inputs, sample_ids=IDS, step=number, lr_scale=lr_scale, stop=stop)
 
 
-def test_the_second_pass_of_a_micro_batch_drops_what_the_first_did() -> None:
+def test_both_passes_of_a_micro_batch_use_the_same_dropout_mask() -> None:
     step, engine = make(micro_batch=2)
     take(step, 0)
     first, second = torch.cat(engine.given[:4]), torch.cat(engine.given[4:])
@@ -66,7 +66,7 @@ def test_the_second_pass_of_a_micro_batch_drops_what_the_first_did() -> None:
     assert torch.equal(first, second)
 
 
-def test_every_step_drops_other_units_and_leaves_the_random_state_alone() -> None:
+def test_dropout_masks_differ_between_steps_and_the_random_state_is_restored() -> None:
     step, engine = make()
     state = torch.get_rng_state()
     for number in (0, 1, 0):
@@ -76,7 +76,7 @@ def test_every_step_drops_other_units_and_leaves_the_random_state_alone() -> Non
     assert torch.equal(engine.given[0], engine.given[2])
 
 
-def test_every_rank_and_micro_batch_draws_for_itself() -> None:
+def test_every_rank_and_micro_batch_draws_its_own_dropout_mask() -> None:
     drawn = set()
     for name in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 0, 0)):
         with seeded(*name):
@@ -84,7 +84,7 @@ def test_every_rank_and_micro_batch_draws_for_itself() -> None:
     assert len(drawn) == 5
 
 
-def test_a_step_that_the_engine_skipped_leaves_the_objective_as_it_was() -> None:
+def test_a_step_skipped_by_the_engine_does_not_change_the_objective() -> None:
     step, engine = make()
     before = step.objective.state_dict()
     engine.applies = False
@@ -96,7 +96,7 @@ def test_a_step_that_the_engine_skipped_leaves_the_objective_as_it_was() -> None
 
 
 @pytest.mark.parametrize("part", ["loss", "grad_image", "grad_text"])
-def test_a_batch_that_is_not_finite_reaches_neither_backward_nor_the_objective(
+def test_a_non_finite_batch_reaches_neither_backward_nor_the_objective(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, engine = make()
@@ -109,7 +109,7 @@ def test_a_batch_that_is_not_finite_reaches_neither_backward_nor_the_objective(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_the_next_batch_is_fetched_before_the_update_unless_the_run_ends(stop: bool) -> None:
+def test_the_next_batch_is_prefetched_before_the_update_unless_the_run_ends(stop: bool) -> None:
     called: list[int] = []
     step, _ = make(hooks=StepHooks(before_update=called.append))
     result = take(step, 3, stop=stop)
@@ -117,7 +117,7 @@ def test_the_next_batch_is_fetched_before_the_update_unless_the_run_ends(stop: b
     assert called == ([] if stop else [3])
 
 
-def test_running_statistics_move_once_a_step_with_the_first_micro_batch() -> None:
+def test_running_statistics_are_updated_once_per_step_by_the_first_micro_batch() -> None:
     whole, cached = make()[1], make(micro_batch=2)
     take(cached[0], 0)
     norm = cached[1].image[1]
@@ -128,7 +128,7 @@ def test_running_statistics_move_once_a_step_with_the_first_micro_batch() -> Non
 
 
 @pytest.mark.parametrize(("lr_scale", "moves"), [(0.0, False), (0.5, True)])
-def test_the_schedule_reaches_the_temperature(lr_scale: float, moves: bool) -> None:
+def test_the_schedule_applies_to_the_temperature(lr_scale: float, moves: bool) -> None:
     step, _ = make()
     before = step.objective.logit_parameters()[0]
     take(step, 0, lr_scale=lr_scale)
@@ -137,6 +137,6 @@ def test_the_schedule_reaches_the_temperature(lr_scale: float, moves: bool) -> N
 
 def test_micro_batches_divide_the_local_batch() -> None:
     assert check_micro_batch(global_batch=16, world_size=2, micro_batch=4) == 8
-    assert check_micro_batch(global_batch=8, world_size=2, micro_batch=16) == 4  # as good as none
+    assert check_micro_batch(global_batch=8, world_size=2, micro_batch=16) == 4  # the whole local batch
     with pytest.raises(UserError, match="micro_batch = 3 does not divide the local batch 8"):
         check_micro_batch(global_batch=16, world_size=2, micro_batch=3)

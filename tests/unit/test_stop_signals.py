@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, in processes of their own."""
+"""Signals that ask a run to stop; tested in separate processes."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def ended_by(number: signal.Signals, code: str, *, before: Callable[[], object] 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_before_the_first_step_a_signal_ends_the_run_at_once(number: signal.Signals) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_immediately(number: signal.Signals) -> None:
     code, _, errors = ended_by(number, STARTING)
     assert code == 75
     assert f"Stopped by {number.name} while starting" in errors
 
 
-def test_a_shell_that_ignores_sigint_does_not_change_its_meaning() -> None:
+def test_sigint_works_when_the_shell_ignores_it() -> None:
     code, _, _ = ended_by(signal.SIGINT, STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert code == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_while_training_a_signal_is_collected(number: signal.Signals) -> None:
+def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
     assert ended_by(number, TRAINING) == (0, "saved\n", "")

@@ -1,4 +1,4 @@
-"""Studies: every declaration makes runs that parse, equal runs are shared, and the statistics are what they say."""
+"""Studies: every declaration gives valid runs, equal runs are shared, and the statistics are correct."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objec
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", study_names())
-def test_every_study_makes_distinct_runs_at_every_size(name: str, size: str) -> None:
+def test_every_study_gives_distinct_runs_at_every_size(name: str, size: str) -> None:
     study, units = load_study(name), units_of(name, size=size)
-    assert len({unit.key for unit in units}) == len(units), "two arms of a study are the same run"
+    assert len({unit.key for unit in units}) == len(units), "two arms of a study give the same run"
     assert len({unit.label for unit in units}) == len(units)
     assert set(study.columns) <= COLUMNS.keys() | PAIRED.keys()
     if size != "smoke":
@@ -33,22 +33,22 @@ def test_every_study_makes_distinct_runs_at_every_size(name: str, size: str) -> 
     assert {unit.seed for unit in units} == set(range(len({unit.seed for unit in units})))
     drawn = [arm for names in study.groups.values() for arm in names]
     if drawn and size == "desk":
-        assert {unit.arm for unit in units} <= set(drawn), "an arm is in no group, and so in no figure"
+        assert {unit.arm for unit in units} <= set(drawn), "an arm is in no group, and therefore in no figure"
 
 
-def test_the_papers_ablations_are_complete() -> None:
+def test_all_ablations_of_the_paper_are_included() -> None:
     """NeuCLIP Tables 17 to 21: the values of T_r, T_u and m."""
     runs = [unit.run.objective for unit in units_of("npn", size="paper") if unit.setting == "dfn14m" and not unit.seed]
     assert {run.restart_every for run in runs if run.npn == "prototypes"} == {20, 100, 500, 2500, 0}
     assert {run.inner_steps for run in runs} == {1, 5, 10, 20, 50}
     assert {run.prototypes for run in runs} == {1024, 2048, 4096, 8192}
     varied = [run for run in runs if run.name == "neuclip_literal" and run.npn_optimizer == "adagrad"]
-    assert {run.npn_lr for run in varied} == {1.0}, "Table 4's rate"
+    assert {run.npn_lr for run in varied} == {1.0}, "the learning rate of Table 4"
     assert len(varied) >= 13
 
 
-def test_the_papers_same_compute_arm_offsets_the_network() -> None:
-    """NeuCLIP Table 13, with the shares of Table 5."""
+def test_the_equal_compute_arm_compensates_for_the_cost_of_the_network() -> None:
+    """NeuCLIP Table 13, with the time shares of Table 5."""
     units = {(unit.setting, unit.arm): unit.run.samples for unit in units_of("methods", size="paper") if not unit.seed}
     for setting, share in {
         "cc3m": 0.0930,
@@ -61,7 +61,7 @@ def test_the_papers_same_compute_arm_offsets_the_network() -> None:
         assert less == pytest.approx(1 - share, rel=1e-6)
 
 
-def test_the_papers_errors_are_compared_at_equal_samples_between_restarts() -> None:
+def test_errors_are_compared_at_equal_samples_between_restarts() -> None:
     """NeuCLIP, section 5.2 and appendix B.6: five checkpoints per run, after the same numbers of samples."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for unit in units_of("normalizers", size="paper"):
@@ -76,7 +76,7 @@ def test_the_papers_errors_are_compared_at_equal_samples_between_restarts() -> N
     assert {name: len(found) for name, found in seen.items()} == {"cc3m": 1, "dfn14m": 1}
 
 
-def test_studies_share_the_runs_that_they_have_in_common() -> None:
+def test_studies_share_identical_runs() -> None:
     methods = {unit.arm: unit.key for unit in units_of("methods", size="desk") if unit.setting == "many-epochs"}
     gamma = {unit.arm: unit.key for unit in units_of("gamma", size="desk")}
     assert gamma["fastclip_v3"] == methods["fastclip_v3"]
@@ -85,14 +85,14 @@ def test_studies_share_the_runs_that_they_have_in_common() -> None:
     assert len(distinct(units)) == len(units_of("methods", size="desk"))
 
 
-def test_a_key_is_the_run_not_its_place(tmp_path: Path) -> None:
+def test_a_key_depends_on_the_run_and_not_on_its_folder(tmp_path: Path) -> None:
     here = units_of("gamma", size="smoke")[0]
     there = units_of("gamma", size="smoke", overrides=(f"output={tmp_path}",))[0]
     other = units_of("gamma", size="smoke", overrides=("optimizer.lr=1e-4",))[0]
     assert here.key == there.key != other.key
 
 
-def test_wrong_names_and_settings_are_refused() -> None:
+def test_wrong_names_and_settings_are_rejected() -> None:
     with pytest.raises(UserError, match="nearest is methods"):
         load_study("method")
     with pytest.raises(UserError, match=r"methods, many-epochs, openclip: .*optimizer\.lr"):
@@ -115,7 +115,7 @@ def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
     assert words == ["deepspeed", "--num_gpus", "4", "--module", "jobs.studies.unit", str(folder)]
 
 
-def test_the_job_array_has_a_task_a_unit() -> None:
+def test_the_job_array_has_one_task_per_unit() -> None:
     script = sbatch("methods", size="paper", output="/data/runs", count=7, overrides=["evaluation.suite=/data/s x"])
     assert "#SBATCH --array=0-6" in script
     assert "--unit \"$SLURM_ARRAY_TASK_ID\" 'evaluation.suite=/data/s x' &" in script
@@ -155,13 +155,13 @@ def test_means_spreads_and_paired_differences() -> None:
     assert spread(outcomes, "elsewhere", "a", "average") is None
 
 
-def test_what_is_missing_is_a_dash_and_a_lone_seed_has_no_spread() -> None:
+def test_missing_values_are_dashes_and_a_single_seed_has_no_spread() -> None:
     assert shown(None, ".1f") == "–"
     assert shown(Spread((1.0,)), "+.1f") == "+1.0"
     assert shown(Spread((1.0, 3.0)), "+.1f") == "+2.0 ± 1.4"
 
 
-def test_the_table_holds_every_arm_once() -> None:
+def test_the_table_contains_every_arm_once() -> None:
     study = load_study("methods")
     outcomes = [outcome("openclip", seed, 0.1 * (seed + 1)) for seed in (0, 1)] + [outcome("neuclip", 0, 0.5)]
     data = {"size": "desk", "command": "neuclip study methods", "date": "2026-01-01", "units": 66, "versions": {},
@@ -170,7 +170,7 @@ def test_the_table_holds_every_arm_once() -> None:
     assert "3 of 66 runs" in page
     assert Counter(re.findall(r"^\| `(\w+)`", page, re.M)) == {"openclip": 1, "neuclip": 1}
     assert "| `neuclip` | 1 | 60.0 |" in page
-    assert "+40.0" in page  # against openclip's seed 0, not its mean
+    assert "+40.0" in page  # relative to openclip with seed 0, not to its mean
     assert len(as_csv(outcomes).splitlines()) == 4
 
 
@@ -178,10 +178,10 @@ PUBLISHED = sorted((ROOT / "docs" / "studies").glob("*/results.json"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
-def test_published_pages_are_what_their_data_give(path: Path, tmp_path: Path) -> None:
+def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
     (tmp_path / path.name).write_bytes(path.read_bytes())
     render(tmp_path)
     for name in ("results.csv", "results.md"):
         assert (tmp_path / name).read_text() == (path.parent / name).read_text(), f"{name}: neuclip study --render"
-    pages = {f.name for f in tmp_path.iterdir()} - {"study.html"}  # is made when it is wanted
+    pages = {f.name for f in tmp_path.iterdir()} - {"study.html"}  # generated on demand
     assert pages == {f.name for f in path.parent.iterdir()} - {"study.html"}

@@ -1,4 +1,4 @@
-"""Subsets are nested, repeatable, of the right size, and read in bounded memory."""
+"""Subsets are nested, reproducible, of the right size, and read in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def members(names: list[str], fraction: float, seed: int = 0) -> set[str]:
 @given(
     small=st.floats(1e-6, 1.0), large=st.floats(1e-6, 1.0), seed=st.integers(0, 2**63 - 1), start=st.integers(0, 19_000)
 )
-def test_larger_contains_smaller(small: float, large: float, seed: int, start: int) -> None:
+def test_a_larger_subset_contains_a_smaller_one(small: float, large: float, seed: int, start: int) -> None:
     small, large = sorted((small, large))
     names = NAMES[start : start + 300]
     assert members(names, small, seed) <= members(names, large, seed)
 
 
 @given(names=st.lists(st.text(max_size=30), unique=True, max_size=60), seed=st.integers(0, 2**63 - 1))
-def test_membership_depends_on_nothing_but_seed_and_name(names: list[str], seed: int) -> None:
+def test_membership_depends_only_on_seed_and_name(names: list[str], seed: int) -> None:
     together = members(names, 0.5, seed)
     assert together == {name for name in names if members([name], 0.5, seed)}
     assert together == members(names[::-1], 0.5, seed)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
-def test_size_is_the_fraction(fraction: float) -> None:
+def test_subset_size_matches_the_fraction(fraction: float) -> None:
     expected, spread = fraction * len(NAMES), (fraction * (1 - fraction) * len(NAMES)) ** 0.5
     assert abs(len(members(NAMES, fraction)) - expected) < 5 * spread
 
@@ -55,8 +55,8 @@ def test_seeds_are_independent() -> None:
     assert abs(len(both) - 5_000) < 400
 
 
-def test_hash_is_the_published_one() -> None:
-    """Values of XXH3-64 that any implementation gives: a subset is the same in ten years and in other languages."""
+def test_hash_values_are_those_of_xxh3() -> None:
+    """XXH3-64 values that any implementation gives: a subset is the same in ten years and in other languages."""
     assert hashes(["", "a", "http://example.org/cat.jpg"], seed=0).tolist() == HASHES_SEED_0
     assert hashes(["a"], seed=1).tolist() != hashes(["a"], seed=0).tolist()
 
@@ -89,7 +89,7 @@ def source_in(folder: Path, rows: int = 1_000) -> SourceConfig:
     return SourceConfig(table=str(folder / "urls.parquet"), url="URL", caption="TEXT", uid="uid", keep=("score",))
 
 
-def test_plan_lays_out_exactly_the_members(tmp_path: Path) -> None:
+def test_the_plan_contains_exactly_the_members(tmp_path: Path) -> None:
     source = source_in(tmp_path)
     folder = Folder(tmp_path / "out")
     folder.make()
@@ -104,7 +104,7 @@ def test_plan_lays_out_exactly_the_members(tmp_path: Path) -> None:
     assert load_plan(folder) == make_plan(folder, source, subset, shard_size=30) == plan
 
 
-def test_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -> None:
+def test_the_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -> None:
     digests = set()
     for name, size in (("one", 64), ("two", 1_000)):
         folder = Folder(tmp_path / name)
@@ -116,7 +116,7 @@ def test_digest_of_the_list_does_not_depend_on_how_it_was_read(tmp_path: Path) -
     assert len(digests) == 1
 
 
-def test_more_than_one_part(tmp_path: Path) -> None:
+def test_tables_with_several_parts(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     folder.make()
     plan = make_plan(folder, source_in(tmp_path), SubsetConfig(), shard_size=7)
@@ -126,7 +126,7 @@ def test_more_than_one_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["urls.csv", "urls.jsonl", "urls.parquet"])
-def test_rows_are_held_against_the_publication_whatever_the_format(tmp_path: Path, name: str) -> None:
+def test_row_counts_are_compared_with_the_published_count_for_every_format(tmp_path: Path, name: str) -> None:
     table = pa.table({"url": [f"http://example.org/{k}.jpg" for k in range(50)], "caption": ["a cat"] * 50})
     path = tmp_path / name
     if name.endswith("csv"):
@@ -145,7 +145,7 @@ def test_rows_are_held_against_the_publication_whatever_the_format(tmp_path: Pat
     assert plan.rows < plan.seen == 50, "rows counts the table, not the subset"
 
 
-def test_an_empty_subset_is_refused(tmp_path: Path) -> None:
+def test_an_empty_subset_is_rejected(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     folder.make()
     with pytest.raises(UserError, match="No row is left of the 1,000"):

@@ -1,4 +1,4 @@
-"""Damaged tars: only the documented errors, in bounded time, from both readers."""
+"""Damaged tars: both readers raise only the documented errors, in bounded time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER_FIELDS = ((124, 136), (148, 156), (156, 157), (257, 265), (345, 500), (0,
 
 
 def valid_tars(folder: Path) -> list[bytes]:
-    """A USTAR, a GNU and a PAX tar, the latter two with long names."""
+    """Return a USTAR, a GNU and a PAX tar, the latter two with long names."""
     tars = []
     for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
         path = folder / f"{number}.tar"
@@ -37,7 +37,7 @@ def valid_tars(folder: Path) -> list[bytes]:
 
 
 def with_checksum(header: bytearray) -> bytearray:
-    """A header whose checksum is right again, so that readers believe the rest."""
+    """Return the header with a corrected checksum, so that readers accept the rest."""
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return header
@@ -78,7 +78,9 @@ def preparation(data: bytes, path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", [ours, preparation])
-def test_damage_raises_only_what_is_documented_and_soon(reader: Callable[[bytes, Path], None], tmp_path: Path) -> None:
+def test_damage_raises_only_documented_errors_in_bounded_time(
+    reader: Callable[[bytes, Path], None], tmp_path: Path
+) -> None:
     tars, rng, slowest = valid_tars(tmp_path), random.Random(20261122), 0.0
     for number in range(MUTATIONS):
         data = mutate(rng.choice(tars), rng)
@@ -109,6 +111,6 @@ def header(name: bytes, size: bytes, kind: bytes) -> bytes:
         pytest.param(header(b"x", b"%011o\0" % (1 << 21), b"x") + b"4 a\n" * (1 << 19), id="a PAX header of 2 MiB"),
     ],
 )  # fmt: skip
-def test_damaged_sizes_are_damage(data: bytes) -> None:
+def test_invalid_sizes_are_reported_as_damage(data: bytes) -> None:
     with pytest.raises(DamagedTar):
         list(read_records(io.BytesIO(data)))

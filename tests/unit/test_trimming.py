@@ -1,4 +1,4 @@
-"""Trimmed texts: which towers allow it, that features and gradients stay, and what a step makes of lengths."""
+"""Trimmed texts: which towers support it, unchanged features and gradients, and how a step uses text lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def towers_of(folder: Path, kind: str, **settings: object) -> Towers:
 
 
 @pytest.mark.parametrize("kind", sorted(TRIMMABLE))
-def test_features_and_gradients_stay(kind: str, tmp_path: Path) -> None:
+def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Path) -> None:
     towers = towers_of(tmp_path, kind)
     trimming = text_trimming(towers.clip, wanted=True)
     assert trimming is not None
@@ -48,7 +48,7 @@ def test_features_and_gradients_stay(kind: str, tmp_path: Path) -> None:
         assert (found[name] - gradient).abs().max() < 1e-6 * size, name
 
 
-def test_towers_that_see_the_padding_are_not_trimmed(tmp_path: Path) -> None:
+def test_texts_are_not_trimmed_for_towers_that_attend_to_padding(tmp_path: Path) -> None:
     for kind in sorted(set(KINDS) - TRIMMABLE):
         clip = towers_of(tmp_path, kind).clip
         assert "depend on the padding" in str(why_not_trimmed(clip))
@@ -57,7 +57,7 @@ def test_towers_that_see_the_padding_are_not_trimmed(tmp_path: Path) -> None:
             text_trimming(clip, wanted=True)
 
 
-def test_trimming_is_off_without_packed_attention_or_by_request(tmp_path: Path) -> None:
+def test_trimming_is_off_without_packed_attention_or_when_disabled(tmp_path: Path) -> None:
     assert text_trimming(towers_of(tmp_path, "CLIP").clip, wanted=False) is None
     clip = towers_of(tmp_path, "CLIP", packed_attention=False).clip
     assert text_trimming(clip, wanted=None) is None
@@ -74,7 +74,7 @@ def chunks_of(lengths: Tensor | None) -> TextChunks:
     return TextChunks(torch.arange(6 * 20).view(6, 20), [slice(0, 2), slice(2, 4), slice(4, 6)], lengths=lengths)
 
 
-def test_micro_batches_are_sorted_by_length_and_cut_each_for_itself() -> None:
+def test_micro_batches_are_sorted_by_length_and_trimmed_individually() -> None:
     chunks = chunks_of(torch.tensor([18, 3, 9, 3, 17, 8]))
     tokens = [chunks.tokens(i) for i in range(3)]
     assert [t.shape[1] for t in tokens] == [8, 16, 20]
@@ -84,14 +84,14 @@ def test_micro_batches_are_sorted_by_length_and_cut_each_for_itself() -> None:
     assert torch.equal(chunks.in_order([chunks.rows(i, values) for i in range(3)]), values)
 
 
-def test_without_lengths_nothing_is_cut_or_sorted() -> None:
+def test_without_lengths_nothing_is_trimmed_or_sorted() -> None:
     chunks = chunks_of(None)
     assert torch.equal(torch.cat([chunks.tokens(i) for i in range(3)]), torch.arange(120).view(6, 20))
     assert chunks.computed_tokens == 120
 
 
 class PlainEngine:
-    """Towers under plain autograd, with the widths of the texts that they were given."""
+    """Towers with plain autograd; records the widths of the texts they receive."""
 
     def __init__(self, towers: Towers) -> None:
         self.module, self.widths = towers, list[int]()
@@ -108,10 +108,8 @@ class PlainEngine:
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_a_step_on_trimmed_texts_has_the_loss_and_gradient_of_the_whole(
-    micro_batch: int | None, tmp_path: Path
-) -> None:
-    """With patch dropout, whose draws belong to the images' micro-batches, which are not sorted."""
+def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int | None, tmp_path: Path) -> None:
+    """With patch dropout, which is drawn for the image micro-batches; these are not sorted."""
     image, text = batch(length=12)
     image, text = image[:4], text[:4]
     text[2, 10] = 49407
@@ -136,7 +134,7 @@ def test_a_step_on_trimmed_texts_has_the_loss_and_gradient_of_the_whole(
         assert (gradients[name] - gradient).abs().max() < 1e-5 * size, name
 
 
-def test_flops_follow_the_tokens_that_are_computed(tmp_path: Path) -> None:
+def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
     model = ModelConfig(arch=write_kind(tmp_path, "CLIP"))
     towers, architecture = build_towers(model, seed=0, device="meta")
     for tokens in (4, 8, 12):

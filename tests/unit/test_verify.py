@@ -1,4 +1,4 @@
-"""Damage is found and named, only damaged shards are fetched again, and what is removed stays out."""
+"""Damage is found and reported by name, only damaged shards are fetched again, and removed samples stay removed."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
@@ -36,14 +36,14 @@ def kinds(root: Path) -> list[tuple[str, str]]:
     return [(problem.shard, problem.kind) for problem in verify(root)]
 
 
-def test_a_good_set_has_no_problem(copied: Path) -> None:
+def test_an_intact_dataset_has_no_problems(copied: Path) -> None:
     assert verify(copied, decode=SHARD) == []
     result = CliRunner().invoke(command, [str(copied)], standalone_mode=False)
     assert "4 shards, 24 samples" in result.output
     assert result.return_value == 0
 
 
-def test_every_kind_of_damage_is_named(copied: Path) -> None:
+def test_every_kind_of_damage_is_reported(copied: Path) -> None:
     def shard(number: int) -> Path:
         return copied / f"shards/{number:05d}.tar"
 
@@ -66,7 +66,7 @@ def test_every_kind_of_damage_is_named(copied: Path) -> None:
     assert "There is a problem with 4 of 4 shards" in result.output
 
 
-def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
+def test_a_published_sample_that_does_not_decode_is_reported(copied: Path) -> None:
     path = copied / "shards/00001.tar"
     members = [(f"{key}.{name}", parts[name]) for key, parts in canonical_tar.samples(path) for name in sorted(parts)]
     members[3] = (members[3][0], b"\xff\xd8\xff not an image")
@@ -81,7 +81,7 @@ def test_a_published_sample_that_does_not_decode_is_named(copied: Path) -> None:
     assert "manifest.json: shards: it does not list the shards that the records name" in found
 
 
-def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> None:
+def test_removal_changes_only_affected_shards_and_is_permanent(copied: Path, site: Site) -> None:
     before = {path.name: path.read_bytes() for path in copied.glob("shards/*.tar")}
     uid, url, digest = f"{7:032x}", f"{site.base}/8.jpg", hashlib.sha256(jpeg(side=45)).hexdigest()
     done, manifest = remove(copied, {uid, url, digest, "unknown"})
@@ -95,7 +95,7 @@ def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> 
     assert keys == set(range(ROWS)) - {5, 7, 8}
     assert remove(copied, {uid})[1].digest == manifest.digest, "removing again changes nothing"
 
-    # A rebuild of such a shard does not even ask for what was removed by uid or URL, and gives the same bytes.
+    # A rebuild of such a shard does not request samples removed by uid or URL, and gives the same bytes.
     config = load_config(copied)
     _, plan = prepare(config)
     Folder(copied).withdraw(1)
@@ -105,7 +105,7 @@ def test_removal_touches_only_its_shards_and_lasts(copied: Path, site: Site) -> 
     assert again.digest == manifest.digest
 
 
-def test_what_was_removed_by_key_stays_out_of_a_rebuild(copied: Path, site: Site) -> None:
+def test_samples_removed_by_key_stay_out_of_a_rebuild(copied: Path, site: Site) -> None:
     _, manifest = remove(copied, {"0000000007", "0000000008"})
     assert manifest.n == ROWS - 2
     config = load_config(copied)
@@ -117,8 +117,8 @@ def test_what_was_removed_by_key_stays_out_of_a_rebuild(copied: Path, site: Site
     assert (again.digest, again.failures) == (manifest.digest, {"removed": 2})
 
 
-def test_a_rebuild_takes_the_shards_of_all_workers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an array of tasks the settings on disk are those of whichever task wrote last."""
+def test_a_rebuild_includes_the_shards_of_all_workers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a job array, the settings on disk are those of the task that wrote last."""
     config = load_config(copied)
     Folder(copied).config.write_text(dump(replace(config, fetch=replace(config.fetch, worker=1, workers=3))))
     manifest = load_manifest(copied)
@@ -136,7 +136,7 @@ def test_a_rebuild_takes_the_shards_of_all_workers(copied: Path, monkeypatch: py
     assert verify(copied) == []
 
 
-def test_removing_everything_of_a_shard_drops_it(copied: Path) -> None:
+def test_a_shard_is_dropped_when_all_its_samples_are_removed(copied: Path) -> None:
     _, manifest = remove(copied, {f"{k:032x}" for k in range(SHARD)})
     assert [shard.name for shard in manifest.shards] == [f"shards/0000{k}.tar" for k in (1, 2, 3)]
     assert not (copied / "shards/00000.tar").exists()
@@ -147,7 +147,7 @@ def test_removing_everything_of_a_shard_drops_it(copied: Path) -> None:
 def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -> None:
     found = duplicates.find_duplicates(copied)
     assert found.exact == [["0000000002", "0000000009"]]
-    assert found.near == [["0000000004", "0000000020"]], "the same picture, resized and compressed again"
+    assert found.near == [["0000000004", "0000000020"]], "the same image, resized and recompressed"
     listed = tmp_path / "surplus.txt"
     result = CliRunner().invoke(command, [str(copied), "--duplicates", str(listed)], standalone_mode=False)
     assert listed.read_text().split() == ["0000000009", "0000000020"]
@@ -158,14 +158,14 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])
-def test_a_list_that_cannot_be_written_is_refused_before_the_search(copied: Path, option: list[str]) -> None:
+def test_an_unwritable_list_is_rejected_before_the_search(copied: Path, option: list[str]) -> None:
     arguments = [str(copied), *option, str(copied / "nowhere" / "list.txt")]
     with pytest.raises(UserError, match="its folder does not exist"):
         CliRunner().invoke(command, arguments, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("option", [[], ["--rebuild"], ["--duplicates", "list"]])
-def test_shards_that_lie_elsewhere_are_refused_in_plain_words(copied: Path, option: list[str]) -> None:
+def test_shards_outside_the_folder_are_rejected_in_plain_words(copied: Path, option: list[str]) -> None:
     manifest = load_manifest(copied)
     rows = [(s.name, s.samples, s.bytes, s.sha256) for s in manifest.shards]
     rows[0] = ("s3://bucket/00000.tar", *rows[0][1:])
@@ -191,7 +191,7 @@ def test_overlap_with_evaluation_sets_is_found(copied: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
-def test_near_groups_equal_those_of_all_pairs(distance: int) -> None:
+def test_near_duplicate_groups_equal_those_of_an_all_pairs_search(distance: int) -> None:
     generator = np.random.default_rng(distance)
     base = generator.integers(0, 2**64, 60, dtype=np.uint64)
     flipped = base[:40].copy()

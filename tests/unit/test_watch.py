@@ -1,4 +1,4 @@
-"""The order of a watcher's work, failures, lost results, stray files, and the templates that call it."""
+"""Watchers: evaluation order, failures, lost results, stray files, and the templates that call them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def make_watcher(run: Path, suite: Suite, said: list[str], **settings: object) -
 
 
 def evaluated(said: list[str]) -> list[list[int]]:
-    """The steps of every pass, in order."""
+    """Return the steps evaluated in each pass, in order."""
     return [[int(step) for step in re.findall(r"step-(\d+)", line)] for line in said if line.startswith("Evaluating")]
 
 
-def test_the_newest_first_and_alone_then_the_past_in_groups(tmp_path: Path, suite: Suite) -> None:
+def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 200, 300, 400):
         save_step(tmp_path, step)
     said: list[str] = []
@@ -63,7 +63,7 @@ def test_the_newest_first_and_alone_then_the_past_in_groups(tmp_path: Path, suit
     assert len(evaluated(said)) == 4
 
 
-def test_oldest_first_and_only_some_steps(tmp_path: Path, suite: Suite) -> None:
+def test_oldest_first_order_and_step_selection(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 150, 200, 250):
         save_step(tmp_path, step)
     said: list[str] = []
@@ -71,14 +71,14 @@ def test_oldest_first_and_only_some_steps(tmp_path: Path, suite: Suite) -> None:
     assert evaluated(said) == [[100], [200]]
 
 
-def test_half_written_checkpoints_are_not_seen(tmp_path: Path, suite: Suite) -> None:
+def test_partially_written_checkpoints_are_ignored(tmp_path: Path, suite: Suite) -> None:
     folder = save_step(tmp_path, 100)
     (folder / "checkpoint.json").unlink()
     said: list[str] = []
     assert not make_watcher(tmp_path, suite, said).step()
 
 
-def test_a_damaged_checkpoint_is_given_up_and_keeps_none_back(tmp_path: Path, suite: Suite) -> None:
+def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_given_up_and_keeps_none_back(tmp_path: Path, su
     assert any("remove that folder to try again" in line for line in later)
 
 
-def test_a_failed_task_is_tried_again_later_and_what_was_done_stays(tmp_path: Path, suite: Suite) -> None:
+def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: Path, suite: Suite) -> None:
     save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     write_classification(root, TASKS["cifar10"], samples=8)
@@ -131,16 +131,16 @@ def test_an_interrupted_watcher_releases_its_lease(
             watcher.step()
     end = json.loads((tmp_path / LEDGER_FOLDER / watcher.identity / "step-00000100/end-0001.json").read_text())
     assert end["how"] == "released"
-    assert make_watcher(tmp_path, suite, []).step()  # at once, without waiting for the lease to run out
+    assert make_watcher(tmp_path, suite, []).step()  # immediately, without waiting for the lease to expire
 
 
-def test_a_stopped_watcher_ends(tmp_path: Path, suite: Suite) -> None:
+def test_a_watcher_exits_when_stopped(tmp_path: Path, suite: Suite) -> None:
     stop = threading.Event()
     stop.set()
     make_watcher(tmp_path, suite, []).run(stop)
 
 
-def test_mistakes_on_the_command_line_are_named(tmp_path: Path, suite: Suite) -> None:
+def test_command_line_errors_name_the_mistake(tmp_path: Path, suite: Suite) -> None:
     from jobs.watch import command
 
     arguments = [str(tmp_path), "--suite", str(suite.folder), "--once"]
@@ -154,14 +154,14 @@ def test_mistakes_on_the_command_line_are_named(tmp_path: Path, suite: Suite) ->
 
 
 def calls(text: str) -> list[list[str]]:
-    """The arguments of every `neuclip watch` or `jobs.watch` in a template, comments and line breaks aside."""
+    """Return the arguments of every `neuclip watch` or `jobs.watch` in a template, without comments or line breaks."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
     found = re.findall(r'(?:(?:neuclip|NEUCLIP)"? watch|jobs\.watch) (.*--suite[^>\n]*)', lines)
     return [[part for part in shlex.split(call) if part != "$@"] for call in found]
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("watch-*")), ids=lambda path: path.name)
-def test_templates_call_the_program_as_it_is(path: Path) -> None:
+def test_templates_call_the_program_with_valid_arguments(path: Path) -> None:
     from jobs.watch import command
 
     text = path.read_text()
@@ -176,7 +176,7 @@ def test_templates_call_the_program_as_it_is(path: Path) -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_some_tasks_done_are_not_all_tasks_done(tmp_path: Path) -> None:
+def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path: Path) -> None:
     save_step(tmp_path / "run", 100)
     root = tmp_path / "suite"
     for key in ("cifar10", "mnist"):
@@ -188,8 +188,8 @@ def test_some_tasks_done_are_not_all_tasks_done(tmp_path: Path) -> None:
     assert [line.partition(": ")[2] for line in said if "done" in line] == ["1 tasks done.", "2 tasks done."]
 
 
-def test_results_count_and_not_the_ledgers_word(tmp_path: Path, suite: Suite) -> None:
-    """Results that were deleted, and an outcome that was emptied, are noticed and made good."""
+def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Suite) -> None:
+    """Deleted results and an emptied outcome file are detected, and the evaluation is repeated."""
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     said: list[str] = []
@@ -208,10 +208,10 @@ def test_results_count_and_not_the_ledgers_word(tmp_path: Path, suite: Suite) ->
     }
     assert (tmp_path / "evaluation/step-00000100/cifar10.json").is_file()
     shutil.rmtree(tmp_path / "evaluation/step-00000200")
-    assert again.step(), "the same watcher notices, too"
+    assert again.step(), "the same watcher detects it, too"
 
 
-def test_a_checkpoint_that_is_being_copied_is_not_there_yet(tmp_path: Path, suite: Suite) -> None:
+def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Suite) -> None:
     whole, run = save_step(tmp_path / "other", 100), tmp_path / "run"
     names = ("open_clip_config.json", "open_clip_model.safetensors")
     files = {name: {"bytes": (whole / name).stat().st_size, "sha256": sha256(whole / name)} for name in names}
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_being_copied_is_not_there_yet(tmp_path: Path, suit
     assert watcher.ledgers[run].outcomes()[whole.name]["attempt"] == 1
 
 
-def test_stray_files_stop_no_watcher(tmp_path: Path, suite: Suite) -> None:
+def test_stray_files_do_not_stop_a_watcher(tmp_path: Path, suite: Suite) -> None:
     save_step(tmp_path, 100)
     for name in (
         "checkpoints/step-old",
@@ -256,8 +256,8 @@ def test_stray_files_stop_no_watcher(tmp_path: Path, suite: Suite) -> None:
     assert (tmp_path / "evaluation/step-x").is_dir()
 
 
-def test_other_data_and_other_settings_are_another_suite_to_the_ledger(tmp_path: Path) -> None:
-    """The identity is made of contents: the folder's name does not matter, its data does."""
+def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path: Path) -> None:
+    """The identity depends on contents: the folder's data matters, its name does not."""
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
         write_classification(root, TASKS["cifar10"], samples=8, seed=seed)

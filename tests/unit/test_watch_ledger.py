@@ -1,4 +1,4 @@
-"""Leases: one owner at a time, taken over only from watchers that have died, and one outcome."""
+"""Leases have one owner at a time, are taken over only from dead watchers, and lead to one outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "step-00000100"
 
 
 class Clock:
-    """A monotonic clock that a test turns."""
+    """A monotonic clock controlled by the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -30,11 +30,11 @@ def watcher(folder: Path, *, clock: Clock | None = None, attempts: int = 3) -> L
 
 
 def kill(lease: Lease) -> None:
-    """What kill -9 leaves: a lease whose heart has stopped."""
+    """Leave the lease as kill -9 would: its heartbeat has stopped."""
     lease._end_heartbeat()
 
 
-def test_one_owner_then_one_outcome(tmp_path: Path) -> None:
+def test_a_checkpoint_has_one_owner_and_then_one_outcome(tmp_path: Path) -> None:
     first, second = watcher(tmp_path), watcher(tmp_path)
     lease = first.claim(NAME)
     assert lease is not None
@@ -46,7 +46,7 @@ def test_one_owner_then_one_outcome(tmp_path: Path) -> None:
     assert second.outcomes()[NAME]["scores"] == {"a": 0.5}
 
 
-def test_a_released_lease_is_free_at_once_and_costs_no_attempt(tmp_path: Path) -> None:
+def test_a_released_lease_is_free_immediately_and_does_not_count_as_an_attempt(tmp_path: Path) -> None:
     ledger = watcher(tmp_path, attempts=2)
     for _ in range(5):
         lease = ledger.claim(NAME)
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_keeps_failing_is_abandoned_with_its_reasons(tmp_path:
     assert outcome["reasons"] == ["reason 0", "reason 1"]
 
 
-def test_the_dead_are_recognised_by_the_observers_own_clock(tmp_path: Path) -> None:
+def test_dead_watchers_are_detected_by_the_clock_of_the_observer(tmp_path: Path) -> None:
     clock = Clock()
     lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
     assert lease is not None
@@ -83,11 +83,11 @@ def test_the_dead_are_recognised_by_the_observers_own_clock(tmp_path: Path) -> N
     kill(successor)
 
 
-def test_a_beating_heart_keeps_a_lease(tmp_path: Path) -> None:
+def test_heartbeats_keep_a_lease(tmp_path: Path) -> None:
     clock = Clock()
     lease, observer = watcher(tmp_path).claim(NAME), watcher(tmp_path, clock=clock)
     assert lease is not None
-    kill(lease)  # its thread only; the beats are by hand here
+    kill(lease)  # stops only its thread; the test writes the heartbeats itself
     for count in range(1, 6):
         assert observer.claim(NAME) is None
         clock.now += 50
@@ -96,7 +96,7 @@ def test_a_beating_heart_keeps_a_lease(tmp_path: Path) -> None:
     assert observer.claim(NAME) is None
 
 
-def test_only_one_of_many_takes_over_and_a_sleeper_cannot_overwrite(tmp_path: Path) -> None:
+def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path: Path) -> None:
     clock = Clock()
     sleeper = watcher(tmp_path).claim(NAME)
     assert sleeper is not None
@@ -111,7 +111,7 @@ def test_only_one_of_many_takes_over_and_a_sleeper_cannot_overwrite(tmp_path: Pa
     assert observers[0].outcomes()[NAME]["by"] == "successor"
 
 
-def test_watchers_that_die_of_a_checkpoint_do_so_a_few_times_only(tmp_path: Path) -> None:
+def test_a_checkpoint_that_kills_watchers_is_attempted_only_a_few_times(tmp_path: Path) -> None:
     clock = Clock()
     ledger = watcher(tmp_path, clock=clock, attempts=3)
     for _ in range(3):
@@ -130,7 +130,7 @@ def _claim(folder: str, barrier: object, queue: object) -> None:
     queue.put(lease is not None)  # type: ignore[attr-defined]
 
 
-def test_processes_that_claim_together_get_one_lease(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_claims_gets_the_lease(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for number in range(5):
         barrier, queue = context.Barrier(6), context.Queue()
@@ -144,7 +144,7 @@ def test_processes_that_claim_together_get_one_lease(tmp_path: Path) -> None:
         assert sum(won) == 1
 
 
-def test_creating_once_is_atomic_also_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exclusive_creation_is_atomic_even_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert create_once(tmp_path / "a", "first")
     assert not create_once(tmp_path / "a", "second")
     assert (tmp_path / "a").read_text() == "first"
@@ -159,7 +159,7 @@ def test_creating_once_is_atomic_also_without_hard_links(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("answer", [OSError("stale answer"), FileExistsError("asked again")])
-def test_a_lost_answer_of_the_server_is_seen_by_the_link_count(
+def test_a_lost_server_reply_is_detected_by_the_link_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: OSError
 ) -> None:
     link = module.os.link
@@ -173,7 +173,9 @@ def test_a_lost_answer_of_the_server_is_seen_by_the_link_count(
     assert (tmp_path / "a").read_text() == "mine"
 
 
-def test_the_heart_beats_by_itself_and_outlives_a_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_run_in_the_background_and_survive_disk_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = Ledger(tmp_path, ttl=0.06).claim(NAME)
     assert lease is not None
     beat = tmp_path / NAME / "lease-0001.beat"

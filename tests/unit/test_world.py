@@ -1,4 +1,4 @@
-"""What holds for every process group of a process, and how a process ends while one still stands."""
+"""Timeouts of process groups, refused starts, and how a process exits while a process group still exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_groups_that_others_made_have_the_runs_limit() -> None:
+def test_existing_process_groups_get_the_timeout_of_the_run() -> None:
     with start_world(timeout_minutes=3.0):
         theirs = dist.new_group([0])
         assert timeout_of(theirs) != timedelta(minutes=7)
@@ -33,7 +33,7 @@ def test_groups_that_others_made_have_the_runs_limit() -> None:
     assert not dist.is_initialized()
 
 
-def test_processes_that_srun_started_without_a_world_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_srun_without_a_world_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
@@ -44,10 +44,10 @@ def test_processes_that_srun_started_without_a_world_are_refused(monkeypatch: py
         assert one.size == 1
 
 
-def test_a_run_that_another_process_trains_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
     with hold_folder(run, world=World()):
-        pass  # and is free again
+        pass  # the lock is released on exit
     holder = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, 2); print('held', flush=True); input()"
     command = [sys.executable, "-c", holder, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -64,8 +64,8 @@ def test_a_run_that_another_process_trains_in_is_refused(tmp_path: Path, monkeyp
         pass
 
 
-def test_a_group_is_left_standing_only_where_leaving_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's, of several ranks, after an error; a single process cannot have one, so its name is given instead."""
+def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is NCCL with several ranks after an error; a single process cannot create it, so it is mocked."""
     destroyed = []
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append(backend))
@@ -92,7 +92,7 @@ def test_a_group_is_left_standing_only_where_leaving_would_wait(monkeypatch: pyt
         assert bool(destroyed) == expected, (device, size, fails)
 
 
-def test_a_process_with_a_standing_group_ends_at_once_with_its_message_and_code() -> None:
+def test_a_process_with_a_process_group_exits_immediately_with_its_message_and_code() -> None:
     program = """
 import atexit, sys
 import torch.distributed as dist
@@ -111,8 +111,8 @@ _fail("one rank's trouble", 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_of_several_ends_without_taking_its_interpreter_apart(ranks: int) -> None:
-    # gloo's threads may want the interpreter later than that; what was registered for the end is done all the same.
+def test_one_of_several_ranks_exits_without_interpreter_shutdown(ranks: int) -> None:
+    # gloo's threads may use the interpreter after its shutdown has begun; atexit handlers still run.
     program = """
 import atexit, os, sys
 from pipeline.distributed.world import leave

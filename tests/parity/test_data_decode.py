@@ -1,4 +1,4 @@
-"""Pixels and crops compared with the libraries that define them: torchvision, PIL and open_clip."""
+"""Decoded pixels and crops match torchvision, PIL and open_clip."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96
-# Largest and mean difference of the two decoders, of 255. Pillow 13 and later resize some tall crops vertically first,
-# which changes the rounding between the two passes; torch and older versions of Pillow never do.
+# Largest and mean difference between the two decoders, on the 0-255 scale. Pillow 13 and later resize some tall crops
+# vertically first, which changes the rounding between the two passes; torch and older versions of Pillow never do.
 SAME_ORDER, OTHER_ORDER = (2, 0.02), (9, 0.4)
 
 
 def picture(number: int, *, size: tuple[int, int]) -> Image.Image:
-    """An image of size (width, height) with amplitude 1 / frequency, as in photographs."""
+    """Make an image of the given (width, height) whose spectrum falls as 1 / frequency, as in photographs."""
     rng = np.random.default_rng(number)
     frequency = np.hypot(np.fft.fftfreq(size[1])[:, None], np.fft.rfftfreq(size[0])[None])
     frequency[0, 0] = 1
@@ -64,9 +64,7 @@ ENCODINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", [(160, 120), (97, 300), (50, 40)])
-def test_exact_mode_gives_open_clips_pixels(
-    encoding: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_mode_matches_open_clip(encoding: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     from open_clip.transform import image_transform
 
     data = ENCODINGS[encoding](picture(1, size=size))
@@ -121,7 +119,7 @@ def test_both_modes_agree_on_what_is_corrupt() -> None:
     assert 200 < sum(pair != ("", "") for pair in verdicts) < 800
 
 
-def test_too_large_images_are_corrupt_in_both_modes() -> None:
+def test_images_above_max_pixels_are_corrupt_in_both_modes() -> None:
     data = ENCODINGS["jpeg"](picture(1, size=(160, 120)))
     for mode in ("fast", "exact"):
         decoder(mode, max_pixels=160 * 120)(data, state=1)  # type: ignore[arg-type]
@@ -133,7 +131,7 @@ def test_too_large_images_are_corrupt_in_both_modes() -> None:
         decoder("fast")(bomb, state=1)
 
 
-def test_crops_are_distributed_as_torchvisions() -> None:
+def test_crop_distribution_matches_torchvision() -> None:
     """Mean and spread of area, aspect ratio and position of 4,000 crops agree within four standard errors."""
     height, width, n = 300, 400, 4000
     crop = CropConfig(scale=(0.2, 0.6), ratio=(3 / 4, 4 / 3))
@@ -154,14 +152,14 @@ def test_crops_are_distributed_as_torchvisions() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(100, 150), (100, 300), (300, 100), (1, 9)])
-def test_long_images_get_torchvisions_central_crop(height: int, width: int) -> None:
+def test_elongated_images_get_the_central_crop_of_torchvision(height: int, width: int) -> None:
     crop = CropConfig()
     torch.manual_seed(0)
     expected = RandomResizedCrop.get_params(torch.zeros(3, height, width), list(crop.scale), list(crop.ratio))
     assert {crop_box(height, width, crop=crop, state=i) for i in range(20)} == {tuple(expected)}
 
 
-def test_normalize_is_torchvisions_arithmetic() -> None:
+def test_normalize_matches_torchvision() -> None:
     image = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = (image.float() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
     assert torch.equal(normalize(image, mean=MEAN, std=STD), expected)
@@ -171,13 +169,13 @@ def test_normalize_is_torchvisions_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("caption", "reason"), [(None, "missing"), (b"", "empty"), (b" \n\t", "empty"), (b"caf\xe9", "not UTF-8")]
 )
-def test_captions_that_cannot_be_used(caption: bytes | None, reason: str) -> None:
+def test_unusable_captions_are_corrupt(caption: bytes | None, reason: str) -> None:
     with pytest.raises(CorruptSample, match=reason):
         CaptionField().read(TarRecord(caption=caption))
     assert CaptionField().read(TarRecord(caption="café".encode())) == "café"
 
 
-def test_crop_box_stays_inside() -> None:
+def test_crop_box_stays_inside_the_image() -> None:
     crop = CropConfig(scale=(0.01, 1.0), ratio=(0.1, 10.0))
     for i in range(500):
         height, width = 1 + draw(3, i) % 50, 1 + draw(4, i) % 50

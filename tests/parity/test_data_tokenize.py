@@ -1,4 +1,4 @@
-"""The cached tokenizer gives open_clip's ids, for clean captions and for the worst of the web."""
+"""The cached tokenizer returns the same token ids as open_clip, for clean captions and for messy web text."""
 
 from __future__ import annotations
 

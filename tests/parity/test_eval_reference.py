@@ -1,4 +1,4 @@
-"""The whole benchmark against a plain re-implementation: one image at a time, scikit-learn's metrics."""
+"""The whole benchmark against a simple reference: one image at a time, metrics from scikit-learn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Single images are too small to share: on a busy machine threads would only wait for each other."""
+    """A single image is too little work to split: on a busy machine the threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def evaluation(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.Tem
 
 
 class Reference:
-    """Features of single samples, straight from open_clip's towers."""
+    """Features of single samples, computed directly with open_clip's towers."""
 
     def __init__(self, model: EvaluationModel) -> None:
         self.clip, self.preprocess, self.tokenize = model.towers.clip, model.preprocess, model.tokenize
@@ -177,7 +177,7 @@ def test_retrieval_task(key: str, model: EvaluationModel, suite: Path, evaluatio
             assert result.score == pytest.approx((np.mean(by_text) + np.mean(by_image)) / 2, abs=TOLERANCE)
     assert result.samples == len(images)
     if "mscoco" in key:
-        assert max(map(len, captions)) == 6  # more than five captions of an image count as well
+        assert max(map(len, captions)) == 6  # captions beyond an image's fifth count as well
 
 
 def test_association_task(model: EvaluationModel, suite: Path, evaluation: Evaluation) -> None:
@@ -212,6 +212,6 @@ def test_all_38_tasks_and_every_aggregate(evaluation: Evaluation) -> None:
     assert {name: value.expected for name, value in aggregates.items()} == sizes
     for name, value in aggregates.items():
         assert value.complete
-        assert not value.official  # mini versions are never mistaken for the real ones
+        assert not value.official  # a mini suite is never reported as the official one
         expected = np.mean([evaluation.results[key].score for key in AGGREGATES[name]])
         assert value.score == pytest.approx(expected, abs=1e-12)

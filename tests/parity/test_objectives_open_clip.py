@@ -1,4 +1,4 @@
-"""`openclip` and `siglip` against open_clip's losses in one process."""
+"""`openclip` and `siglip` match open_clip's losses in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.objectives_reference import context, relative_error, unit_featur
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
-def test_openclip_equals_clip_loss(batch_size, dtype, tolerance):
+def test_openclip_matches_clip_loss(batch_size, dtype, tolerance):
     objective = build_objective("openclip", context=context(batch_size, dtype=dtype))
     image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
     output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
@@ -30,7 +30,7 @@ def test_openclip_equals_clip_loss(batch_size, dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("batch_size", [2, 3, 17, 64])
 @pytest.mark.parametrize("bias", [-10.0, -1.5])
-def test_siglip_equals_siglip_loss(batch_size, bias, dtype, tolerance):
+def test_siglip_matches_siglip_loss(batch_size, bias, dtype, tolerance):
     objective = build_objective({"name": "siglip", "bias_init": bias}, context=context(batch_size, dtype=dtype))
     image, text = (f.requires_grad_() for f in unit_features(batch_size, dtype=dtype))
     output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(batch_size))
@@ -44,7 +44,7 @@ def test_siglip_equals_siglip_loss(batch_size, bias, dtype, tolerance):
         assert relative_error(mine, theirs) < tolerance
 
 
-def test_openclip_defaults_are_open_clips():
+def test_openclip_defaults_match_open_clip():
     objective = build_objective("openclip", dim=8, batch_size=4)
     assert objective.logit_parameters()[0] == pytest.approx(math.log(1 / 0.07), abs=1e-6)
     assert 1 / objective.config.tau_min == pytest.approx(100)

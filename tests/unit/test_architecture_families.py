@@ -1,4 +1,4 @@
-"""Every family of open_clip's architectures, shrunken: trained for two steps, saved, and loaded again by open_clip."""
+"""A small model of every open_clip architecture family trains for two steps, is saved, and loads in open_clip."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pipeline.objectives import build_objective
 TEXTS = ["a red square on a blue ground", "two green circles", "A Photo, of: nothing!", ""]
 SMALL_TEXT = {"width": 32, "heads": 2, "layers": 2}
 
-# Family -> (an architecture of open_clip, what makes it small).
+# Family -> (open_clip architecture, config changes that make it small).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ViT-B-32", {"vision_cfg": {"width": 32, "head_width": 16, "layers": 2}, "text_cfg": SMALL_TEXT}),
     "ResNet": ("RN50", {"vision_cfg": {"width": 8, "layers": [1, 1, 1, 1]}, "text_cfg": SMALL_TEXT}),
-    "ConvNeXt of timm": ("convnext_base", {
+    "ConvNeXt (timm)": ("convnext_base", {
         "vision_cfg": {"timm_model_name": "convnext_atto", "timm_drop_path": 0.0}, "text_cfg": SMALL_TEXT}),
     "SigLIP": ("ViT-B-16-SigLIP", {
         "vision_cfg": {"timm_model_name": "vit_tiny_patch16_224"}, "text_cfg": {**SMALL_TEXT, "vocab_size": 200}}),
@@ -36,15 +36,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "text_cfg": {**SMALL_TEXT, "vocab_size": 200}}),
     "CLIPA": ("ViT-L-14-CLIPA", {
         "vision_cfg": {"width": 32, "head_width": 16, "layers": 2}, "text_cfg": {**SMALL_TEXT, "vocab_size": 200}}),
-    "NLLB, a text tower of transformers": ("nllb-clip-base", {
+    "NLLB (transformers text tower)": ("nllb-clip-base", {
         "vision_cfg": {"width": 32, "head_width": 16, "layers": 2}}),
-    "XLM-R, a text tower of transformers": ("xlm-roberta-base-ViT-B-32", {
+    "XLM-R (transformers text tower)": ("xlm-roberta-base-ViT-B-32", {
         "vision_cfg": {"width": 32, "head_width": 16, "layers": 2}}),
 }  # fmt: skip
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A small tokenizer of Hugging Face's kind, with the special tokens that open_clip asks for."""
+    """Write a small Hugging Face tokenizer with the special tokens that open_clip requires."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_text_model(folder: Path, kind: str) -> str:
-    """The configuration of a small text tower of transformers; returns its folder."""
+    """Write the config of a small transformers text tower and return its folder."""
     import transformers
 
     common = {"vocab_size": 200, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -85,10 +85,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(family: str, folder: Path) -> str:
-    """The shrunken configuration of a family; returns the JSON file for `model.arch`."""
+    """Write the small config of a family and return the path of its JSON file, for `model.arch`."""
     name, changes = FAMILIES[family]
     config = copy.deepcopy(open_clip.get_model_config(name))
-    config["embed_dim"] = 192 if "SigLIP" in name else 32  # SigLIP's features are the trunk's own, of any width
+    config["embed_dim"] = 192 if "SigLIP" in name else 32  # SigLIP uses the trunk's features, at the trunk's width
     for part, values in changes.items():
         config[part].update(values)
     if "image_size" not in changes["vision_cfg"] and "timm_model_name" not in config["vision_cfg"]:
@@ -102,11 +102,11 @@ def small(family: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_is_saved_and_loads_again(family: str, tmp_path: Path, tokenizer: Path) -> None:
+def test_family_trains_saves_and_loads_again(family: str, tmp_path: Path, tokenizer: Path) -> None:
     config = ModelConfig(arch=small(family, tmp_path), tokenizer=str(tokenizer))
     check_model(config)
     towers, architecture = build_towers(config, seed=0)
-    text = pickle.loads(pickle.dumps(architecture.tokenize))(TEXTS)  # as loading workers get it
+    text = pickle.loads(pickle.dumps(architecture.tokenize))(TEXTS)  # as DataLoader workers receive it
     assert text.shape == (4, architecture.model_cfg["text_cfg"].get("context_length", 77))
     assert len({tuple(row) for row in text.tolist()}) == 4
     objective = build_objective("openclip", dim=architecture.dim, batch_size=4, dataset_size=4)
@@ -141,14 +141,14 @@ def test_a_family_trains_is_saved_and_loads_again(family: str, tmp_path: Path, t
     assert float(again.logit_scale) == 2.5
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:
     config = open_clip.get_model_config("ViT-B-16-SigLIP")
     with pytest.raises(UserError, match=r"has no tokenizer .*needs that of timm/ViT-B-16-SigLIP"):
         build_tokenizer(config, name="ViT-B-16-SigLIP", folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in open_clip.list_models() if "coca" in name])
-def test_cocas_are_refused_with_a_reason(name: str) -> None:
+def test_coca_models_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UserError, match="captioning decoder"):
         find_start(name, None)
 

@@ -1,4 +1,4 @@
-"""Packed attention and patch dropout against open_clip's own modules: values, gradients, state dicts."""
+"""Packed attention and patch dropout match open_clip's modules: values, gradients, state dicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.model.attention import (
 from pipeline.model.patch_dropout import PatchDropout
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 
-# One architecture per kind of tower that open_clip 3.3 builds from its own transformers.
+# One architecture per kind of tower that open_clip 3.3 builds from its own transformer classes.
 KINDS: dict[str, dict[str, Any]] = {
     "CLIP": {},
     "quick_gelu": {"quick_gelu": True},
@@ -61,7 +61,7 @@ def write_kind(folder: Path, kind: str) -> str:
 
 
 def both(arch: str, **settings: Any) -> tuple[Towers, Towers]:
-    """The towers as open_clip computes them, and packed."""
+    """Build the same towers with open_clip's attention and with packed attention."""
     plain, _ = build_towers(ModelConfig(arch=arch, packed_attention=False, **settings), seed=0)
     packed, _ = build_towers(ModelConfig(arch=arch, **settings), seed=0)
     return plain.train(), packed.train()
@@ -98,7 +98,7 @@ def packed_in(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_and_gradients_equal_open_clips(kind: str, tmp_path: Path) -> None:
+def test_features_and_gradients_match_open_clip(kind: str, tmp_path: Path) -> None:
     plain, packed = both(write_kind(tmp_path, kind))
     assert packed_in(packed) == 4
     assert packed_in(plain) == 0
@@ -111,13 +111,13 @@ def test_with_patch_dropout_and_checkpointing(settings: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda b: b.name)
-def test_every_kernel_gives_the_same(backend: SDPBackend, tmp_path: Path) -> None:
+def test_all_sdpa_kernels_agree(backend: SDPBackend, tmp_path: Path) -> None:
     plain, packed = both(write_kind(tmp_path, "CLIP"))
     with sdpa_kernel(backend):
         assert_same(plain, packed, batch())
 
 
-def test_names_and_shapes_of_the_state_dict_stay(tmp_path: Path) -> None:
+def test_state_dict_is_unchanged(tmp_path: Path) -> None:
     plain, packed = both(write_kind(tmp_path, "custom_text"))
     before, after = plain.state_dict(), packed.state_dict()
     assert list(before) == list(after)
@@ -125,8 +125,8 @@ def test_names_and_shapes_of_the_state_dict_stay(tmp_path: Path) -> None:
     assert [name for name, _ in plain.named_modules()] == [name for name, _ in packed.named_modules()]
 
 
-def test_every_architecture_of_open_clip_with_its_own_transformers_is_packed() -> None:
-    """All attention of a vision transformer and a text transformer of open_clip's own, for every architecture."""
+def test_all_open_clip_transformers_are_packed() -> None:
+    """In every architecture, all attention of open_clip's own vision and text transformers is packed."""
     left, packed = {}, 0
     for name in open_clip.list_models():
         config = open_clip.get_model_config(name)
@@ -150,7 +150,7 @@ def test_every_architecture_of_open_clip_with_its_own_transformers_is_packed() -
     assert not left
 
 
-def test_only_a_text_tower_masked_by_order_alone_is_causal(tmp_path: Path) -> None:
+def test_only_text_towers_with_a_purely_causal_mask_are_causal(tmp_path: Path) -> None:
     causal = {}
     for kind in KINDS:
         packed = both(write_kind(tmp_path, kind))[1]
@@ -160,7 +160,7 @@ def test_only_a_text_tower_masked_by_order_alone_is_causal(tmp_path: Path) -> No
     assert {kind for kind, yes in causal.items() if not yes} == {"bidirectional", "class_token"}
 
 
-def test_compiled_towers_draw_the_patches_that_eager_ones_draw(tmp_path: Path) -> None:
+def test_compiled_and_eager_towers_drop_the_same_patches(tmp_path: Path) -> None:
     from pipeline.engine.deepspeed_engine import COMPILE_OPTIONS
 
     eager = both(write_kind(tmp_path, "CLIP"), patch_dropout=0.5)[1]
@@ -169,7 +169,7 @@ def test_compiled_towers_draw_the_patches_that_eager_ones_draw(tmp_path: Path) -
     assert_same(eager, compiled, batch())
 
 
-def test_patch_dropout_equals_open_clips_on_a_cpu() -> None:
+def test_patch_dropout_matches_open_clip_on_cpu() -> None:
     x = torch.randn(4, 17, 8)
     found = []
     for module in (OpenClipPatchDropout(0.4), PatchDropout(0.4)):

@@ -1,4 +1,4 @@
-"""Batch norm under bf16 and under feature-cached accumulation."""
+"""Batch norm in bf16 and with feature-cached gradient accumulation (GradCache)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.training.step import frozen_statistics
 
 
 def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
-    """torch's batch norm and ours with the same state."""
+    """Return torch's batch norm and ours, with the same state."""
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(5)
     nn.init.normal_(plain.weight)
@@ -25,7 +25,7 @@ def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_equals_torch_in_fp32(training: bool) -> None:
+def test_fp32_output_equals_torch(training: bool) -> None:
     plain, ours = pair()
     x = torch.randn(6, 5, 3, 3)
     for norm in (plain, ours):
@@ -51,7 +51,7 @@ def test_bf16_weights_keep_fp32_statistics_and_get_gradients() -> None:
     assert ours.weight.grad.abs().sum() > 0
 
 
-def test_frozen_statistics_normalise_by_the_batch_and_do_not_change_the_state() -> None:
+def test_frozen_statistics_normalise_by_the_batch_and_keep_the_state() -> None:
     _, ours = pair()
     x = torch.randn(6, 5, 3, 3)
     before = {name: value.clone() for name, value in ours.state_dict().items()}

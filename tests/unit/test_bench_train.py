@@ -1,4 +1,4 @@
-"""The training benchmarks run at a small size and report what they promise."""
+"""The training benchmarks run at a small size and print the expected rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMALL = ("--arch", "scenes-vit-micro", "--batch", "8", "--rounds", "1", "--devic
 
 
 @pytest.mark.slow
-def test_options_are_measured_against_none() -> None:
+def test_options_are_compared_with_the_baseline() -> None:
     done = run("jobs.bench.options", *SMALL, "--micro-batch", "4", "--options", "none", "accumulation")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-2:]}
     assert list(rows) == ["none", "accumulation"]

@@ -1,4 +1,4 @@
-"""`epochs` and `schedule.warmup_share` become samples and steps; what contradicts itself is refused."""
+"""`epochs` and `schedule.warmup_share` are converted to samples and steps; contradictory settings are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.shards import write_shards
 
 
 @pytest.mark.parametrize(("batch", "streams"), [(8, 4), (16, 16), (10, 1)])
-def test_epochs_are_those_of_the_loader(tmp_path: Path, batch: int, streams: int) -> None:
+def test_epochs_match_the_loader(tmp_path: Path, batch: int, streams: int) -> None:
     write_shards(tmp_path, [30, 27])
     data = {"sources": str(tmp_path), "streams": streams}
     tree = resolve_budget({"epochs": 3, "batch_size": batch, "data": data}, {})
@@ -24,7 +24,7 @@ def test_epochs_are_those_of_the_loader(tmp_path: Path, batch: int, streams: int
     assert "epochs" not in tree
 
 
-def test_weights_count(tmp_path: Path) -> None:
+def test_source_weights_change_the_epoch_length(tmp_path: Path) -> None:
     write_shards(tmp_path, [32])
     data = {"sources": [{"manifest": str(tmp_path), "weight": 2}], "streams": 4}
     assert resolve_budget({"epochs": 0.5, "batch_size": 8, "data": data}, {})["samples"] == 32
@@ -38,7 +38,7 @@ def test_warmup_is_a_share_of_the_run(tmp_path: Path) -> None:
     assert load_recipe(None, [*common, "samples=800", "schedule.warmup_share=0.25"]).schedule.warmup_steps == 25
 
 
-def test_an_override_of_the_other_kind_replaces_the_recipes() -> None:
+def test_override_replaces_the_equivalent_recipe_setting() -> None:
     recipe = {"epochs": 3, "batch_size": 4, "schedule": {"warmup_share": 0.1}, "data": {"sources": "nowhere"}}
     tree = resolve_budget(recipe, {"samples": 400, "schedule": {"warmup_steps": 7}})
     assert (tree["samples"], tree["schedule"]) == (400, {"warmup_steps": 7})
@@ -59,6 +59,6 @@ def test_an_override_of_the_other_kind_replaces_the_recipes() -> None:
         ({"samples": 8, "batch_size": 8, "schedule": {"warmup_share": 2}}, "warmup_share = 2 must be a number"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused(tree: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve_budget(tree, {})

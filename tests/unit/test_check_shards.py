@@ -1,4 +1,4 @@
-"""Every answer of an object store about a shard becomes a clear message."""
+"""Every response of an object store about a shard results in a clear message."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Store:
         (99, "has 99 bytes, not 100"),
     ],
 )
-def test_every_answer_of_a_store_is_reported(monkeypatch: pytest.MonkeyPatch, answer: object, words: str) -> None:
+def test_every_store_response_is_reported(monkeypatch: pytest.MonkeyPatch, answer: object, words: str) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Store(answer), url))
     with pytest.raises(UserError, match=words):
         check_shards(REMOTE, World())
@@ -62,14 +62,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_shards(REMOTE, World())
 
 
-def test_a_matching_shard_in_a_store_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_remote_shard_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, [5])
     store = Store(100, (tmp_path / "00000.tar").read_bytes())
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (store, url))
     assert check_shards(REMOTE, World()) == 1
 
 
-def test_a_shard_in_a_store_that_cannot_be_read_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_remote_shard_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, mode: str, **options: object) -> io.BytesIO:
         raise TypeError("unexpected keyword argument 'block_size'")
 

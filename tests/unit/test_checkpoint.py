@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete, verified, survived."""
+"""Checkpoints on disk are complete and verified, and a run survives damaged files and failed writes."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def test_round_trip_and_open_clip_reads_the_folder(tmp_path: Path, towers: Tower
     assert load_for_evaluation(str(tmp_path)).digest == weights_digest(towers[0])
 
 
-def test_rows_of_several_ranks_join(tmp_path: Path, towers: Towers) -> None:
+def test_rows_of_several_ranks_are_joined(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
     save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
     assert open_checkpoint(path, verify=False).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
 
 
-def test_what_is_kept(tmp_path: Path, towers: Towers) -> None:
+def test_old_checkpoints_are_deleted_except_those_to_keep(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1, 2, 3, 4, 5, 6], keep_last=2, keep_every=3)
     assert [step_of(path) for path in finished_checkpoints(tmp_path)] == [3, 5, 6]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000006\n"
 
 
-def test_what_evaluation_knows_of_abandoned_steps_goes_with_them(tmp_path: Path, towers: Towers) -> None:
+def test_evaluation_state_of_abandoned_steps_is_deleted(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1, 2, 3], keep_last=3)
     folders = ("checkpoints", "evaluation", "evaluation-ledger/suite-1")
     for name in folders[1:]:
@@ -108,7 +108,7 @@ def test_what_evaluation_knows_of_abandoned_steps_goes_with_them(tmp_path: Path,
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete", "meta"])
-def test_damage_is_named_and_survived(tmp_path: Path, towers: Towers, how: str) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, towers: Towers, how: str) -> None:
     write(tmp_path, towers, [1, 2])
     newest = tmp_path / "checkpoints" / "step-00000002"
     victim = newest / ("checkpoint.json" if how == "meta" else "open_clip_model.safetensors")
@@ -132,9 +132,7 @@ def test_damage_is_named_and_survived(tmp_path: Path, towers: Towers, how: str) 
         find_checkpoint(tmp_path, "latest", on_event=print)
 
 
-def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
-    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_loses_only_one_checkpoint(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, towers, [1])
 
     def full(*_: object, **__: object) -> None:
@@ -150,13 +148,13 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
 
 
 class OneOfTwo(World):
-    """A rank whose fellow is another object of this process."""
+    """One rank of two; the other one is another object in this process."""
 
     def barrier(self) -> None:
         pass
 
 
-def test_what_failed_on_another_rank_is_told_by_the_first(tmp_path: Path, towers: Towers) -> None:
+def test_first_rank_reports_failures_of_other_ranks(tmp_path: Path, towers: Towers) -> None:
     def full() -> Iterator[torch.Tensor]:
         yield torch.arange(4.0)
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -178,7 +176,7 @@ def test_what_failed_on_another_rank_is_told_by_the_first(tmp_path: Path, towers
 
 
 @pytest.mark.slow
-def test_a_table_is_written_in_the_memory_of_a_few_blocks() -> None:
+def test_writing_a_table_needs_only_a_few_blocks_of_memory() -> None:
     done = run("jobs.bench.table_checkpoint", "--rows", str(2**25))
     shares = {
         line.split()[0]: float(line.partition("share ")[2].split(",")[0]) for line in done.stdout.splitlines()[1:]
@@ -187,7 +185,7 @@ def test_a_table_is_written_in_the_memory_of_a_few_blocks() -> None:
     assert shares["blocks"] < 0.6
 
 
-def test_leftovers_of_a_killed_write_are_swept(tmp_path: Path, towers: Towers) -> None:
+def test_leftovers_of_a_killed_write_are_deleted(tmp_path: Path, towers: Towers) -> None:
     leftover = tmp_path / "checkpoints" / ".step-00000009"
     leftover.mkdir(parents=True)
     (leftover / "half").write_bytes(b"x")
@@ -199,7 +197,7 @@ def test_leftovers_of_a_killed_write_are_swept(tmp_path: Path, towers: Towers) -
     }
 
 
-def test_files_are_readable_as_the_umask_says(tmp_path: Path, towers: Towers) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path, towers: Towers) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path, towers, [1])
@@ -210,7 +208,7 @@ def test_files_are_readable_as_the_umask_says(tmp_path: Path, towers: Towers) ->
 
 
 def failing(times: int) -> Callable[..., None]:
-    """`save_file` that fails so often before it works."""
+    """Return a `save_file` that fails the given number of times before it works."""
     left = times
 
     def save(*args: Any, **kwargs: Any) -> None:
@@ -224,7 +222,7 @@ def failing(times: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(("failures", "fallback", "saved"), [(2, False, True), (99, False, False), (2, True, True)])
-def test_the_last_checkpoint_is_written_again_then_to_the_fallback(
+def test_last_checkpoint_is_retried_then_written_to_the_fallback(
     tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, failures: int, fallback: bool, saved: bool
 ) -> None:
     run, events = tmp_path / "run", list[str]()

@@ -1,4 +1,4 @@
-"""The program at the terminal: help without waiting, errors as a paragraph, exit codes that a shell can use."""
+"""The command line: fast help, errors in one paragraph, and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exit_code(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_help_lists_every_command_and_imports_none() -> None:
+def test_help_lists_every_command_without_heavy_imports() -> None:
     script = "import sys; sys.argv=['x', '--help']\nimport jobs.cli\ntry: jobs.cli.main()\nexcept SystemExit: pass\n"
     script += "heavy = {'torch', 'deepspeed', 'open_clip', 'img2dataset'} & set(sys.modules); assert not heavy, heavy"
     import subprocess
@@ -39,12 +39,12 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert "Usage: neuclip" in capsys.readouterr().out
 
 
-def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("trian") == 2
     assert "The nearest is train" in capsys.readouterr().err
 
 
-def test_a_mistake_is_one_paragraph_without_traceback() -> None:
+def test_user_error_is_one_paragraph_without_traceback() -> None:
     done = run("jobs.cli", "train", "optimizer.lrr=3", check=False)
     assert done.returncode == 2
     assert "optimizer.lrr" in done.stderr
@@ -73,7 +73,7 @@ def test_exit_codes(
     assert text in capsys.readouterr().err
 
 
-def test_a_recipe_is_a_path_or_the_name_of_one_that_comes_along(tmp_path: Path) -> None:
+def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> None:
     recipe = RecipePath(TRAINING)
     assert recipe.convert("cc12m", None, None) == str(TRAINING / "cc12m.yaml")
     (tmp_path / "mine.yaml").write_text("")
@@ -82,7 +82,7 @@ def test_a_recipe_is_a_path_or_the_name_of_one_that_comes_along(tmp_path: Path) 
         recipe.convert("cc12.yaml", None, None)
 
 
-def test_a_dry_run_finds_what_would_end_the_run(tmp_path: Path) -> None:
+def test_dry_run_finds_errors_that_would_end_the_run(tmp_path: Path) -> None:
     for wrong, words in (
         ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
         ("optimizer.name=lamb", "does not work with ZeRO stage 1"),

@@ -1,4 +1,4 @@
-"""What the configuration refuses, and how it says so."""
+"""Invalid configurations are refused with clear messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_layers_win_in_order(tmp_path: Path) -> None:
+def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("output: y\nsamples: 10\nbatch_size: 2\ndata: {sources: a}\noptimizer: {lr: 1e-3, eps: 1e-6}\n")
     run = load_recipe(recipe, ["optimizer.lr=3e-4", "schedule.warmup_steps=0"])
@@ -52,13 +52,13 @@ def test_layers_win_in_order(tmp_path: Path) -> None:
         ("optimizer.lr=.inf", ["optimizer.lr = inf", "finite number"]),
     ],
 )
-def test_refusals_name_key_value_and_remedy(override: str, parts: list[str]) -> None:
+def test_error_messages_name_key_value_and_remedy(override: str, parts: list[str]) -> None:
     message = refused(override)
     for part in parts:
         assert part in message
 
 
-def test_batch_not_divisible_by_ranks() -> None:
+def test_batch_that_the_ranks_do_not_divide_is_refused() -> None:
     run = load_recipe(None, BASE)
     check_run(run, world_size=4)
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_required_keys_are_named() -> None:
         parse_recipe({"samples": 3})
 
 
-def test_values_mean_what_people_mean(tmp_path: Path) -> None:
+def test_values_are_parsed_as_users_expect(tmp_path: Path) -> None:
     assert cfg.parse_overrides(["a=1e6", "b=-2.5E-3", "c=2024-11-01", "d=1e", "e=1_000"]) == {
         "a": 1e6, "b": -2.5e-3, "c": "2024-11-01", "d": "1e", "e": 1000}  # fmt: skip
     run = load_recipe(None, [*BASE, "output=20241101"])
@@ -87,7 +87,7 @@ def test_values_mean_what_people_mean(tmp_path: Path) -> None:
         load_recipe(twice, BASE)
 
 
-def test_dump_is_read_back_to_the_same_run() -> None:
+def test_dump_round_trips() -> None:
     run = load_recipe(None, BASE)
     assert parse_recipe(yaml.safe_load(cfg.dump(run))) == run
 
@@ -96,7 +96,7 @@ def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
     settings = deepspeed_settings(EngineConfig(gradient_clipping=1.0), global_batch=64, world_size=4)
     assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (64, 16)
     assert settings["gradient_clipping"] == 1.0
-    assert settings["timers"]["throughput"]["enabled"] is False  # it would drain the device in every forward pass
+    assert settings["timers"]["throughput"]["enabled"] is False  # it would synchronize the device in every forward pass
     contradiction = tmp_path / "mine.json"
     contradiction.write_text('{"train_batch_size": 32, "managed_gradient_accumulation": false}')
     with pytest.raises(UserError, match=r"train_batch_size = 32.*makes it 64"):

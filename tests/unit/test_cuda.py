@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped without one."""
+"""Checks that need a GPU; skipped without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NEUCLIP = {"name": "neuclip", "prototypes": BATCH, "restart_every": 3}
 
 
 def run(settings: dict[str, object], device: str, *, strict: bool = False) -> list[torch.Tensor]:
-    """Losses and image gradients of a few steps; `strict`: from the second on nobody may wait for the device."""
+    """Return losses and image gradients of a few steps.
+
+    With `strict`, synchronizing with the device is an error from the second step on.
+    """
     where = torch.device(device)
     facts = {"world": World(device=where), "device": where, "dtype": torch.float32}
     objective = build_objective({**settings, "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
@@ -38,7 +41,7 @@ def run(settings: dict[str, object], device: str, *, strict: bool = False) -> li
     return [value.cpu() for value in found]
 
 
-NEVER_WAIT = {
+SYNC_FREE = {
     "openclip": {"name": "openclip"},
     "siglip": {"name": "siglip"},
     "neuclip": NEUCLIP,
@@ -47,13 +50,13 @@ NEVER_WAIT = {
 }
 
 
-@pytest.mark.parametrize("settings", NEVER_WAIT.values(), ids=NEVER_WAIT)
-def test_no_step_waits_for_the_device(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("settings", SYNC_FREE.values(), ids=SYNC_FREE)
+def test_steps_do_not_synchronize_with_the_device(settings: dict[str, object]) -> None:
     run(settings, "cuda", strict=True)
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "fastclip_v3", "amorlip", "neuclip"])
-def test_a_gpu_computes_what_a_cpu_computes(name: str) -> None:
+def test_gpu_matches_cpu(name: str) -> None:
     settings = {**NEUCLIP, "npn_precision": "fp32"} if name == "neuclip" else {"name": name}
     for here, there in zip(run(settings, "cpu"), run(settings, "cuda"), strict=True):
         assert relative_error(there, here) < 1e-4
@@ -66,14 +69,14 @@ def test_compiled_passes_make_the_same_updates(precision: str, tolerance: float)
         assert relative_error(compiled, fused) < tolerance
 
 
-def test_blocks_of_anchors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchor_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(NEUCLIP, "cuda")
     monkeypatch.setattr(prototypes, "_GPU_BLOCK", BATCH * 40)  # 40 anchors at a time
     for all_at_once, in_blocks in zip(whole, run(NEUCLIP, "cuda"), strict=True):
         assert relative_error(in_blocks, all_at_once) < 1e-2
 
 
-def test_nothing_of_a_step_stays_on_the_device_but_state() -> None:
+def test_step_leaves_only_state_in_device_memory() -> None:
     run(NEUCLIP, "cuda")
     facts = {"world": World(device=torch.device("cuda")), "device": torch.device("cuda"), "dtype": torch.float32}
     objective = build_objective({**NEUCLIP, "drift_check_every": 0}, context=context(BATCH, DIM, **facts))
@@ -82,4 +85,4 @@ def test_nothing_of_a_step_stays_on_the_device_but_state() -> None:
     held = torch.cuda.memory_allocated()
     objective.compute(image, text, sample_ids=ids)
     objective.commit()
-    assert torch.cuda.memory_allocated() - held < 4 * BATCH * BATCH  # less than one matrix of products
+    assert torch.cuda.memory_allocated() - held < 4 * BATCH * BATCH  # less than one fp32 similarity matrix

@@ -1,4 +1,4 @@
-"""The loader end to end in one process: equal global batches on every layout, exact resume, every sample once."""
+"""The loader end to end in one process: same global batches on every layout, exact resume, each sample once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.shards import count_tokens, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
 
-SIZES = [7, 13, 5, 11, 9, 3]  # 48 samples in shards that no number of ranks divides
+SIZES = [7, 13, 5, 11, 9, 3]  # 48 samples; no number of ranks divides the shards evenly
 BATCH = 8
 
 
@@ -45,14 +45,14 @@ def loaders(folder: Path, *, ranks: int = 1, **settings: Any) -> list[Loader]:
 
 
 def run(ranks: list[Loader], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample ids [steps, B] and images of global batches."""
+    """Return the sample ids [steps, B] and images of the global batches."""
     ids, images = [], []
     for _ in range(steps):
         batches = [next(loader) for loader in ranks]
         ids.append(torch.cat([batch.sample_id for batch in batches]))
         images.append(torch.cat([batch.image for batch in batches]))
         for batch in batches:
-            assert torch.equal(batch.text[:, 0], batch.sample_id), "a caption does not belong to its id"
+            assert torch.equal(batch.text[:, 0], batch.sample_id), "caption and sample id do not match"
     return torch.stack(ids), torch.stack(images)
 
 
@@ -107,7 +107,7 @@ def test_resume_with_another_order_is_refused(folder: Path) -> None:
         loaders(folder)[0].load_state_dict(forged)
 
 
-def test_numbers_that_do_not_fit_are_refused_before_any_step(folder: Path) -> None:
+def test_incompatible_settings_are_refused_before_the_first_step(folder: Path) -> None:
     for settings, ranks, message in [
         ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
         ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
@@ -119,7 +119,7 @@ def test_numbers_that_do_not_fit_are_refused_before_any_step(folder: Path) -> No
 
 @pytest.fixture(scope="module")
 def second(folder: Path) -> Path:
-    """A second source. Its captions hold the ids that its samples have after those of the first source."""
+    """A second source; its captions hold its sample ids, which follow those of the first source."""
     other = folder.parent / f"{folder.name}-second"
     write_shards(other, [6, 10, 4], first=48)
     return other
@@ -137,7 +137,7 @@ def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, s
     assert whole.layout.samples == int(48 * weights[0]) + int(20 * weights[1])
     expected, _ = run([whole], 20)
     assert set(expected.flatten().tolist()) <= set(range(68))
-    assert (expected >= 48).any(), "the second source is shown"
+    assert (expected >= 48).any(), "the second source never appears"
     (writer,) = loaders(folder, **options)
     run([writer], 11)
     group = loaders(folder, ranks=4, **options)
@@ -146,7 +146,7 @@ def test_mixtures_resume_exactly_on_another_layout(folder: Path, second: Path, s
     assert torch.equal(run(group, 9)[0], expected[11:])
 
 
-def test_another_weight_is_another_order(folder: Path, second: Path) -> None:
+def test_resume_with_another_weight_is_refused(folder: Path, second: Path) -> None:
     sources = [{"manifest": str(folder)}, {"manifest": str(second), "weight": 0.5}]
     (writer,) = loaders(folder, sources=sources)
     run([writer], 1)
@@ -169,7 +169,7 @@ def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path)
     moved.load_state_dict(piped.state_dict())
 
 
-def test_a_loader_can_be_closed_and_continued(folder: Path) -> None:
+def test_loader_can_be_closed_and_continued(folder: Path) -> None:
     expected, _ = run(loaders(folder), 8)
     (loader,) = loaders(folder, workers=2)
     with loader:
@@ -179,7 +179,7 @@ def test_a_loader_can_be_closed_and_continued(folder: Path) -> None:
     assert torch.equal(torch.cat([first, second]), expected)
 
 
-def test_a_shard_of_another_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_shard_of_the_wrong_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
     write_shards(tmp_path, [8, 8])
     with open(tmp_path / "00001.tar", "ab") as file:
         file.write(b"\0" * 512)
@@ -188,7 +188,7 @@ def test_a_shard_of_another_size_is_refused_before_the_first_step(tmp_path: Path
 
 
 def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    """Also if a worker finds it, and without the worker's traceback."""
+    """This also holds in a worker process, and the message has no worker traceback."""
     write_shards(tmp_path, [20, 20], replace={i: {"txt": b"no image"} for i in range(40)})
     (loader,) = loaders(tmp_path, workers=2, corrupt_limit=1.0)
     with (
@@ -216,7 +216,7 @@ def test_too_little_shared_memory_is_refused(folder: Path, monkeypatch: pytest.M
     loaders(folder, workers=0)
 
 
-def test_another_decoder_is_allowed_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_with_another_decoder_logs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (writer,) = loaders(folder)
     run([writer], 1)
     (reader,) = loaders(folder, decoding="exact")
@@ -224,7 +224,7 @@ def test_another_decoder_is_allowed_with_a_warning(folder: Path, caplog: pytest.
     assert "data.decoding was fast, now exact" in caplog.text
 
 
-def test_resuming_decodes_nothing_that_was_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_does_not_decode_skipped_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (writer,) = loaders(folder)
     run([writer], 4)
     decoded: list[int] = []
@@ -248,7 +248,7 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
     monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", recorded)
     (loader,) = loaders(folder)
     run([loader], loader.steps_per_epoch)
-    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "every boundary between streams opens one shard again"
+    assert len(opened) <= len(SIZES) + loader.layout.streams - 1, "shards are opened again only at stream boundaries"
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,7 @@ def test_every_stream_reads_its_shards_once_and_in_order(folder: Path, monkeypat
         (OSError("Caught OSError in DataLoader worker process 0.\nOriginal Traceback ..."), False),
     ],
 )
-def test_a_killed_worker_is_reported_and_errors_of_workers_are_not_mistaken_for_that(
-    folder: Path, error: Exception, died: bool
-) -> None:
+def test_only_killed_workers_are_reported_as_killed(folder: Path, error: Exception, died: bool) -> None:
     def fail() -> Any:
         raise error
         yield
@@ -274,7 +272,7 @@ def test_a_killed_worker_is_reported_and_errors_of_workers_are_not_mistaken_for_
         next(loader)
 
 
-def test_a_real_worker_that_is_killed_is_reported(folder: Path) -> None:
+def test_killing_a_real_worker_is_reported(folder: Path) -> None:
     (loader,) = loaders(folder, workers=2)
     with loader:
         next(loader)

@@ -1,4 +1,4 @@
-"""Measures of shuffle quality, and what `neuclip plan` reports about the data of a run."""
+"""Shuffle quality metrics, and what `neuclip plan` reports about the data of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_global_shuffle_reaches_the_ideal() -> None:
     assert neighbour_distance(ids) == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_order_of_storage_is_recognized() -> None:
+def test_storage_order_is_recognized() -> None:
     ids = np.arange(SHARDS * SAMPLES)[: 46 * BATCH].reshape(-1, BATCH)
     quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
     assert quality.shards_per_batch < 4
@@ -59,7 +59,7 @@ def test_the_order_of_storage_is_recognized() -> None:
 
 
 def test_canonical_streams_are_shuffled_well() -> None:
-    """The limits are far from what a broken shuffle reaches: one stream, or a buffer of one sample."""
+    """A broken shuffle (one stream, or a buffer of one sample) misses the limits by far."""
     ids = epoch(order())
     quality = shuffle_quality(ids, offsets=OFFSETS, samples=SHARDS * SAMPLES)
     assert quality.shards_per_batch > 0.75 * quality.ideal_shards_per_batch
@@ -78,7 +78,7 @@ def test_more_streams_mix_more_shards() -> None:
     assert found[-1] > 10 * found[0]
 
 
-def test_batches_of_two_epochs_share_no_more_than_by_chance() -> None:
+def test_batches_of_two_epochs_overlap_only_by_chance() -> None:
     first, second = epoch(order(), 0), epoch(order(), 1)
     partners = [{frozenset((a, b)) for row in ids // SAMPLES for a in set(row) for b in set(row) if a < b}
                 for ids in (first[:3], second[:3])]  # fmt: skip
@@ -88,7 +88,7 @@ def test_batches_of_two_epochs_share_no_more_than_by_chance() -> None:
     assert np.mean(overlap) < 2 * expected
 
 
-def test_repeats() -> None:
+def test_repeats_in_window() -> None:
     assert repeats_in_window(np.array([1, 2, 3, 1, 2, 3]), window=2) == 0
     assert repeats_in_window(np.array([1, 2, 3, 1, 2, 3]), window=3) == 0.5
     two = np.concatenate([epoch(order(), e).ravel() for e in (0, 1)])
@@ -99,7 +99,7 @@ def test_repeats() -> None:
     assert repeats_in_window(drawn, window=n) > 0.2
 
 
-def test_plan_counts_what_the_manifest_says(tmp_path: Path) -> None:
+def test_plan_counts_match_the_manifest(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [20, 12, 16, 24])
     config = parse(DataConfig, {"sources": str(tmp_path), "streams": 4, "shuffle_buffer": 6, "workers": 2})
     plan = plan_data(config, ranks=2, global_batch=8, image_size=10)

@@ -1,4 +1,4 @@
-"""Properties that hold for every layout, corruption and resume point: the order, and every sample once."""
+"""Property tests over layouts, corrupt samples and resume points: sample order, and each sample once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def loader(folder: Path, *, world: World, global_batch: int, **options: Any) -> 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Shards, a layout, broken samples (at most a tenth) and a batch to resume at."""
+    """Draw shards, a layout, broken samples (at most a tenth) and a batch to resume at."""
     streams = draw(st.sampled_from([1, 2, 3, 4, 6]))
     rows = draw(st.integers(1, 3))
     sizes = draw(st.lists(st.integers(1, 17), min_size=1, max_size=8).filter(lambda s: sum(s) >= 2 * streams * rows))
@@ -78,7 +78,7 @@ def test_order_resume_and_counts(case: dict[str, Any], tmp_path_factory: pytest.
     first_epoch = ids_of([whole], steps)
     _check_counts(first_epoch, whole, case["broken"])
 
-    # Another number of ranks, resumed at any batch from the state of a single rank.
+    # Resume at any batch on another number of ranks, from the state of a single rank.
     total = steps + 3
     expected = first_epoch + ids_of([whole], total - steps)
     stop = min(case["stop"], total)
@@ -108,7 +108,7 @@ def _check_counts(batches: list[list[int]], whole: Loader, broken: dict[int, str
     assert not set(shown) & set(broken), "a corrupt sample was shown"
     assert {i for i in planned if i not in broken} <= set(shown), "a good sample was left out"
     for nominal, found in zip(planned, [i for batch in batches for i in batch], strict=True):
-        assert nominal == found or nominal in broken, "a good sample is in another row than planned"
+        assert nominal == found or nominal in broken, "a good sample is not in its planned row"
     report = whole.report()
     hashes = [order_hash(np.array(ids), epoch=0, batch=t, first_row=0) for t, ids in enumerate(batches)]
     assert report.order_hash == f"{sum(hashes) % 2**64:016x}"
@@ -118,7 +118,7 @@ def _check_counts(batches: list[list[int]], whole: Loader, broken: dict[int, str
     assert report.dropped == whole.n - len(planned)
 
 
-def test_substitutes_are_never_rows_of_the_same_batch(tmp_path: Path) -> None:
+def test_substitutes_are_never_from_the_same_batch(tmp_path: Path) -> None:
     sizes = [50] * 12
     broken = dict.fromkeys(range(0, 600, 5), BROKEN["image cannot be decoded"])
     write_shards(tmp_path, sizes, replace=broken)
@@ -131,7 +131,7 @@ def test_substitutes_are_never_rows_of_the_same_batch(tmp_path: Path) -> None:
         repeats += [t - last_seen[i] for i in batch if i in last_seen]
         last_seen |= dict.fromkeys(batch, t)
     assert 90 < len(repeats) <= 120
-    assert statistics.median(repeats) <= 8, "substitutes come from batches nearby"
+    assert statistics.median(repeats) <= 8, "substitutes must come from nearby batches"
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 4])
@@ -153,7 +153,7 @@ def test_workers_fill_the_same_rows(tmp_path: Path, shares: int) -> None:
         assert found == batch.sample_id.tolist()
 
 
-def test_a_sample_that_occurs_twice_in_an_epoch_gets_two_crops(tmp_path: Path) -> None:
+def test_sample_that_occurs_twice_in_an_epoch_gets_two_crops(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     source = [{"manifest": str(tmp_path), "weight": 2}]
     one = loader(tmp_path, world=World(), global_batch=16, streams=1, crop={"scale": [0.2, 1.0]}, sources=source)
@@ -164,7 +164,7 @@ def test_a_sample_that_occurs_twice_in_an_epoch_gets_two_crops(tmp_path: Path) -
     assert (first != second).flatten(1).any(dim=1).all()
 
 
-def test_captions_of_a_json_field_are_drawn_again_every_time(tmp_path: Path) -> None:
+def test_captions_of_a_json_list_are_redrawn_every_epoch(tmp_path: Path) -> None:
     """The first token of `count_tokens` is the caption's number."""
     body = json.dumps({"all": ["caption 1", "caption 2", "caption 3", "", 7], "one": "caption 4"}).encode()
     write_shards(tmp_path, [24], replace={i: {"jpg": jpeg(i), "json": body} for i in range(24)})
@@ -186,8 +186,8 @@ def test_captions_of_a_json_field_are_drawn_again_every_time(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sources_may_have_their_captions_in_different_places(tmp_path: Path, workers: int) -> None:
-    """Sample id i has the caption i in the first source (its text) and 100 + i in the second (a field of its JSON)."""
+def test_sources_may_store_captions_differently(tmp_path: Path, workers: int) -> None:
+    """Sample i has caption i in the first source (text file) and caption 100 + i in the second (JSON field)."""
     write_shards(tmp_path / "a", [8])
     bodies = {i: {"jpg": jpeg(i), "json": json.dumps({"title": f"caption {108 + i}"}).encode()} for i in range(8)}
     write_shards(tmp_path / "b", [5, 3], replace=bodies)
@@ -200,7 +200,7 @@ def test_sources_may_have_their_captions_in_different_places(tmp_path: Path, wor
         loader(tmp_path, world=World(), global_batch=16, streams=2, sources=[{**sources[1], "caption": "json:"}])  # type: ignore[dict-item]
 
 
-def test_a_sample_gets_another_crop_in_every_epoch(tmp_path: Path) -> None:
+def test_sample_gets_a_new_crop_every_epoch(tmp_path: Path) -> None:
     write_shards(tmp_path, [8])
     one = loader(tmp_path, world=World(), global_batch=8, streams=1, crop={"scale": [0.2, 1.0]})
     first, second = next(one), next(one)
@@ -209,7 +209,7 @@ def test_a_sample_gets_another_crop_in_every_epoch(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9), max_size=4), max_size=60))
-def test_a_tally_counts_like_a_counter_and_earlier_ones_stay_valid(batches: list[dict[str, int]]) -> None:
+def test_tally_counts_like_a_counter_and_earlier_tallies_stay_valid(batches: list[dict[str, int]]) -> None:
     plain, states = Counter[tuple[str, str]](), [Tally()]
     for batch in batches:
         plain.update(fresh := Counter({(reason, "shard"): count for reason, count in batch.items()}))

@@ -1,4 +1,4 @@
-"""Reading shards: every tar format, pipes and URLs, and what happens when they fail."""
+"""Reading shards: every tar format, pipes and URLs, and their failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reader(manifest: Manifest, *, retries: int = 0) -> SequentialReader:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("skip", [0, 1, 6])
-def test_records_equal_those_of_tarfile(tmp_path: Path, dialect: int, skip: int) -> None:
+def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int) -> None:
     samples = [sample(i) for i in range(7)]
     write_tar(tmp_path / "a.tar", samples, format=dialect)
     with open_records(str(tmp_path / "a.tar"), skip=skip) as records:
@@ -54,7 +54,7 @@ def test_records_equal_those_of_tarfile(tmp_path: Path, dialect: int, skip: int)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_records_equal_those_of_webdataset(tmp_path: Path, dialect: int) -> None:
+def test_records_match_webdataset(tmp_path: Path, dialect: int) -> None:
     import webdataset
 
     samples = [sample(i) for i in range(5)]
@@ -89,7 +89,7 @@ def test_long_names_directories_and_extended_headers(tmp_path: Path, dialect: in
             assert next(read_records(file)) == record
 
 
-def test_names_split_at_the_first_dot_of_the_last_part() -> None:
+def test_names_split_at_the_first_dot_of_the_file_name() -> None:
     assert split_name("a.b/c.d.JPG") == ("a.b/c", "d.jpg")
 
 
@@ -102,7 +102,7 @@ def test_reading_continues_across_shards_from_any_position(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("cut", [100, 600, 3000])
 def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
-    """Cut in the first header, the image and the caption of sample 3."""
+    """The shard is cut in the first header, the image or the caption of sample 3."""
     manifest = write_shards(tmp_path, [5, 3])
     path = tmp_path / "00000.tar"
     with open(path, "rb") as file:
@@ -115,7 +115,7 @@ def test_a_truncated_shard_loses_only_its_end(tmp_path: Path, cut: int) -> None:
     assert [r.caption for r in records if not r.problem] == [f"caption {i}".encode() for i in (0, 1, 2, 5, 6, 7)]
 
 
-def test_a_flipped_header_ends_the_shard(tmp_path: Path) -> None:
+def test_corrupt_header_ends_the_shard(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [4])
     path = tmp_path / "00000.tar"
     with open(path, "rb") as file:
@@ -126,7 +126,7 @@ def test_a_flipped_header_ends_the_shard(tmp_path: Path) -> None:
     assert [r.problem for r in reader(manifest).read(0)] == ["", "", TRUNCATED, TRUNCATED]
 
 
-def test_a_missing_shard_is_retried_and_then_lost(tmp_path: Path) -> None:
+def test_missing_shard_is_retried_and_then_given_up(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [3, 2])
     (tmp_path / "00001.tar").unlink()
     one = reader(manifest, retries=2)
@@ -161,7 +161,7 @@ class Flaky(MemoryFileSystem):
 
 
 class Dropping(io.BytesIO):
-    """A connection that ends after so many bytes."""
+    """A connection that fails after `after` bytes."""
 
     def __init__(self, data: bytes, after: int) -> None:
         super().__init__(data)
@@ -199,7 +199,7 @@ def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))
     one = reader(remote, retries=1)
     assert list(one.read(0)) == list(reader(manifest).read(0))
-    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first of its place"  # type: ignore[attr-defined]
+    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"  # type: ignore[attr-defined]
 
 
 def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
@@ -251,7 +251,7 @@ def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path: Path) -> No
     assert {r.problem for r in reader(remote).read(0)} == {"", "shard cannot be read (OSError)"}
 
 
-def test_shards_that_do_not_match_are_refused(tmp_path: Path) -> None:
+def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
     manifest = write_shards(tmp_path, [5, 3, 4])
     assert check_shards(manifest, World()) == 3
     assert sum(check_shards(manifest, World(rank=k, size=2)) for k in range(2)) == 3
@@ -264,7 +264,7 @@ def test_shards_that_do_not_match_are_refused(tmp_path: Path) -> None:
         check_shards(only, World())
 
 
-def test_damaged_bytes_raise_nothing_but_damaged_tar(tmp_path: Path) -> None:
+def test_damaged_bytes_raise_only_damaged_tar(tmp_path: Path) -> None:
     rng = random.Random(0)
     write_tar(tmp_path / "a.tar", [sample(i) for i in range(3)], format=tarfile.PAX_FORMAT)
     whole = (tmp_path / "a.tar").read_bytes()
@@ -284,8 +284,8 @@ def test_a_planned_epoch_covers_every_sample_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turn", [0, 137])
-def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> None:
-    """Also after a resume, when samples whose turn has passed are read again."""
+def test_stream_memory_is_bounded_by_its_buffer(tmp_path: Path, turn: int) -> None:
+    """This also holds after a resume, when samples that were already emitted are read again."""
     write_shards(tmp_path, [60, 70, 70])
     order = stream_order(seed=0, epoch=0, stream=0, length=200, buffer=20)
     stream = StreamReader(reader(manifest := load_manifest(tmp_path)), order=order, first=0, turn=turn)
@@ -298,7 +298,7 @@ def test_a_stream_keeps_no_more_than_its_buffer(tmp_path: Path, turn: int) -> No
     assert kept[-1] == 0
 
 
-def test_peek_reads_a_place_again_if_its_turn_has_passed(tmp_path: Path) -> None:
+def test_peek_rereads_a_sample_that_was_already_taken(tmp_path: Path) -> None:
     write_shards(tmp_path, [30])
     order = stream_order(seed=0, epoch=0, stream=0, length=30, buffer=4)
     stream = StreamReader(reader(load_manifest(tmp_path)), order=order, first=0, turn=0)
@@ -307,7 +307,7 @@ def test_peek_reads_a_place_again_if_its_turn_has_passed(tmp_path: Path) -> None
     assert stream.peek(first) == taken
     ahead = stream.peek(29)
     assert ahead.caption == b"caption 29"
-    assert stream.kept_bytes < 10 * ahead.size + 10_000, "a peek far ahead does not fill the buffer"
+    assert stream.kept_bytes < 10 * ahead.size + 10_000, "a peek far ahead must not fill the buffer"
     assert [stream.take(i).caption for i in order.places(1, 30).tolist()] == [
         f"caption {i}".encode() for i in order.places(1, 30).tolist()
     ]

@@ -1,4 +1,4 @@
-"""Manifests with very many shards: arrays shared by a node's processes, the same order as with a list of shards."""
+"""Large manifests: arrays are shared by a node's processes, and the order is the same as from a list of shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.shards import count_tokens, write_shards
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A node's cache of its own, which every manifest uses, however small."""
+    """A separate node cache, used for every manifest, however small."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(manifest_format, "SHARED_BYTES", 0)
     monkeypatch.setattr(mixtures, "SHARED_SHARDS", 0)
@@ -50,11 +50,11 @@ def rows(sizes: list[int], name: str = "a") -> list[tuple[str, int, int, str]]:
     return [(f"{name}/{i:03d}é.tar", size, 100 * size, f"{i:064x}") for i, size in enumerate(sizes)]
 
 
-# The order as it was computed from lists of shards, before manifests were arrays.
+# Reference: the order computed from lists of shards, as before manifests became arrays.
 
 
 def listed_epoch(mixture: Mixture, *, seed: int, epoch: int) -> list[tuple[int, int, int]]:
-    """`(shard, first sample, samples)` of every segment of an epoch, in reading order."""
+    """Return `(shard, first sample, samples)` of every segment of an epoch, in reading order."""
     found: list[tuple[int, int, int]] = []
     samples = [shard.samples for shard in mixture.manifest.shards]
     for source, (low, high) in enumerate(itertools.pairwise(mixture.bounds)):
@@ -74,7 +74,7 @@ def listed_epoch(mixture: Mixture, *, seed: int, epoch: int) -> list[tuple[int, 
 
 
 def listed_ids(order: Order, *, epoch: int) -> list[list[int]]:
-    """Sample ids of all batches of an epoch."""
+    """Return the sample ids of all batches of an epoch."""
     shards, layout = list(order.mixture.manifest.shards), order.layout
     segments = listed_epoch(order.mixture, seed=order.seed, epoch=epoch)
     stored = [shards[shard].offset + k for shard, first, count in segments for k in range(first, first + count)]
@@ -97,7 +97,7 @@ def listed_ids(order: Order, *, epoch: int) -> list[list[int]]:
     epoch=st.integers(0, 3),
     buffer=st.integers(1, 30),
 )
-def test_the_order_is_the_one_of_listed_shards(
+def test_order_matches_the_list_reference(
     sizes: list[list[int]], weights: list[float], streams: int, seed: int, epoch: int, buffer: int
 ) -> None:
     sources = [make_manifest(rows(part, name=str(number))) for number, part in enumerate(sizes)]
@@ -113,7 +113,7 @@ def test_the_order_is_the_one_of_listed_shards(
     assert part == [batch[half.start :] for batch in expected]
 
 
-def test_a_shared_manifest_equals_one_in_memory(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_manifest_equals_one_in_memory(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"source": "[] x", "n": 3}
     written = make_manifest(rows([3, 1, 4]), root=tmp_path, failures={"dns": 2}, facts=facts)
     written.save(tmp_path)
@@ -130,7 +130,7 @@ def test_a_shared_manifest_equals_one_in_memory(tmp_path: Path, cache: Path, mon
     assert load_manifest(tmp_path / MANIFEST_NAME) == written
 
 
-def test_a_manifest_that_was_replaced_is_read_again(tmp_path: Path, cache: Path) -> None:
+def test_replaced_manifest_is_read_again(tmp_path: Path, cache: Path) -> None:
     for sizes in ([3, 1], [3, 2], [7]):
         make_manifest(rows(sizes)).save(tmp_path)
         assert load_manifest(tmp_path).shards.samples.tolist() == sizes
@@ -156,7 +156,7 @@ def test_a_damaged_manifest_is_refused_and_not_stored(tmp_path: Path, cache: Pat
     assert not list(cache.glob("**/*.npy"))
 
 
-def test_a_stored_table_is_sent_by_its_path(tmp_path: Path, cache: Path) -> None:
+def test_stored_table_is_pickled_as_a_path(tmp_path: Path, cache: Path) -> None:
     make_manifest(rows(list(range(1, 2000)))).save(tmp_path)
     mixture = load_mixture(parse(DataConfig, {"sources": str(tmp_path)}))
     sent = pickle.dumps(mixture)
@@ -205,7 +205,7 @@ def test_workers_read_a_shared_manifest(tmp_path: Path, cache: Path) -> None:
 
 
 def compute_shared(folder: str, barrier: Any) -> None:
-    """In a process of its own: leave a file for every time that the arrays are computed."""
+    """Run in a separate process and leave a file each time the arrays are computed."""
     tempfile.tempdir = folder
 
     def make() -> Arrays:
@@ -217,7 +217,7 @@ def compute_shared(folder: str, barrier: Any) -> None:
     assert (found.arrays["x"].tolist(), found.facts) == ([0, 1, 2, 3, 4], {"y": 1})
 
 
-def test_one_of_several_processes_computes_what_all_use(tmp_path: Path) -> None:
+def test_only_one_process_computes_the_shared_arrays(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     processes = [context.Process(target=compute_shared, args=(str(tmp_path), barrier)) for _ in range(4)]
@@ -239,7 +239,7 @@ def test_without_a_private_folder_nothing_is_stored(cache: Path, caplog: pytest.
     assert not list(cache.iterdir())
 
 
-def test_topics_that_are_not_used_for_a_week_are_deleted(cache: Path) -> None:
+def test_topics_unused_for_a_week_are_deleted(cache: Path) -> None:
     def use(topic: str) -> Path:
         folder = shared(topic, "1", lambda: Arrays({"x": np.arange(3)})).folder
         assert folder is not None
@@ -253,7 +253,7 @@ def test_topics_that_are_not_used_for_a_week_are_deleted(cache: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 50, 10**6])
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_objects_are_written_as_json_does_and_read_in_pieces(
+def test_objects_are_written_like_json_and_read_in_chunks(
     chunk: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", chunk)
@@ -271,6 +271,6 @@ def test_objects_are_written_as_json_does_and_read_in_pieces(
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"a": 1', '{"a" 1}', '{"items": [1, 2', '{"items": [1 2]}', "nothing"]
 )
-def test_what_is_not_an_object_is_refused(text: str) -> None:
+def test_invalid_json_objects_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"too early|in place of|Expecting|delimiter"):
         list(read_object(io.StringIO(text), items_of="items"))

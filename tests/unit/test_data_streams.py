@@ -1,4 +1,4 @@
-"""The order as pure functions: hashes, epochs of one or several sources, the shuffle within a stream."""
+"""The sample order as pure functions: hashes, epochs of one or several sources, the shuffle within a stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_keys_depend_on_every_part_and_their_order() -> None:
 @given(
     length=st.integers(1, 400), buffer=st.integers(1, 500), state=st.integers(0, 2**64 - 1), block=st.integers(1, 200)
 )
-def test_a_stream_emits_every_place_once_and_moves_it_by_less_than_its_buffer(
+def test_stream_emits_each_position_once_and_moves_it_less_than_its_buffer(
     length: int, buffer: int, state: int, block: int
 ) -> None:
     order = StreamOrder(state=state, length=length, buffer=buffer)
@@ -56,7 +56,7 @@ def test_a_stream_emits_every_place_once_and_moves_it_by_less_than_its_buffer(
     assert sorted(whole.tolist()) == list(range(length))
     assert np.abs(whole - np.arange(length)).max() < max(1, min(buffer, length))
     small = StreamOrder(state=state, length=length, buffer=buffer)
-    small._block = max(block, small.buffer)  # several blocks, and turns that are not requested in order
+    small._block = max(block, small.buffer)  # several blocks, requested out of order
     for first in (length // 2, 0, length // 3, length - 1):
         last = min(length, first + 37)
         assert small.places(first, last).tolist() == whole[first:last].tolist()
@@ -66,7 +66,7 @@ def test_a_stream_emits_every_place_once_and_moves_it_by_less_than_its_buffer(
     assert small.resume(length) == (length, set())
 
 
-def test_a_reader_keeps_about_half_a_buffer() -> None:
+def test_reader_holds_about_half_a_buffer() -> None:
     order = stream_order(seed=0, epoch=0, stream=0, length=20000, buffer=1000)
     whole = order.places(0, 20000)
     read = np.maximum.accumulate(whole) + 1
@@ -92,8 +92,8 @@ def test_an_epoch_of_one_source_is_a_permutation_of_its_shards() -> None:
     assert ids_of(mixture, plan_epoch(mixture, seed=1, epoch=0)) not in (first, second)
 
 
-def test_this_order_never_changes() -> None:
-    """Recorded values: a run that an earlier version started must continue in the same order."""
+def test_order_matches_recorded_values() -> None:
+    """A run that an earlier version started must continue in the same order."""
     mixture = make_mixture([manifest([5, 9, 4, 6])])
     layout = make_layout(samples=24, global_batch=8, streams=2)
     order = Order(mixture=mixture, layout=layout, seed=7, shuffle_buffer=4)
@@ -101,8 +101,8 @@ def test_this_order_never_changes() -> None:
 
 
 @pytest.mark.parametrize(("weight", "epochs", "times"), [(0.5, 2, 1), (0.25, 4, 1), (2.0, 1, 2), (1.5, 2, 3)])
-def test_a_weight_counts_passes_over_a_source(weight: float, epochs: int, times: int) -> None:
-    """Over enough epochs every sample of a source is seen the same number of times, the other source once an epoch."""
+def test_weight_is_the_number_of_passes_over_a_source(weight: float, epochs: int, times: int) -> None:
+    """Over enough epochs, samples of the weighted source are seen equally often, other samples once per epoch."""
     mixture = make_mixture([manifest([8, 4, 8], "a"), manifest([7, 5], "b")], weights=[weight, 1.0])
     assert mixture.quotas == (int(20 * weight), 12)
     seen: Counter[int] = Counter()
@@ -136,7 +136,7 @@ def test_replacement_draws_shards_uniformly() -> None:
     assert 0.55 * 200 < min(seen.values()) <= max(seen.values()) < 0.75 * 200
 
 
-def test_config_accepts_paths_and_refuses_nonsense() -> None:
+def test_config_accepts_paths_and_refuses_invalid_values() -> None:
     one = parse(DataConfig, {"sources": "x"})
     assert [(s.manifest, s.weight) for s in one.sources] == [("x", 1.0)]
     two = parse(DataConfig, {"sources": ["x", {"manifest": "y", "weight": 0.5}]})

@@ -1,4 +1,4 @@
-"""The demo keeps the data of its own corpus, and only that."""
+"""The demo reuses existing data only if it belongs to the same corpus."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def test_the_same_corpus_is_kept(folders: tuple[Path, Path], capsys: pytest.Capt
     assert capsys.readouterr().out == ""
 
 
-def test_other_settings_or_no_mark_make_it_anew(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_or_a_missing_digest_rebuild_the_corpus(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     data, run = folders
     keep_or_clear(dataclasses.replace(SCENES, pairs=2000), data, run)
     assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
     assert not run.exists()
-    assert (run.with_name("demo-corpus-01234567") / "metrics.jsonl").exists(), "what was trained is lost"
+    assert (run.with_name("demo-corpus-01234567") / "metrics.jsonl").exists(), "the trained run was lost"
     assert "made anew" in capsys.readouterr().out
 
     (data / "corpus.sha256").unlink()
@@ -51,22 +53,22 @@ def test_other_settings_or_no_mark_make_it_anew(folders: tuple[Path, Path], caps
     assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
 
 
-def test_an_interrupted_clearing_is_finished_by_the_next(folders: tuple[Path, Path]) -> None:
+def test_interrupted_cleanup_is_completed_by_the_next_run(folders: tuple[Path, Path]) -> None:
     data, run = folders
     other = dataclasses.replace(SCENES, seed=1)
-    (data / "shards" / "manifest.json").unlink()  # stopped in the middle of the removal
+    (data / "shards" / "manifest.json").unlink()  # as if the removal had been interrupted
     keep_or_clear(other, data, run)
-    assert (data / "corpus.sha256").read_text().strip() != corpus_digest(other)  # the recipe counts as well
+    assert (data / "corpus.sha256").read_text().strip() != corpus_digest(other)  # the digest covers the recipe, too
     assert not (data / "shards").exists()
 
 
-def test_the_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = corpus_digest(SCENES)
     package = tmp_path / "scenes"
     package.mkdir()
     for path in Path(version.__file__).parent.glob("*.py"):
         (package / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(version, "__file__", str(package / "version.py"))
-    assert corpus_digest(SCENES) == before, "the place of the code counts"
+    assert corpus_digest(SCENES) == before, "the location of the code must not change the digest"
     (package / "render.py").write_text("# other pictures\n")
     assert corpus_digest(SCENES) != before

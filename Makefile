@@ -1,12 +1,12 @@
-# Every target makes its own environment on first use; VENV=path puts it elsewhere, PYTHON=... picks the interpreter.
+# Every target creates the virtual environment on first use. VENV=path sets its location, PYTHON=... the interpreter.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTABLE := $(VENV)/.testable
 DOCUMENTABLE := $(VENV)/.documentable
-# pip resumes a download that broke off, but never begins one anew, and 5 GB have to come: so an installation that
-# failed, for whatever reason, is tried again after each of these pauses, in seconds.
+# pip resumes an interrupted download but never restarts one, and about 5 GB are downloaded. A failed installation is
+# therefore retried, whatever the reason, after each of these pauses (in seconds).
 PAUSES ?= 5 30 120
 INSTALL = @trap 'exit 130' INT; install() { \
 	for pause in $(PAUSES) none; do \
@@ -32,7 +32,7 @@ help:
 
 environment: $(READY)
 
-# Two steps, so that deepspeed finds torch when it is built.
+# torch is installed first because building deepspeed needs it.
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
@@ -40,8 +40,8 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# What only tests ask for: the distributors Spark and Ray (0.7 GB), ONNX files, and the reference metrics of
-# clip-benchmark, which need none of what it depends on.
+# Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, and the reference metrics of
+# clip-benchmark, which work without its dependencies.
 $(TESTABLE): $(READY)
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
@@ -54,7 +54,7 @@ $(DOCUMENTABLE): $(READY)
 demo: $(READY)
 	@$(BIN)/neuclip demo
 
-# Two files at a time, one thread each: most tests wait for processes that they start.
+# Two test files in parallel, one thread each: most tests wait for the processes they start.
 test: $(TESTABLE)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -63,12 +63,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/settings.md, from the docstrings of the configuration classes.
+# Generates docs/settings.md from the docstrings of the configuration classes.
 settings: $(READY)
 	$(BIN)/python -m jobs.settings --markdown > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
-# Needs no network; read it with `python -m http.server --directory build/site`.
+# Needs no network. Serve the result with `python -m http.server --directory build/site`.
 docs: $(DOCUMENTABLE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

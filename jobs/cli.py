@@ -1,4 +1,4 @@
-"""`neuclip`: one program, one subcommand per job; each job module is imported only when it is called."""
+"""`neuclip`: one subcommand per job; a job's module is imported only when the job runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from pipeline.errors import UserError, is_out_of_memory
 COMMANDS = {
     "demo": ("jobs.demo", "Make the built-in corpus, ingest, train, evaluate and report, with one command."),
     "download": ("jobs.download", "Turn a URL table into webdataset shards with a manifest."),
-    "pairs": ("jobs.pairs", "Turn your own image-text pairs, in whatever form, into shards with a manifest."),
-    "manifest": ("jobs.manifest", "Take webdataset shards that you have already into training."),
-    "plan": ("jobs.plan", "Tell what a recipe will cost in memory, time and reading, before a run."),
+    "pairs": ("jobs.pairs", "Turn your own image-text pairs into shards with a manifest."),
+    "manifest": ("jobs.manifest", "Write the manifest of existing webdataset shards."),
+    "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
-    "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets, every digest and count verified."),
+    "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets and verify every digest and count."),
     "doctor": ("jobs.doctor", "Check this node before a run: versions, GPUs, collectives, disk, data."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
-    "watch": ("jobs.watch", "Evaluate a run's checkpoints as they appear, with any number of watchers."),
-    "export": ("jobs.export", "Write a checkpoint as a folder that open_clip and model hubs load, with a model card."),
-    "normalizers": ("jobs.normalizers", "Measure exact log-normalizers of a run, and how wrong its method's own are."),
-    "study": ("jobs.study", "Run a declared set of runs (the papers' tables at a desk or in full), and render it."),
+    "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
+    "export": ("jobs.export", "Export a checkpoint to a folder that open_clip and model hubs load, with a model card."),
+    "normalizers": (
+        "jobs.normalizers",
+        "Compute a run's exact log-normalizers and the error of its method's estimates.",
+    ),
+    "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its tables and figures."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
     "settings": ("jobs.settings", "List settings with their defaults and meanings."),
 }
@@ -37,7 +40,7 @@ EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
 
 class LazyGroup(click.Group):
-    """A click group that lists its commands from a table and imports only the one that runs."""
+    """A click group that lists its commands from a table and imports only the invoked one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -66,7 +69,7 @@ class LazyGroup(click.Group):
 def cli(debug: bool) -> None:
     """Pretrain CLIP models with few GPUs: from URLs to an evaluated model.
 
-    `neuclip COMMAND --help` tells what a command does. Settings are `section.key=value`; see jobs/recipes/.
+    `neuclip COMMAND --help` describes a command. Settings are `section.key=value`; see jobs/recipes/.
     """
 
 
@@ -76,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str) -> None:
-    """Run a click command and end the process: 0 done, 2 the user's to mend, 70 ours to mend, 130 interrupted."""
-    # Threads of OpenMP that spin while they wait take the cores from loading workers and from other ranks.
+    """Run a click command and exit: 0 done, 2 the user can fix it, 70 a bug of the program, 130 interrupted."""
+    # OpenMP threads that spin while waiting take CPU cores from data-loading workers and other ranks.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -121,7 +124,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    world = sys.modules.get("pipeline.distributed.world")  # not imported by those who need no torch
+    world = sys.modules.get("pipeline.distributed.world")  # not imported by commands that need no torch
     if world is not None:
         world.leave(code)
     sys.exit(code)

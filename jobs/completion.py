@@ -13,14 +13,14 @@ PACKAGE = Path(__file__).parents[1] / "pipeline"
 
 
 def complete_settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Settings of a run that begin so, each with its `=`."""
+    """Settings of a run that start with `incomplete`, each followed by `=`."""
     if "=" in incomplete:
         return []
     return [CompletionItem(f"{key}=") for key in run_settings() if key.startswith(incomplete)]
 
 
 def run_settings() -> list[str]:
-    """Every dotted setting of a run, from a cache: importing the configuration takes seconds, and a TAB must not."""
+    """Every dotted setting of a run. Cached, because importing the configuration takes seconds."""
     newest = max(path.stat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "neuclip"
     path = folder / "settings.json"
@@ -36,7 +36,7 @@ def run_settings() -> list[str]:
 
         write_json(path, {"newest": newest, "package": str(PACKAGE), "settings": settings})
     except OSError:
-        pass  # without a cache the next TAB is as slow
+        pass  # without a cache, the next completion is slow again
     return settings
 
 

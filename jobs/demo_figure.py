@@ -1,7 +1,7 @@
 """The README's picture, drawn from a demo's results: `python -m jobs.demo_figure runs/demo`.
 
-The run's last evaluation goes to docs/figures/demo.json, and from that file alone come demo-light.svg and
-demo-dark.svg beside it. Without a run the pictures are drawn again from the data.
+The run's last evaluation is written to docs/figures/demo.json; demo-light.svg and demo-dark.svg beside it are drawn
+from that file alone. Without a run, the pictures are redrawn from the existing file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu 
 @click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=FOLDER, help="[docs/figures]")
 def command(run: Path | None, output: Path) -> None:
-    """Draw the README's picture of the demo, from RUN or from the data of the last one."""
+    """Draw the README's picture of the demo from RUN, or from the stored data without RUN."""
     if run is not None:
         write_text(output / DATA_NAME, json.dumps(collect(run), indent=1, ensure_ascii=False) + "\n")
     data = json.loads((output / DATA_NAME).read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def command(run: Path | None, output: Path) -> None:
 
 
 def collect(run: Path) -> dict[str, Any]:
-    """Scores and retrieval examples of the run's last evaluation, in the order in which they are stored."""
+    """Scores and retrieval examples of the run's last evaluation, as written to demo.json."""
     from pipeline.report.run_data import read_run
 
     found = read_run(run)

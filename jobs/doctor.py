@@ -30,7 +30,7 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
 )
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of the gloo test.")
 def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int) -> int:
-    """Check this node: versions, GPUs, collectives, disk, shared memory, compiler, data; and say what to fix."""
+    """Check this node (versions, GPUs, collectives, disk, shared memory, compiler, data) and report what to fix."""
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
     found = []
@@ -45,7 +45,7 @@ def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constrai
 def examine(
     output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
 ) -> Iterator[NodeFinding]:
-    """Run all checks, cheap ones first, and yield each finding when it is made."""
+    """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
     from pipeline.planning import node_checks
 
     yield from node_checks.check_packages(constraints)

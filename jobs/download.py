@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     "--recipe", type=RecipePath(DOWNLOAD), help="YAML with settings, or a name: cc3m; see jobs/recipes/download/."
 )
 @click.option("--plan-only", is_flag=True, help="Check the source and lay out the URL list; fetch nothing.")
-@click.option("--retry-failed", is_flag=True, help="Ask again for what failed for a passing reason, and only for that.")
+@click.option("--retry-failed", is_flag=True, help="Retry only URLs that failed for a temporary reason.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: tuple[str, ...]) -> None:
     """Turn a URL table into webdataset shards with a manifest.
 
-    The smallest call: neuclip download output=data/mine source.table=urls.parquet
+    Minimal example: neuclip download output=data/mine source.table=urls.parquet
 
     Run it again to continue after any interruption. Loopback and private addresses are refused unless named in
     guard.allow_addresses.
 
-    Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes nothing but the plan; all settings
-    with their defaults are in data_prep/settings/download_config.py, and what a run used is in OUTPUT/download.yaml.
+    Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes only the plan. All settings and their
+    defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
     """
     from data_prep.dataset.disk_errors import explained
     from data_prep.settings.download_config import DownloadConfig
@@ -63,7 +63,7 @@ def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None
 
 
 def summary(manifest: Manifest, folder: Path) -> str:
-    """What a finished download gave, as lines for the terminal."""
+    """Summary of a finished download, as lines for the terminal."""
     from data_prep.reasons import is_transient
 
     head = (
@@ -83,7 +83,7 @@ def _note(text: str) -> None:
 
 
 class ProgressBar:
-    """A progress bar on a terminal; a line every ten seconds elsewhere."""
+    """A progress bar on a terminal; otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         from rich.console import Console

@@ -15,18 +15,18 @@ EXIT_PROBLEMS = 1
 @click.option(
     "--mirror", type=click.Path(file_okay=False), help="A local folder of the sets, such as DataComp's own download."
 )
-@click.option("--endpoint", help="Another hub with the same interface.")
-@click.option("--check", is_flag=True, help="Only verify what was fetched before; needs no network.")
+@click.option("--endpoint", help="URL of another hub with the same API.")
+@click.option("--check", is_flag=True, help="Only verify the sets already in FOLDER; needs no network.")
 @click.option(
-    "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, your own too (suite.json)."
+    "--lock", is_flag=True, help="Record counts and digests of all tasks in FOLDER, including your own, in suite.json."
 )
 def command(
     folder: str, only: tuple[str, ...], mirror: str | None, endpoint: str | None, check: bool, lock: bool
 ) -> int:
     """Fetch the evaluation sets into FOLDER, from the hub or a local mirror, and verify them.
 
-    Run it again to continue; what is there and whole is not fetched again. With --lock nothing is fetched: what FOLDER
-    holds is recorded, and every later evaluation of it is checked against that. Exits with 1 when a set is missing or
+    Run it again to continue; complete sets are not fetched again. With --lock nothing is fetched: the contents of
+    FOLDER are recorded, and every later evaluation is checked against this record. Exits with 1 if a set is missing or
     wrong.
     """
     if lock:

@@ -1,6 +1,6 @@
-"""`neuclip evaluate`: scores of one or several checkpoints on a suite of tasks.
+"""`neuclip evaluate`: evaluate one or more checkpoints on a suite of tasks.
 
-Several processes: `accelerate launch --num_processes 4 --module jobs.evaluate CHECKPOINT --suite DIR`.
+With several processes: `accelerate launch --num_processes 4 --module jobs.evaluate CHECKPOINT --suite DIR`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEY_WIDTH = 51  # the longest key of the benchmark has 50 letters
 @click.command("evaluate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, required=True, metavar="CHECKPOINT... [KEY=VALUE...]")
 @click.option("--suite", required=True, help="A folder or YAML file of tasks, or a name below --data.")
-@click.option("--data", type=click.Path(path_type=Path), help="Where named suites live [$NEUCLIP_EVALUATION_DATA].")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder of the results [RUN/evaluation/CHECKPOINT].")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of named suites [$NEUCLIP_EVALUATION_DATA].")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for the results [RUN/evaluation/CHECKPOINT].")
 @click.option("--task", "tasks", multiple=True, help="Only this task; may be given several times.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(
@@ -34,13 +34,13 @@ def command(
 ) -> int:
     """Evaluate every CHECKPOINT on a suite, all of them in one pass over its images.
 
-    A CHECKPOINT is a folder of ours (RUN/checkpoints/step-00000500), a run (its latest), a hub folder, or
-    ARCH:PRETRAINED: ARCH is an open_clip name or a JSON file of its kind (my-model.json), PRETRAINED one of its tags or
-    a weights file (ViT-B-32:openai, my-model.json:weights.safetensors). A suite is a folder of tasks, a YAML file that
-    describes tasks, or datacomp or scenes below --data. Settings are KEY=VALUE, for example workers=8 batch_size=256
-    cache=/fast/pixels; only micro_batch, precision and blank_class (keep or drop) can change a score. Results are one
-    JSON per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv; a result whose inputs have
-    not changed is not computed again. Exits with 1 when a task failed.
+    A CHECKPOINT is a checkpoint folder (RUN/checkpoints/step-00000500), a run (its latest checkpoint), a hub folder, or
+    ARCH:PRETRAINED, where ARCH is an open_clip name or a model config in JSON (my-model.json) and PRETRAINED one of its
+    tags or a weights file (ViT-B-32:openai, my-model.json:weights.safetensors). A suite is a folder of tasks, a YAML
+    file that describes tasks, or datacomp or scenes in the folder --data. Settings are KEY=VALUE, for example workers=8
+    batch_size=256 cache=/fast/pixels; only micro_batch, precision and blank_class (keep or drop) can change a score.
+    The results are one JSON file per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv.
+    Results whose inputs have not changed are reused. Exits with 1 if a task failed.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
@@ -74,7 +74,7 @@ def command(
 
 
 def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
-    """A task's line, with one column of scores per checkpoint; below it what failed, and for which checkpoints."""
+    """The line of a task with one score per checkpoint, followed by failures and the checkpoints they affect."""
     cells = ["FAILED" if key in e.failures else f"{e.results[key].score:.4f}" for e in evaluations]
     lines = [f"{key:<{KEY_WIDTH}}" + "".join(f"{cell:>8}" for cell in cells)]
     scored = [e for e in evaluations if key in e.results]
@@ -95,7 +95,7 @@ def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _heading(sources: Sequence[str]) -> list[str]:
-    """Which column belongs to which checkpoint, where there are several."""
+    """Lines that number the checkpoints and the columns; none for a single checkpoint."""
     if len(sources) == 1:
         return []
     columns = "".join(f"{f'[{number}]':>8}" for number in range(1, len(sources) + 1))
@@ -103,11 +103,11 @@ def _heading(sources: Sequence[str]) -> list[str]:
 
 
 def _report(evaluation: Evaluation) -> list[str]:
-    """What the summary says: the tasks of this suite and settings, evaluated now or earlier into the same folder."""
+    """The summary: all tasks of this suite with these settings, evaluated now or earlier in the same folder."""
     from pipeline.evaluation.runner.aggregate import describe
 
     summary = evaluation.summary
-    if summary is None:  # on other processes than the first
+    if summary is None:  # on all processes but the first
         return []
     earlier = len(summary.results) - len(evaluation.results)
     with_earlier = f" ({earlier} of them evaluated earlier)" if earlier else ""

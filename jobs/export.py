@@ -1,4 +1,4 @@
-"""`neuclip export`: a checkpoint as a folder that open_clip and model hubs take, with a model card."""
+"""`neuclip export`: write a checkpoint as a folder that open_clip and model hubs load, with a model card."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import click
 @click.command(name="export")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--torch", "with_torch", is_flag=True, help="Also both towers as torch.export programs (.pt2).")
-@click.option("--onnx", "with_onnx", is_flag=True, help="Also both towers as ONNX; needs the extra `onnx`.")
+@click.option("--torch", "with_torch", is_flag=True, help="Also write both towers as torch.export programs (.pt2).")
+@click.option("--onnx", "with_onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")
 @click.option(
     "--format", "form", type=click.Choice(["open_clip", "transformers"]), default="open_clip", show_default=True
 )
-@click.option("--license", "licence", metavar="ID", help="Licence of the weights in the model card: apache-2.0, ...")
-@click.option("--push", metavar="REPO", help="Upload the export to this repository of the hub (OWNER/NAME).")
-@click.option("--private", is_flag=True, help="With --push: a repository that it creates is private.")
+@click.option("--license", "licence", metavar="ID", help="Licence of the weights, for the model card: apache-2.0, ...")
+@click.option("--push", metavar="REPO", help="Upload the export to this hub repository (OWNER/NAME).")
+@click.option("--private", is_flag=True, help="With --push: make a newly created repository private.")
 def command(
     checkpoint: Path,
     output: Path,
@@ -28,11 +28,11 @@ def command(
     push: str | None,
     private: bool,
 ) -> None:
-    """Export CHECKPOINT (one of a run's, or the run: its newest) into the new folder OUTPUT.
+    """Export CHECKPOINT (a checkpoint folder, or a run: its newest checkpoint) to the new folder OUTPUT.
 
-    OUTPUT/open_clip_model.safetensors loads with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), and the
-    folder as "local-dir:OUTPUT" or, uploaded, as "hf-hub:NAME". --format transformers writes a CLIPModel instead.
-    Everything written is compared with the trained model.
+    Load OUTPUT/open_clip_model.safetensors with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), the
+    folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel instead.
+    All exported models are compared with the trained model.
     """
     from pipeline.errors import UserError
     from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters

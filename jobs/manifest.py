@@ -8,21 +8,21 @@ import click
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option(
-    "--shards", multiple=True, metavar="PATTERN", help="URLs, `pipe:` commands or paths of shards in other places."
+    "--shards", multiple=True, metavar="PATTERN", help="URLs, `pipe:` commands or paths of shards outside FOLDER."
 )
 @click.option(
     "--caption",
     default="txt",
     show_default=True,
-    help="Where captions are, as in data.caption: a suffix, or json:FIELD.",
+    help="Location of captions, as in data.caption: a suffix, or json:FIELD.",
 )
-@click.option("--leave-out", is_flag=True, help="Continue without shards that are damaged or empty.")
+@click.option("--leave-out", is_flag=True, help="Skip damaged and empty shards.")
 @click.option("--replace", is_flag=True, help="Overwrite an existing manifest.")
-@click.option("--threads", default=8, show_default=True, type=click.IntRange(min=1), help="Shards read at a time.")
+@click.option("--threads", default=8, show_default=True, type=click.IntRange(min=1), help="Shards read in parallel.")
 def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool, replace: bool, threads: int) -> None:
     """Read webdataset shards once and write FOLDER/manifest.json, so that `data.sources=FOLDER` trains on them.
 
-    Uses all .tar files below FOLDER, or the shards that --shards names: 's3://bucket/laion/{00000..41407}.tar', or
+    Reads all .tar files below FOLDER, or those given by --shards, such as 's3://bucket/laion/{00000..41407}.tar' or
     'pipe:aws s3 cp s3://bucket/{00000..41407}.tar -'. The id of a sample is its position in this order. After an
     interruption, the same command continues where it stopped.
     """

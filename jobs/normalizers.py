@@ -1,4 +1,4 @@
-"""`neuclip normalizers RUN`: exact log-normalizers of a run's checkpoints, and how wrong its method's own are."""
+"""`neuclip normalizers RUN`: exact log-normalizers of a run's checkpoints, and the error of its method's estimates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ RESULT_NAME = "normalizers.jsonl"
 @click.command(name="normalizers", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.normalizers RUN")
 @click.argument("run", type=click.Path(exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--samples", type=click.IntRange(min=2), help="Compare about so many anchors only [all; paper: 10,000].")
-@click.option("--save", is_flag=True, help="Write every compared value to RUN/normalizers/step-*.npz.")
+@click.option("--samples", type=click.IntRange(min=2), help="Number of anchors to compare, about [all; paper: 10,000].")
+@click.option("--save", is_flag=True, help="Write all compared values to RUN/normalizers/step-*.npz.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(run: str, overrides: tuple[str, ...], samples: int | None, save: bool, device: str) -> None:
-    """Exact log-normalizers over the whole dataset, and the error of each method's own (NeuCLIP, appendix B.6).
+    """Compute exact log-normalizers over the whole dataset and the error of the method's estimates.
 
-    RUN is a run's folder, all of whose checkpoints are measured, or one checkpoint. SECTION.KEY=VALUE changes what the
-    checkpoint says of its run, for example data.sources where the shards were moved. Results are appended to
-    normalizers.jsonl beside the checkpoints. "In use": with what the step on an anchor's batch learns first; "cold":
-    from lasting state alone.
+    See NeuCLIP, appendix B.6. RUN is a run's folder, to measure all of its checkpoints, or one checkpoint.
+    SECTION.KEY=VALUE overrides the configuration stored in the checkpoint, for example data.sources if the shards were
+    moved. Results are appended to normalizers.jsonl in the run's folder. "In use": estimates after the updates on the
+    anchor's own batch, as a training step uses them; "cold": estimates from the stored state alone.
     """
     from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of, save_rows
     from pipeline.config import parse_overrides
@@ -51,7 +51,7 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
 
 
 def show(measurements: list[Measurement], *, title: str) -> None:
-    """A table on the terminal, and in a sentence what was left out."""
+    """Print a table and a note on which samples were not measured."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`neuclip pairs`: your own image-text pairs, in whatever form, as shards with a manifest."""
+"""`neuclip pairs`: convert your own image-text pairs to shards with a manifest."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import click
 @click.command(name="pairs")
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--image", metavar="COLUMN", help="Column of the image: a path, or the image's bytes [found].")
-@click.option("--caption", metavar="COLUMN", help="Column, tar suffix or JSON field of the caption [found].")
+@click.option("--image", metavar="COLUMN", help="Column of the image: a path or the encoded bytes [detected].")
+@click.option("--caption", metavar="COLUMN", help="Column, tar suffix or JSON field of the caption [detected].")
 @click.option(
     "--images",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder that image paths start from [the table's].",
+    help="Folder that image paths are relative to [the table's].",
 )
-@click.option("--header", metavar="A,B,...", help="Column names of a table that has no line of names.")
-@click.option("--split", help="Split of a data set [the only one, or train].")
-@click.option("--subset", help="Configuration of a data set on the hub.")
-@click.option("--revision", help="Commit or branch of a data set on the hub.")
-@click.option("--size", type=click.IntRange(min=16), help="Reduce larger images to this shorter side, in pixels.")
-@click.option("--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="Of JPEGs encoded anew.")
-@click.option("--shard-size", type=click.IntRange(min=1), help="Rows of a shard [1/32 of all, from 100 to 10,000].")
-@click.option("--processes", type=click.IntRange(min=1), help="Processes that convert [one per core].")
+@click.option("--header", metavar="A,B,...", help="Column names of a table without a header line.")
+@click.option("--split", help="Split of a dataset [the only one, or train].")
+@click.option("--subset", help="Configuration of a dataset on the hub.")
+@click.option("--revision", help="Commit or branch of a dataset on the hub.")
+@click.option("--size", type=click.IntRange(min=16), help="Downscale larger images to this shorter side, in pixels.")
+@click.option(
+    "--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="JPEG quality when re-encoding."
+)
+@click.option("--shard-size", type=click.IntRange(min=1), help="Rows per shard [1/32 of all, between 100 and 10,000].")
+@click.option("--processes", type=click.IntRange(min=1), help="Number of converting processes [one per core].")
 def command(
     source: str,
     output: Path,
@@ -42,13 +44,13 @@ def command(
     shard_size: int | None,
     processes: int | None,
 ) -> None:
-    """Turn SOURCE into shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
+    """Convert SOURCE to shards with a manifest in the folder OUTPUT; then train with data.sources=OUTPUT.
 
     SOURCE is a CSV, TSV or JSONL table of image files, or a folder with one; a folder of images with .txt files beside
-    them; COCO's captions_*.json; parquet files; a folder of datasets.save_to_disk; webdataset tars; or the name of a
-    data set on the Hugging Face hub. A table of URLs is for `neuclip download`.
+    them; COCO's captions_*.json; parquet files; a folder written by datasets.save_to_disk; webdataset tars; or the name
+    of a dataset on the Hugging Face hub. For a table of URLs use `neuclip download`.
 
-    Interrupted, the same command goes on where it was. OUTPUT/dropped.tsv lists every row that gave no sample.
+    After an interruption, the same command continues. OUTPUT/dropped.tsv lists every row that was dropped.
     """
     from data_prep.pairs.convert import ImageOptions
     from data_prep.pairs.find_source import SourceOptions
@@ -92,7 +94,7 @@ def command(
 
 
 class _Progress:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """A progress bar, shown only on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console

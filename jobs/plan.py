@@ -1,4 +1,4 @@
-"""`neuclip plan`: estimate GPU memory, time, reading and shuffle quality of a recipe before it runs."""
+"""`neuclip plan`: estimate GPU memory, time, data reading and shuffle quality of a recipe before a run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GIB = 2**30
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of GPUs [the recipe's plan.gpus].")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:
-    """Estimate what a recipe will cost: GPU memory by ZeRO stage, steps, arithmetic, GPU hours, reading, shuffling.
+    """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours, data reading and shuffling.
 
-    Needs no GPU, and of the data only the manifest, or plan.dataset_size while there is none. Settings are those of
+    Needs no GPU and only the manifest of the data, or plan.dataset_size if there is none yet. Settings are those of
     `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short, and choose data.streams and
-    data.shuffle_buffer now, because they cannot change within a run.
+    data.shuffle_buffer now, because they cannot change during a run.
     """
     from pipeline.planning.run_plan import plan_run
     from pipeline.training.recipe import load_recipe
@@ -45,7 +45,7 @@ def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -
 
 
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
-    """Arithmetic and time as lines of (label, text)."""
+    """FLOPs and time as lines of (label, text)."""
     cost, towers = plan.cost, plan.towers
     hours = cost.gpu_hours / plan.gpus
     stages = [("stage", f"{what} {part.flops / cost.flops:.0%} of the arithmetic") for what, part in plan.stages]
@@ -73,11 +73,11 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
 
 
 def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
-    """One row of the table per ZeRO stage; figures are GiB on one GPU.
+    """One row of the table per ZeRO stage; values are GiB on one GPU.
 
     Args:
-        plan: the estimates.
-        capacity: memory of one GPU, in GiB.
+        plan: The estimates.
+        capacity: Memory of one GPU, in GiB.
     """
     rows = []
     for stage, part in plan.engine.items():
@@ -127,7 +127,7 @@ def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
 
 
 def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
-    """The data's plan as lines of (label, text)."""
+    """The data plan as lines of (label, text)."""
     layout, quality = plan.layout, plan.quality
     epochs = total_steps / layout.steps
     per_rank = layout.streams // plan.ranks

@@ -1,4 +1,4 @@
-"""`--recipe`: a file, or the name of one that comes with the program."""
+"""The type of `--recipe`: a file, or the name of a bundled recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ DOWNLOAD = TRAINING / "download"
 
 
 class RecipePath(click.ParamType):
-    """`jobs/recipes/cc12m.yaml`, any other path, or just `cc12m`. Raises: UserError naming the nearest recipe."""
+    """A recipe's path (`jobs/recipes/cc12m.yaml` or any other) or name (`cc12m`).
+
+    Raises:
+        UserError: There is no such recipe; the message suggests the nearest name.
+    """
 
     name = "FILE|NAME"
 
@@ -25,7 +29,7 @@ class RecipePath(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         given, named = Path(value), self.folder / f"{value}.yaml"
-        if given.exists() and not given.is_dir():  # a pipe of the shell, too
+        if given.exists() and not given.is_dir():  # also accepts a shell pipe
             return str(given)
         if named.is_file():
             return str(named)
@@ -33,7 +37,7 @@ class RecipePath(click.ParamType):
         raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Names of recipes, or files once a path is begun."""
+        """Recipe names, or files if `incomplete` looks like a path."""
         if "/" in incomplete or incomplete.startswith("."):
             return [CompletionItem(incomplete, type="file")]
         return [CompletionItem(path.stem) for path in sorted(self.folder.glob(f"{incomplete}*.yaml"))]

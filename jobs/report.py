@@ -1,4 +1,4 @@
-"""`neuclip report`: what a run did, on one self-contained page; several runs, compared with each other."""
+"""`neuclip report`: a self-contained page about one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import click
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder to write into [RUN, or comparison/ for several]."
 )
-@click.option("--tensorboard/--no-tensorboard", default=True, help="Scores as scalars below RUN/tensorboard [yes].")
-@click.option("--mixed", is_flag=True, help="Compare runs that were evaluated with different settings or data, too.")
+@click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
+@click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")
 def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool, mixed: bool) -> None:
     """Write report.html and report.md of one RUN, or a comparison of several.
 
-    A RUN is the folder that `neuclip train` or `neuclip demo` wrote. The report names what is missing. The HTML page
-    needs no other file and no network. A comparison also writes its tables as markdown, CSV and LaTeX, with
-    differences to the first RUN and their bootstrap confidence intervals. The scores of a run that logs to
-    TensorBoard are added there.
+    A RUN is a folder written by `neuclip train` or `neuclip demo`. The report lists what is missing. The HTML page
+    needs no other files and no network. A comparison also writes its tables as markdown, CSV and LaTeX, with
+    differences from the first RUN and their bootstrap confidence intervals. If a run logs to TensorBoard, its scores
+    are added there.
     """
     from pipeline.report import write_report
 

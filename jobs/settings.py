@@ -1,4 +1,4 @@
-"""`neuclip settings`: every setting with its default, what is allowed and its meaning, as in docs/settings.md."""
+"""`neuclip settings`: every setting with its default, allowed values and meaning, as in docs/settings.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ the default column names them.
 @click.option("--markdown", is_flag=True, help="Print docs/settings.md.")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
 def command(markdown: bool, words: tuple[str, ...]) -> None:
-    """List settings with their default, what is allowed, and their meaning.
+    """List settings with their defaults, allowed values and meanings.
 
     WORD selects the settings whose name contains it: `neuclip settings data.` or `neuclip settings tau lr`.
     """
@@ -73,7 +73,7 @@ def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
 
 
 def programs() -> dict[str, list[tuple[str, Any, str]]]:
-    """Programs with their sections: heading, class and dotted prefix. The objective's section is not among them."""
+    """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
     from data_prep.settings.download_config import DownloadConfig
     from pipeline.evaluation.runner.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
@@ -95,7 +95,7 @@ def _sections(cls: Any, *, whole: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def _own(cls: Any, prefix: str) -> Iterator[Setting]:
-    """The settings of a section; of a whole program (no prefix) only those outside its sections."""
+    """The settings of a section; for a whole program (no prefix), only those outside its sections."""
     for setting in settings_of(cls, prefix=prefix):
         if prefix or "." not in setting.key:
             yield setting
@@ -108,7 +108,7 @@ def _objective(name: str) -> Any:
 
 
 def page(methods: Sequence[str]) -> str:
-    """docs/settings.md with these objectives."""
+    """The text of docs/settings.md with these objectives."""
     parts = [INTRODUCTION]
     for title, sections in programs().items():
         parts.append(f"## {title}\n\n")
@@ -122,7 +122,7 @@ def page(methods: Sequence[str]) -> str:
 
 
 def _objective_tables(methods: Sequence[str]) -> Iterator[str]:
-    """A table for each group of methods that share settings, the largest group first."""
+    """One table per group of methods that share settings, the largest group first."""
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for name in methods:
         for setting in settings_of(_objective(name), prefix="objective."):
@@ -138,7 +138,7 @@ def _objective_tables(methods: Sequence[str]) -> Iterator[str]:
 
 
 def _defaults(defaults: Mapping[str, str]) -> str:
-    """The commonest default, then the others with their methods."""
+    """The most common default, then the others with their methods."""
     methods_of: dict[str, list[str]] = {}
     for name, value in defaults.items():
         methods_of.setdefault(value, []).append(name)
@@ -167,7 +167,7 @@ def _summary(cls: type) -> str:
 
 
 def _cell(text: str) -> str:
-    """Python's None, True and False by their YAML names; a pipe would end the cell."""
+    """Replace None, True and False by their YAML names, and escape pipes, which would end the table cell."""
     for python, yaml in (("None", "`null`"), ("True", "`true`"), ("False", "`false`")):
         text = re.sub(rf"`?\b{python}\b`?", yaml, text)
     return text.replace("|", "\\|")

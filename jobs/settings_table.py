@@ -1,7 +1,7 @@
-"""What a config section offers: every key with its default, what is allowed, and its attribute docstring.
+"""The settings of a config section: every key with its default, allowed values and attribute docstring.
 
-Settings are documented in one place: a string literal under the field of the `@section` class. `neuclip settings` and
-`docs/settings.md` are both made from it.
+Settings are documented in one place, a string literal under the field of the `@section` class. `neuclip settings` and
+`docs/settings.md` are generated from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REQUIRED, COMPUTED = "required", "computed"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as it is documented."""
+    """The documentation of one setting."""
 
     key: str
     default: str
@@ -38,11 +38,11 @@ class Setting:
 
 
 def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
-    """Every key of a section class with its subsections', in the order of declaration.
+    """Every key of a section class and its subsections, in order of declaration.
 
     Args:
-        cls: a class made by `pipeline.config.section`.
-        prefix: dotted path of the section, with a dot at its end.
+        cls: A class made by `pipeline.config.section`.
+        prefix: Dotted path of the section, with a trailing dot.
     """
     meanings = docstrings(cls)
     for name, field in cls.__pydantic_fields__.items():
@@ -56,14 +56,14 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
 
 
 def undocumented(cls: Any) -> list[str]:
-    """The fields of a section class that have no attribute docstring. Subsections need none: their class has one."""
+    """Fields of a section class without an attribute docstring. Subsections need none, since their class has one."""
     meanings = docstrings(cls)
     fields = cls.__pydantic_fields__.items()
     return [name for name, field in fields if not meanings.get(name) and _dataclass_in(field.annotation) is None]
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Attribute docstrings of a class and its bases by field, each as one paragraph; the nearest class wins."""
+    """Attribute docstrings by field, each as one paragraph; a class overrides its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ not in ("builtins", "abc") and base.__module__ in sys.modules:
@@ -92,7 +92,7 @@ def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return REQUIRED
-    if getattr(field.default_factory, "__name__", "") == "<lambda>":  # of this machine: not the same on every page
+    if getattr(field.default_factory, "__name__", "") == "<lambda>":  # depends on the machine, so it is not printed
         return COMPUTED
     value = field.get_default(call_default_factory=True)
     plain = json.loads(json.dumps(value, default=list))

@@ -1,4 +1,4 @@
-"""`neuclip study NAME`: run a declared set of runs, resumable and in parallel, and render its tables and figures."""
+"""`neuclip study NAME`: run the runs of a study (resumable, in parallel) and render its tables and figures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 @click.argument("name", required=False)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--size", type=click.Choice(["desk", "smoke", "paper"]), default="desk", show_default=True)
-@click.option("--output", help="Folder of runs and results [runs/studies/SIZE]; studies share equal runs in it.")
-@click.option("--parallel", type=click.IntRange(min=1), help="Runs at a time [one a GPU, else one a core].")
-@click.option("--launcher", help="Words before the module, e.g. 'deepspeed --num_gpus {ranks} --module'.")
-@click.option("--list", "list_units", is_flag=True, help="List the runs and what is done, and stop.")
-@click.option("--unit", type=click.IntRange(min=0), help="Run this one of the list only: a task of a job array.")
-@click.option("--slurm", is_flag=True, help="Print a Slurm job array over all runs, and stop.")
-@click.option("--render", "only_render", is_flag=True, help="Render what is done, run nothing.")
-@click.option("--publish", type=click.Path(file_okay=False), help="Write the results below this folder, too.")
+@click.option("--output", help="Folder of runs and results [runs/studies/SIZE]; identical runs are shared by studies.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Runs in parallel [one per GPU, else one per core].")
+@click.option("--launcher", help="Launch command before the module, e.g. 'deepspeed --num_gpus {ranks} --module'.")
+@click.option("--list", "list_units", is_flag=True, help="List the runs and their status, and exit.")
+@click.option("--unit", type=click.IntRange(min=0), help="Run only this entry of the list: a task of a job array.")
+@click.option("--slurm", is_flag=True, help="Print a Slurm job array over all runs, and exit.")
+@click.option("--render", "only_render", is_flag=True, help="Render the finished runs; run nothing.")
+@click.option("--publish", type=click.Path(file_okay=False), help="Also write the results below this folder.")
 def command(
     name: str | None,
     overrides: tuple[str, ...],
@@ -36,11 +36,11 @@ def command(
     only_render: bool,
     publish: str | None,
 ) -> int:
-    """Reproduce a table or figure of the papers: at a desk on the built-in corpus, or in full on the real data.
+    """Reproduce a table or figure of the papers: small on the built-in corpus, or in full on the real data.
 
-    Without NAME: what there is. Started again, a study continues; finished runs are never repeated, and studies share
-    the runs that they have in common. SECTION.KEY=VALUE changes every run, for example evaluation.suite=/data/suite
-    for the paper's size. Exit code 1: some runs failed; the rest is rendered.
+    Without NAME, lists the studies. Run again, a study continues: finished runs are not repeated, and studies share
+    identical runs. SECTION.KEY=VALUE changes every run, for example evaluation.suite=/data/suite for the paper's size.
+    Exit code 1: some runs failed; the others are rendered.
     """
     from jobs.studies import separation
     from jobs.studies.declare import load_study, study_names, units_of
@@ -84,7 +84,7 @@ def command(
 def run_separation(
     size: str, place: Path, *, parallel: int | None, only_list: bool, only_render: bool, publish: str | None
 ) -> int:
-    """The study on synthetic pairs, whose runs take seconds and share processes. Returns the exit code."""
+    """Run the study on synthetic pairs, whose short runs share processes. Returns the exit code."""
     from jobs.studies import separation, separation_page
 
     if size not in separation.SIZES:
@@ -108,7 +108,7 @@ def run_separation(
 def run_units(
     study: Study, units: list[Unit], *, size: str, place: Path, parallel: int | None, launcher: str | None
 ) -> dict[str, int]:
-    """Run what is not done yet. Returns the exit codes of failed runs by label."""
+    """Run the units that are not finished. Returns the exit codes of failed runs by label."""
     from jobs.studies.declare import distinct, load_size
     from jobs.studies.schedule import is_done, run_all, write_spec
 
@@ -121,16 +121,17 @@ def run_units(
     prepared = []
     for each in left:
         shards, suite = data.get(each.corpus or "", ((), ()))
-        places = (*shards, *(suite if study.measure != "none" else ()))  # what is only timed is not evaluated
+        places = (*shards, *(suite if study.measure != "none" else ()))  # timing runs are not evaluated
         prepared.append((each, write_spec(each, place, facts=facts, measure=study.measure, places=places)))
     at_once = 1 if study.alone else parallel
     return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
 
 
 def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Make the built-in corpora that are asked for, by the demo's own stages.
+    """Create the built-in corpora `names` with the stages of the demo.
 
-    Returns overrides that say where the shards and the suite of each lie.
+    Returns:
+        For each corpus, the overrides that set the locations of its shards and of its suite.
     """
     from data_prep.scenes import FaultRates, ScenesConfig
     from jobs.demo import ingest, make_suite
@@ -155,7 +156,7 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tup
 
 
 def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str | None, command: str) -> None:
-    """Tables and figures of what is done."""
+    """Write tables and figures of the finished runs."""
     from jobs.studies.outcomes import read_outcomes
     from jobs.studies.publish import publish as write
 
@@ -166,7 +167,7 @@ def render(name: str, *, size: str, units: list[Unit], place: Path, publish: str
 
 
 def show(units: list[Unit], place: Path) -> None:
-    """The runs by number, as `--unit` counts them."""
+    """Print the runs with their numbers for `--unit`."""
     from jobs.studies.schedule import folder_of, is_done
 
     for number, each in enumerate(units):

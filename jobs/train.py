@@ -25,9 +25,9 @@ EXIT_CODES = (
 @click.command(name="train", epilog=EXIT_CODES)
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
-@click.option("--dry-run", is_flag=True, help="Check the settings, print all of them resolved, and stop.")
-@click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Given by the deepspeed launcher.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Start so many processes on this machine, one for each GPU.")
+@click.option("--dry-run", is_flag=True, help="Check the settings, print the resolved configuration, and exit.")
+@click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by the deepspeed launcher.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of processes to start on this machine, one per GPU.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
 def command(
     recipe: str | None,
@@ -43,8 +43,8 @@ def command(
     Example:  neuclip train --recipe cc3m data.sources=data/cc3m output=runs/mine optimizer.lr=5e-4
     Several GPUs:  neuclip train --ranks 8 --recipe cc3m output=runs/mine
 
-    `neuclip settings` lists every setting with its default, as docs/settings.md does. The run's folder (`output`)
-    receives config.yaml, metrics.jsonl, tensorboard/ and checkpoints/.
+    `neuclip settings` and docs/settings.md list every setting with its default. config.yaml, metrics.jsonl,
+    tensorboard/ and checkpoints/ are written to the run's folder (`output`).
     """
     exit_on_stop_signals()
     from pipeline.config import dump

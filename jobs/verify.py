@@ -1,4 +1,4 @@
-"""`neuclip verify`: check shards against their manifest, rebuild what is wrong, find duplicates, remove samples."""
+"""`neuclip verify`: check shards against their manifest, rebuild damaged ones, find duplicates, remove samples."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ EXIT_PROBLEMS = 1
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
-@click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images decoded per shard.")
-@click.option("--rebuild", is_flag=True, help="Mend what has a problem, and fetch what is lost.")
-@click.option("--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; write all but the first here.")
+@click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images to decode per shard.")
+@click.option("--rebuild", is_flag=True, help="Repair damaged files, and fetch lost samples again.")
+@click.option(
+    "--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; list all but the first in this file."
+)
 @click.option(
     "--overlap",
     nargs=2,
@@ -26,7 +28,7 @@ EXIT_PROBLEMS = 1
     metavar="SUITE FILE",
     help="Find samples that look like an image of the evaluation sets in SUITE; write their keys to FILE.",
 )
-@click.option("--remove", type=click.Path(dir_okay=False), help="Take out the uids, URLs, hashes or keys listed here.")
+@click.option("--remove", type=click.Path(dir_okay=False), help="Remove the uids, URLs, hashes or keys in this file.")
 def command(
     folder: str,
     decode: int,
@@ -35,10 +37,10 @@ def command(
     overlap: tuple[str, str] | None,
     remove: str | None,
 ) -> int:
-    """Check the shards in FOLDER against its manifest; exits with 1 when something is wrong.
+    """Check the shards in FOLDER against the manifest; exits with 1 if there is a problem.
 
-    With --duplicates, --overlap or --remove only that is done; the lists that the first two write, one key a line, are
-    what --remove takes.
+    With --duplicates, --overlap or --remove, only that is done. The first two write lists of keys, one per line, which
+    --remove accepts.
     """
     from data_prep.dataset.disk_errors import explained
 
@@ -98,7 +100,7 @@ def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> N
 
 
 def _writable(path: str) -> Path:
-    """The file for a list, found impossible before an hour is spent on the list."""
+    """The path of a list, checked before the hour-long work that produces the list."""
     from pipeline.errors import UserError
 
     if not Path(path).absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`neuclip watch`: evaluate the checkpoints of runs as they appear; templates in jobs/cluster/watch-*."""
+"""`neuclip watch`: evaluate the checkpoints of runs as they are written; templates in jobs/cluster/watch-*."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipeline.errors import UserError
 @click.command("watch", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [KEY=VALUE...]")
 @click.option("--suite", required=True, help="A folder or YAML file of tasks, or a name below --data.")
-@click.option("--data", type=click.Path(path_type=Path), help="Where named suites live [$NEUCLIP_EVALUATION_DATA].")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of named suites [$NEUCLIP_EVALUATION_DATA].")
 @click.option("--task", "tasks", multiple=True, help="Only this task; may be given several times.")
-@click.option("--once", is_flag=True, help="Evaluate what waits, then end: for cron and timers.")
+@click.option("--once", is_flag=True, help="Evaluate pending checkpoints, then exit: for cron and timers.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(
     arguments: tuple[str, ...], suite: str, data: Path | None, tasks: tuple[str, ...], once: bool, device: str
@@ -28,7 +28,8 @@ def command(
 
     Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
     takes over its work. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
-    `neuclip evaluate` as evaluation.KEY=VALUE. What was done is in RUN/evaluation-ledger, results in RUN/evaluation.
+    `neuclip evaluate` as evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in
+    RUN/evaluation.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation.datasets.suite import open_suite
@@ -45,7 +46,7 @@ def command(
     if tasks:
         opened = opened.only(tasks)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before they kill: leases are released at once
+    signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: release leases immediately
     with start_processes(device) as processes:
         watcher = Watcher(
             runs, suite=opened, config=config, evaluation=evaluation, processes=processes, say=_say(processes[0].rank)

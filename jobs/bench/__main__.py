@@ -1,4 +1,4 @@
-"""The benchmarks, one line each: `python -m jobs.bench`; run one with `python -m jobs.bench.NAME --help`."""
+"""List the benchmarks, one per line: `python -m jobs.bench`. For one of them: `python -m jobs.bench.NAME --help`."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m jobs.bench.data_plan
     python -m jobs.bench.data_plan --shards 100000 --processes 4
 
-The steps are timed in one process; "peak" is what they add to its peak memory. The processes of a node then do together
-what ranks and workers do at a start. Their memory is counted as proportional set size, which divides shared pages among
-the processes that use them: before they load the data, and when all have loaded it.
+The steps are timed in one process; "peak" is the increase of its peak memory. Then all processes of a node do
+concurrently what ranks and workers do at startup. Their memory is reported as proportional set size, which divides
+shared pages among the processes that use them: the difference between before loading and after all have loaded.
 """
 
 from __future__ import annotations
@@ -63,15 +63,17 @@ def open_order(config: DataConfig) -> Order:
 
 
 def one_process(config: DataConfig) -> None:
-    """Time each step in a process of its own, the first of the node."""
+    """Time each step in one process, the first on the node."""
     print(f"{peak_megabytes():.0f} MB in use at the start")
     with timed("read the manifest for the first time on this node"):
         load_mixture(config)
     with timed("open it in another process"):
         order = open_order(config)
     layout = order.layout
-    print(f"{layout.samples:,} samples, {layout.steps:,} steps of {BATCH:,}; "
-          f"{STREAMS} streams of {layout.stream_length:,}")  # fmt: skip
+    print(
+        f"{layout.samples:,} samples, {layout.steps:,} steps of {BATCH:,}; "
+        f"{STREAMS} streams of {layout.stream_length:,}"
+    )
     with timed("plan an epoch (permute and cut all shards)"):
         plan_epoch(order.mixture, seed=0, epoch=EPOCH)
     with timed("the same, stored for the other processes"):
@@ -94,7 +96,7 @@ def one_process(config: DataConfig) -> None:
 
 
 def node_process(config: DataConfig, number: int, barrier: Any, results: Any) -> None:
-    """What a rank or a worker does at a start: open the order and find its streams' first shards."""
+    """Do what a rank or worker does at startup: open the order and find the first shards of its streams."""
     before = shared_megabytes()
     barrier.wait()
     start = time.perf_counter()
@@ -104,7 +106,7 @@ def node_process(config: DataConfig, number: int, barrier: Any, results: Any) ->
         shard, _, _ = segments.locate(stream * order.layout.stream_length)
         order.mixture.manifest.url(order.mixture.manifest.shards[shard])
     seconds = time.perf_counter() - start
-    barrier.wait()  # all have mapped the files
+    barrier.wait()  # wait until all processes have mapped the files
     results.put((shared_megabytes() - before, seconds))
     barrier.wait()
 
@@ -120,8 +122,10 @@ def node(config: DataConfig, processes: int) -> None:
     grown, seconds = zip(*(results.get() for _ in children), strict=True)
     for child in children:
         child.join()
-    print(f"{processes} processes of a node: +{sum(grown):.0f} MB in all, +{max(grown):.0f} MB at most in one; "
-          f"{max(seconds):.2f} s until the last is ready")  # fmt: skip
+    print(
+        f"{processes} processes of a node: +{sum(grown):.0f} MB in all, +{max(grown):.0f} MB at most in one; "
+        f"{max(seconds):.2f} s until the last is ready"
+    )
 
 
 def main() -> None:
@@ -132,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = folder  # of the processes below, so that what they store is removed at the end
+        os.environ["TMPDIR"] = folder  # inherited by the processes below, so that their files are removed at the end
         config = DataConfig(sources=folder, streams=STREAMS, shuffle_buffer=BUFFER)  # type: ignore[arg-type]
 
         def run(target: Any, *args: Any) -> None:

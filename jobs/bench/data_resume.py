@@ -2,8 +2,8 @@
 
     python -m jobs.bench.data_resume
 
-Bytes are those that this process reads from the system (rchar of /proc/self/io), whether cached or not. Each case runs
-with local shards and with the same shards behind a pipe, which must be read from its start.
+Bytes are those this process reads from the system (rchar of /proc/self/io), whether cached or not. Each case runs on
+local shards and on the same shards behind a pipe, which must be read from the start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def bytes_read() -> int:
 
 
 def first_batch(folder: Path, *, share: float) -> tuple[float, int, int]:
-    """Seconds and bytes to the first batch after resuming at a share of an epoch, and the batch's number."""
+    """Resume at a fraction of an epoch. Returns seconds and bytes to the first batch, and the number of that batch."""
     config = DataConfig(sources=str(folder), streams=STREAMS, shuffle_buffer=BUFFER, workers=0)  # type: ignore[arg-type]
     loader = build_loader(config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=no_tokens)
     position = Position(epoch=3, batch=int(share * (loader.steps_per_epoch - 1)))
@@ -51,7 +51,7 @@ def first_batch(folder: Path, *, share: float) -> tuple[float, int, int]:
 
 
 def piped(folder: Path, out: Path) -> Path:
-    """A manifest of the same shards behind `pipe:` commands, whose bytes this process reads as well."""
+    """Write a manifest of the same shards as `pipe:` commands, whose output this process reads and counts, too."""
     rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in load_manifest(folder).shards]
     make_manifest(rows).save(out)
     return out

@@ -1,10 +1,10 @@
-"""Our download against img2dataset called directly, on the same list, by turns.
+"""Our download against img2dataset called directly, alternating on the same URL list.
 
     python -m jobs.bench.download --urls 6000 --rounds 3
 
-Both fetch from a small server on 127.0.0.1 that answers at once with photographs of 512 pixels, resize to 256 and write
-webdataset shards; what is timed is the whole call, start-up included, in wall and in CPU seconds. Ours also checks,
-guards, verifies that images are whole, sorts the shards, hashes them and writes the manifest.
+Both fetch from a small server on 127.0.0.1 that replies immediately with 512-pixel photographs, resize to 256 and write
+webdataset shards. The whole call is timed, including start-up, in wall and CPU seconds. Ours also checks the URL table,
+guards addresses, verifies that images are complete, sorts and hashes the shards, and writes the manifest.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ if __name__ == "__main__":
 
 @click.command()
 @click.option("--urls", default=6_000, show_default=True)
-@click.option("--rounds", default=3, show_default=True, help="Each round runs both, first one and then the other.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds; each runs both programs.")
 @click.option("--shard-size", default=1_000, show_default=True)
 @click.option("--processes", default=2, show_default=True)
 @click.option("--threads", default=32, show_default=True)
 def command(urls: int, rounds: int, shard_size: int, processes: int, threads: int) -> None:
-    """Time both ways by turns and print the ratio of their medians."""
+    """Time both programs in turn and print the median of the per-round ratios."""
     wall: dict[str, list[float]] = {"ours": [], "direct": []}
     busy: dict[str, list[float]] = {"ours": [], "direct": []}
     with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
@@ -88,7 +88,7 @@ def command(urls: int, rounds: int, shard_size: int, processes: int, threads: in
 
 
 def _time(script: Path, words: list[str]) -> tuple[float, float]:
-    """Wall seconds and CPU seconds of a script and all its processes; the second says more on a busy machine."""
+    """Wall seconds and CPU seconds of a script with all its processes; CPU time is more reliable on a busy machine."""
     environment = {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
@@ -101,7 +101,7 @@ def _time(script: Path, words: list[str]) -> tuple[float, float]:
 
 
 def write_table(path: Path, base: str, urls: int) -> None:
-    """A table of that many URLs of the server."""
+    """Write a table of `urls` URLs of the server."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,7 +114,7 @@ def write_table(path: Path, base: str, urls: int) -> None:
 
 @contextmanager
 def serve_photographs() -> Iterator[str]:
-    """The base URL of a server process that answers at once."""
+    """Run a server process that replies immediately, and yield its base URL."""
     context = multiprocessing.get_context("spawn")
     port = context.Queue()
     process = context.Process(target=_serve, args=(port,), daemon=True)
@@ -127,7 +127,7 @@ def serve_photographs() -> Iterator[str]:
 
 
 def _serve(port: Any) -> None:
-    """Answer every request at once with one of a few photographs (smooth noise of 512 pixels)."""
+    """Reply to every request immediately with one of a few photographs (smooth noise, 512 pixels)."""
     from PIL import Image
 
     answers = []

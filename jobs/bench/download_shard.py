@@ -1,9 +1,9 @@
-"""CPU per URL of one worker on one shard: our downloader against img2dataset's own, by turns, in one process.
+"""CPU time per URL of one worker on one shard: our downloader against img2dataset's, alternating in one process.
 
     python -m jobs.bench.download_shard --urls 1500 --rounds 4
 
-Start-up, processes and the network's waiting are left out (`jobs.bench.download` times the whole call): this is what
-decides the throughput of a node whose cores are the limit.
+Start-up, worker processes and waiting for the network are excluded (`jobs.bench.download` times the whole call). This
+time limits the throughput of a CPU-bound node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THREADS = 16
 @click.option("--urls", default=1_500, show_default=True, help="URLs in the shard.")
 @click.option("--rounds", default=4, show_default=True)
 def command(urls: int, rounds: int) -> None:
-    """Print CPU milliseconds per URL both ways, and the median ratio."""
+    """Print CPU milliseconds per URL of both downloaders, and the median ratio."""
     import webdataset  # noqa: F401  before our engine, which imports img2dataset without it
 
     ratios = []

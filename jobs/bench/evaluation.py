@@ -1,10 +1,10 @@
-"""What four checkpoints together, the cache of decoded images and bf16 cost, relative to one checkpoint in fp32.
+"""Cost of evaluating four checkpoints together, with the image cache or in bf16, relative to one in fp32.
 
     python -m jobs.bench.evaluation --images 512 --arch scenes-vit-tiny --arch ViT-S-32-alt
 
-All variants alternate on the same task, in one process with one thread, and the measure is that process's CPU time, so
-that other users of the machine hardly matter. A cheap architecture shows what a fast device sees, where decoding takes
-the time; an expensive one shows what a CPU sees, where the towers do.
+All variants alternate on the same task in one process with one thread. CPU time is measured, which other load on the
+machine hardly changes. With a cheap architecture decoding dominates, as on a fast device; with an expensive one the
+towers dominate, as on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BASE = EvaluationConfig(workers=0, threads=1, recompute=True)
 
 
 def make_task(root: Path, *, images: int, shorter: int) -> Path:
-    """A zero-shot task of photos in the benchmark's layout."""
+    """Write a zero-shot classification task of photos in the benchmark's layout."""
     rng, folder = np.random.default_rng(0), root / "wds_bench_test"
     (folder / "test").mkdir(parents=True)
     with tarfile.open(folder / "test" / "0.tar", "w") as tar:
@@ -54,7 +54,7 @@ def make_task(root: Path, *, images: int, shorter: int) -> Path:
 
 
 def make_models(arch: str, count: int) -> list[EvaluationModel]:
-    """Models of one architecture with different weights; speed does not depend on what they have learned."""
+    """Models of one architecture with different random weights; speed does not depend on training."""
     models = []
     for seed in range(count):
         towers, architecture = build_towers(ModelConfig(arch=arch), seed=seed)
@@ -70,7 +70,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(arch: str, suite: Path, *, images: int, checkpoints: int, rounds: int) -> str:
-    """One line per variant: its cost relative to one checkpoint in fp32 without a cache."""
+    """One line per variant with its cost relative to one fp32 checkpoint without a cache."""
     models = make_models(arch, checkpoints)
     with tempfile.TemporaryDirectory() as cache:
         variants: dict[str, tuple[Sequence[EvaluationModel], EvaluationConfig]] = {
@@ -82,7 +82,7 @@ def compare(arch: str, suite: Path, *, images: int, checkpoints: int, rounds: in
         if has_bf16():
             bf16 = dataclasses.replace(BASE, precision="bf16")
             variants |= {"one, bf16": (models[:1], bf16), f"{checkpoints} together, bf16": (models, bf16)}
-        for name in variants:  # fills the cache, file caches and allocators
+        for name in variants:  # warm up the image cache, the page cache and the allocators
             evaluate_once(suite, *variants[name])
         times: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(rounds):
@@ -96,7 +96,7 @@ def compare(arch: str, suite: Path, *, images: int, checkpoints: int, rounds: in
 
 
 def evaluate_once(suite: Path, models: Sequence[EvaluationModel], config: EvaluationConfig) -> None:
-    """One evaluation into a fresh folder, in which no classifier of an earlier round is found."""
+    """Evaluate once into a new folder, so that no classifier of an earlier round is reused."""
     with tempfile.TemporaryDirectory() as output:
         found = evaluate(list(models), suite=suite, output=output, config=config)
     assert all(not evaluation.failures and not evaluation.reused for evaluation in found)

@@ -1,10 +1,10 @@
-"""Images per second and core of our loader compared with open_clip's, on the same shards, interleaved.
+"""Images per second and core of our data loader against open_clip's, alternating on the same shards.
 
     python -m jobs.bench.loader --shorter 256 --shorter 512
 
-Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole set once per round, in this process with
-one thread. The CPU time of that is reported, on which other users of the machine have little influence. Our loader
-leaves normalization to the device, as in training; the line "and normalized here" includes it.
+Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
+with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
+to the device, as in training; the line "and normalized here" includes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORDS = (
 
 
 def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
-    """An image with the power spectrum of photographs (amplitude 1 / frequency), sides in a ratio of 1 to 1.5."""
+    """An image with the power spectrum of photographs (amplitude 1 / frequency), and an aspect ratio of 1 to 1.5."""
     width, height = shorter, round(shorter * rng.uniform(1.0, 1.5))
     if rng.random() < 0.7:
         width, height = height, width
@@ -55,7 +55,7 @@ def photo(rng: np.random.Generator, *, shorter: int) -> Image.Image:
 
 
 def make_shards(folder: Path, *, shards: int, samples: int, shorter: int) -> Path:
-    """Shards of photos with captions and metadata, in img2dataset's layout."""
+    """Write shards of photos with captions and metadata in img2dataset's layout."""
     rng = np.random.default_rng(0)
     rows = []
     for s in range(shards):
@@ -92,7 +92,7 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     from open_clip.transform import image_transform
     from webdataset.tariterators import tar_file_expander
 
-    # open_clip_train 3.3.0 fails on the end-of-shard marker of webdataset 0.2.111: switch it off.
+    # open_clip_train 3.3.0 fails on the end-of-shard marker of webdataset 0.2.111: disable it.
     reference.tar_file_expander = lambda *args, **kwargs: tar_file_expander(*args, eof_value=None, **kwargs)
     shards = len(list(folder.glob("*.tar")))
     args = SimpleNamespace(
@@ -119,7 +119,7 @@ def rate(run: Callable[[], None], *, samples: int) -> float:
 
 
 def compare(shorter: int, *, samples: int, rounds: int) -> str:
-    """One table of medians for images stored with this shorter side."""
+    """A table of medians for images stored with this shorter side."""
     import open_clip
 
     tokenizer = open_clip.get_tokenizer("ViT-B-32")

@@ -1,11 +1,11 @@
-"""Peak memory and time of the contrastive loss with its gradients, ours against open_clip's, one process per case.
+"""Peak memory and time of the contrastive loss and its gradients, ours against open_clip's, one process per case.
 
     python -m jobs.bench.loss_memory                     # B = 8,192 and 32,768, d = 512
     python -m jobs.bench.loss_memory --batch 4096 --objective neuclip
 
-open_clip's `ClipLoss` keeps [B, B] logits and autograd's copies; ours works in blocks of rows and recomputes
-similarities for the gradient. Peak memory is the increase of the process's (on a GPU the device's) peak; time is CPU
-time (on a GPU wall time).
+open_clip's `ClipLoss` keeps the [B, B] logits and autograd's copies of them. Ours works in blocks of rows and
+recomputes similarities for the gradient. Peak memory is the increase of the process's peak (on a GPU: the device's
+peak); time is CPU time (on a GPU: wall time).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 
 def peak(device: torch.device) -> float:
-    """Megabytes at the peak so far."""
+    """Peak memory so far, in megabytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

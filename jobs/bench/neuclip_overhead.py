@@ -1,18 +1,18 @@
-"""NeuCLIP's extra time and memory in a training step, compared with openclip's, on one device.
+"""Extra time and memory of a NeuCLIP training step over openclip's, on one device.
 
     python -m jobs.bench.neuclip_overhead                                    one GPU: ViT-B-16, 5,120 pairs, 8 ranks
     python -m jobs.bench.neuclip_overhead --setting gathered --rounds 10 --npn-compile
     python -m jobs.bench.neuclip_overhead --arch scenes-vit-tiny --batch 64 --ranks 4 --prototypes 64 --micro-batch 16
 
-whole: one device processes the whole global batch, in micro-batches by feature-cached accumulation. gathered: one rank
-of `--ranks`, as in the paper's setting (local batch 640 of a gathered 5,120): towers on its own pairs, the objective on
-all of them. The other ranks' features are random stand-ins on the device, so communication is not measured.
-`replicated`,
-`prototypes` and `sharded` are settings of `objective.npn_update`: every rank computes the whole update, that of its own
-prototypes, or the gradient of its own anchors. The sizes of the sums over ranks that the last two need are printed.
+whole: one device processes the whole global batch in micro-batches with GradCache. gathered: one rank out of `--ranks`,
+as in the paper's setting (local batch 640 of a gathered 5,120), runs the towers on its own pairs and the objective on
+all of them. The features of the other ranks are random tensors on the device, so communication is not measured.
+`replicated`, `prototypes` and `sharded` are values of `objective.npn_update`: every rank computes the whole update,
+the update of its own prototypes, or the gradient of its own anchors. For the last two, the sizes of the all-reduces
+they need are printed.
 
-Contestants take turns in rounds; a ratio is the median of the ratios within rounds. Time is wall time on a GPU and CPU
-time on a CPU. Memory is a contestant's peak, measured on a GPU only.
+The contenders take turns in rounds; a ratio is the median of the per-round ratios. Time is wall time on a GPU and CPU
+time on a CPU. Memory is a contender's peak, measured on a GPU only.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from pipeline.versions import versions
 
 @dataclass(frozen=True)
 class OneOfMany(World):
-    """A world with simulated other ranks: gathers return random features and copies of the own scalars."""
+    """A world whose other ranks are simulated: gathers return random features and copies of this rank's scalars."""
 
     def all_gather(self, x_b: Tensor) -> Tensor:
         x_b = x_b.detach()
-        if x_b.dim() < 2 or x_b.shape[1] < 16:  # scalars of anchors
+        if x_b.dim() < 2 or x_b.shape[1] < 16:  # per-anchor scalars
             return x_b.repeat(self.size, *[1] * (x_b.dim() - 1))
         others = _stand_ins(x_b.shape[0] * (self.size - 1), x_b.shape[1], str(x_b.device)).to(x_b.dtype)
         return torch.cat([x_b, others])
@@ -75,13 +75,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
     parser.add_argument("--batch", type=int, default=5120, help="global batch")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=640, help="samples with their graph at once")
-    parser.add_argument("--prototypes", type=int, help="of the network [4096, or the batch where that is less]")
+    parser.add_argument("--micro-batch", type=int, default=640, help="samples per forward and backward pass")
+    parser.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
     parser.add_argument("--inner-steps", type=int, default=10)
     parser.add_argument("--npn-compile", action="store_true", help="objective.npn_compile")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a contestant per round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
+    parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.set_defaults(patch_dropout=None)
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, world: World) -> Rounds:
-    """Whole steps of one rank: towers on its share of the batch, the objective `kind` on all of it."""
+    """Full training steps of one rank: towers on its part of the batch, the objective `kind` on the whole batch."""
     towers, architecture = build_towers(ModelConfig(arch=args.arch, image_size=args.image_size), seed=SEED)
     local = args.batch // ranks
     micro = min(args.micro_batch, local)
@@ -137,13 +137,13 @@ def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, w
 
 
 def measure(args: argparse.Namespace, *, kinds: tuple[str, ...], ranks: int, world: World) -> None:
-    """Build the contestants, let them take turns, and print the table."""
+    """Build the contenders, run them in turn, and print the table."""
     cuda = world.device.type == "cuda"
     allocated = torch.cuda.memory_allocated if cuda else lambda: 0
     data = make_data(args)
     runs: dict[str, Rounds] = {}
     own: dict[str, int] = {}
-    if cuda:  # allocate what libraries keep for good before the first contestant is measured
+    if cuda:  # let libraries allocate their permanent buffers before the first contender is measured
         contestant(args, data, kind=kinds[0], ranks=ranks, world=world)(1)
         gc.collect()
         torch.cuda.empty_cache()
@@ -168,19 +168,23 @@ def measure(args: argparse.Namespace, *, kinds: tuple[str, ...], ranks: int, wor
     what = f"whole batch of {args.batch}" if ranks == 1 else f"local batch {local} of a gathered {args.batch}"
     print(f"\n{what}, {args.prototypes} prototypes, {args.inner_steps} inner steps, micro-batch {args.micro_batch}")
     base, *others_ = kinds
-    print(f"openclip {1e3 * statistics.median(times[base]):.1f} ms/step"
-          + (f", peak {peaks[base] / 2**30:.2f} GiB" if cuda else ""))  # fmt: skip
+    peak = f", peak {peaks[base] / 2**30:.2f} GiB" if cuda else ""
+    print(f"openclip {1e3 * statistics.median(times[base]):.1f} ms/step{peak}")
     for kind in others_:
         extra = [b / a - 1 for a, b in zip(times[base], times[kind], strict=True)]
         memory = f"  memory {peaks[kind] / peaks[base] - 1:+.2%}" if cuda else ""
-        print(f"{kind:<12}{1e3 * statistics.median(times[kind]):>8.1f} ms/step{memory}  lowest {min(extra):+.2%}  "
-              f"highest {max(extra):+.2%}  extra time {statistics.median(extra):+.2%}")  # fmt: skip
+        print(
+            f"{kind:<12}{1e3 * statistics.median(times[kind]):>8.1f} ms/step{memory}  lowest {min(extra):+.2%}  "
+            f"highest {max(extra):+.2%}  extra time {statistics.median(extra):+.2%}"
+        )
     if "sharded" in kinds:
         _, architecture = build_towers(ModelConfig(arch=args.arch), seed=SEED, device="meta")
         size = 2 * args.inner_steps * args.prototypes * architecture.dim * 4
         sums = 2 * (args.inner_steps + 1) * args.batch * 8
-        print(f"in every step the ranks would also add up: sharded {size / 2**20:,.1f} MiB of gradients (fp32), "
-              f"prototypes {sums / 2**20:,.2f} MiB of the anchors' sums (fp64)")  # fmt: skip
+        print(
+            f"in every step the ranks would also add up: sharded {size / 2**20:,.1f} MiB of gradients (fp32), "
+            f"prototypes {sums / 2**20:,.2f} MiB of the anchors' sums (fp64)"
+        )
 
 
 def main() -> None:

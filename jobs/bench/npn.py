@@ -1,15 +1,15 @@
-"""Time of the normalizer network's inner updates, interleaved in one run, against autograd and against bare GEMMs.
+"""Time of the normalizer network's inner updates against autograd and against its GEMMs alone, interleaved.
 
     python -m jobs.bench.npn                      # B = 512 and 5,120, d = 512, m = 4,096, T_u = 10, both networks
     python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
 
-For each batch size and round, in turn: autograd with torch.optim.Adagrad in fp32; the closed form in fp32, with bf16
-products, and with `npn_compile` on top; and the two products of an update alone, in fp32 and in bf16. On a CPU the CPU
-time of the process is measured, on a GPU wall time, which at small sizes is launch time. The minimum over the rounds is
-printed, because other processes only ever add time, and the median; ratios are those of the minima and, in brackets,
-the median of the ratios within rounds. Set OMP_WAIT_POLICY=passive on a shared machine, or waiting threads count as
-work. The last line shows the cost of bf16 products without `npn_compile`, as mean squared difference of alpha, beside
-the error of alpha itself.
+Each round runs, for each batch size, in turn: autograd with torch.optim.Adagrad in fp32; the closed form in fp32, with
+bf16 matmuls, and with `npn_compile` on top; and the two matmuls of an update alone, in fp32 and in bf16. On a CPU we
+measure the CPU time of the process, on a GPU wall time, which at small sizes is launch time. The minimum over the
+rounds is printed, because other processes only ever add time, followed by the median in brackets; ratios are those of
+the minima and, in brackets, the median of the per-round ratios. Set OMP_WAIT_POLICY=passive on a shared machine;
+otherwise spinning threads count as CPU time. The last line compares the cost of bf16 matmuls without `npn_compile`
+(mean squared difference of alpha) with the error of alpha itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LR, EPS, TAU = 0.01, 1e-14, 0.03
 
 
 def make_problem(batch: int, dim: int, m: int, *, device: torch.device) -> tuple[list[Anchors], Tensor]:
-    """Both sides of a batch of clustered pairs, and [2, m, d] prototypes from other pairs of the same clusters."""
+    """Anchors of both sides of a batch of clustered pairs, and [2, m, d] prototypes drawn from the same clusters."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(64, dim, generator=generator)
 
@@ -106,7 +106,7 @@ def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dt
 
 
 def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each call in every one of the interleaved rounds, after one unmeasured round."""
+    """Milliseconds of each call in every round, after one warm-up round; calls alternate within a round."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(rounds + 1):

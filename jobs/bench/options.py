@@ -1,13 +1,13 @@
-"""What the memory-saving and speeding options of a recipe cost and bring: samples per second and peak memory.
+"""Throughput and peak memory of a recipe's options that save memory or time.
 
-    python -m jobs.bench.options --arch scenes-vit-tiny --batch 64 --micro-batch 16      a desk's size
+    python -m jobs.bench.options --arch scenes-vit-tiny --batch 64 --micro-batch 16      on a desktop CPU
     python -m jobs.bench.options --arch ViT-B-16 --batch 640 --micro-batch 80            on a GPU
 
-Every option is measured against `none` with the same model, batch and synthetic data: whole steps with the openclip
-objective in a DeepSpeed engine, as the trainer takes them. Each contestant lives in a process of its own, so that its
-peak memory is its own (of the device on a GPU, resident on a CPU), and takes its rounds in turn with the others: only
-one computes at a time. Speed is wall time on a GPU and CPU time on a CPU; the ratio is the median within rounds.
-Compilation happens before the rounds that count.
+Every option is compared with `none` on the same model, batch and synthetic data, with the trainer's full training step
+(openclip objective, DeepSpeed engine). Each contender runs in its own process, so that its peak memory can be measured
+separately (device memory on a GPU, resident memory on a CPU). The processes take turns: only one computes at a time.
+Speed is wall time on a GPU and CPU time on a CPU; the ratio is the median of the per-round ratios. Compilation happens
+before the measured rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIONS = (
     "patch_dropout",
     "all_savings",
 )
-"""`none` has open_clip's attention on whole texts, `packed_attention` whole texts, and all others both savings."""
+"""`none`: open_clip's attention, untrimmed texts. `packed_attention`: untrimmed texts. Others: both optimizations."""
 BUILD_SECONDS = 1800
 
 
@@ -42,13 +42,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arch", default="ViT-B-32")
     parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--micro-batch", type=int, default=8, help="of feature-cached accumulation")
+    parser.add_argument("--micro-batch", type=int, default=8, help="micro-batch of GradCache accumulation")
     parser.add_argument("--patch-dropout", type=float, default=0.5)
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
-    parser.add_argument("--steps", type=int, default=1, help="steps of a contestant per round")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after one that does not")
+    parser.add_argument("--steps", type=int, default=1, help="steps per contender and round")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one warm-up round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
-    """The benchmark step's arguments under an option."""
+    """The arguments of `jobs.bench.train` for an option."""
     saving = option == "all_savings"
     return {
         **vars(args),
@@ -74,7 +74,7 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
 
 
 def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Answers every number of steps with the seconds they took, and None with the peak memory in GiB."""
+    """Serve one contender: for a number of steps reply with their seconds, for None with the peak memory in GiB."""
     from jobs.bench.train import make_data, ours, seconds
     from pipeline.distributed.world import start_world
 
@@ -88,7 +88,7 @@ def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
         pipe.send("ready")
         while (steps := pipe.recv()) is not None:
             pipe.send(seconds(run, steps, world.device, threads=args.threads))
-            torch.cuda.empty_cache()  # the next contestant, another process, needs the room
+            torch.cuda.empty_cache()  # the next contender is another process and needs the memory
         if world.device.type == "cuda":
             pipe.send(torch.cuda.max_memory_allocated() / 2**30)
         else:
@@ -96,7 +96,7 @@ def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds per step of every round, and peak GiB, by option."""
+    """Seconds per step in every round, and peak memory in GiB, by option."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
         theirs.close()
         pipes[option] = ours
         processes.append(process)
-        if not ours.poll(BUILD_SECONDS):  # one after the other
+        if not ours.poll(BUILD_SECONDS):  # start one after the other
             raise TimeoutError(f"{option} was not ready after {BUILD_SECONDS} s")
         _ask(option, ours)
     times: dict[str, list[float]] = {option: [] for option in args.options}
@@ -140,8 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     cuda = args.device != "cpu" and torch.cuda.is_available()
     where = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} threads"
     size = f" at {args.image_size} px" if args.image_size else ""
-    print(f"{args.arch}{size}, batch {args.batch}, {args.precision}, ZeRO-{args.stage}, {where}; "
-          f"micro-batch {args.micro_batch}, patch dropout {args.patch_dropout}")  # fmt: skip
+    print(
+        f"{args.arch}{size}, batch {args.batch}, {args.precision}, ZeRO-{args.stage}, {where}; "
+        f"micro-batch {args.micro_batch}, patch dropout {args.patch_dropout}"
+    )
     first = args.options[0]
     print(f"{'':<20}{'samples/s':>10}{'/ ' + first:>10}{'lowest':>9}{'highest':>9}{'peak GiB':>10}{'/ ' + first:>10}")
     for option in args.options:

@@ -1,11 +1,11 @@
-"""AdaGrad's memory at restarts of NeuCLIP's prototypes: keep it, clear it, or set it to its mean.
+"""The AdaGrad accumulator at restarts of NeuCLIP's prototypes: keep it, clear it, or set it to its mean.
 
     python -m jobs.bench.restart_memory                    # three seeds, restarts every 100 and every 4 steps
 
-Small MLP towers learn hierarchical, long-tailed synthetic pairs with the network whose memory is kept. All variants see
-the same features and predict their log-normalizers; printed is the mean squared error against the exact ones over the
-whole dataset, with the updates on the own batch (in use) and without (cold). `new` clears the slots that got another
-feature since the last restart.
+Small MLP towers learn hierarchical, long-tailed synthetic pairs, trained with the variant that keeps the accumulator.
+All variants see the same features and predict their log-normalizers. The mean squared error against the exact
+normalizers over the whole dataset is printed, after the updates on the anchors' own batch (in use) and before them
+(cold). `new` clears the slots whose feature was replaced since the last restart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANTS = ("keep", "new", "clear", "mean")
 
 
 def make_pairs(*, inputs: int = 64, latent: int = 32, groups: int = 32, members: int = 16) -> tuple[Tensor, Tensor]:
-    """Two noisy nonlinear views of latent vectors around Zipf-distributed members of groups, [n, inputs] each."""
+    """Two noisy nonlinear views of latent vectors whose classes are Zipf-distributed, [n, inputs] each."""
     world, draw = (torch.Generator().manual_seed(seed) for seed in (1234, 7))
     group = F.normalize(torch.randn(groups, latent, generator=world), dim=1)
     member = F.normalize(torch.randn(groups, members, latent, generator=world), dim=2)
@@ -44,7 +44,7 @@ def make_pairs(*, inputs: int = 64, latent: int = 32, groups: int = 32, members:
 
 
 def treat(npn: PrototypeNpn, variant: str, *, step: int, every: int) -> None:
-    """Change the lasting memory before a step that restarts."""
+    """Apply a variant to the accumulator before a step that restarts the prototypes."""
     memory = npn.network.lasting["accumulator"]
     if variant == "clear":
         memory.zero_()
@@ -61,8 +61,15 @@ def errors(seed: int, *, every: int, steps: int) -> dict[str, tuple[float, float
     torch.manual_seed(seed)
     towers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, DIM)) for _ in range(2)]
     optimizer = torch.optim.AdamW(nn.ModuleList(towers).parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    settings = {"name": "neuclip", "prototypes": PROTOTYPES, "restart_every": every, "tau_init": TAU, "tau_lr": 0.0,
-                "rho": 2.0, "drift_check_every": 0}  # fmt: skip
+    settings = {
+        "name": "neuclip",
+        "prototypes": PROTOTYPES,
+        "restart_every": every,
+        "tau_init": TAU,
+        "tau_lr": 0.0,
+        "rho": 2.0,
+        "drift_check_every": 0,
+    }
     objectives = {name: build_objective(settings, dim=DIM, batch_size=BATCH, dataset_size=PAIRS) for name in VARIANTS}
     draw, found = torch.Generator().manual_seed(100 + seed), {name: [] for name in VARIANTS}  # type: ignore[var-annotated]
     tau = torch.full((PAIRS,), TAU)
@@ -84,8 +91,10 @@ def errors(seed: int, *, every: int, steps: int) -> dict[str, tuple[float, float
                 ]
             for name, objective in objectives.items():
                 seen = objective.log_normalizers(*(f.detach() for f in features), sample_ids=ids)  # type: ignore[attr-defined]
-                found[name].append([mean(float((own[s] - exact[s]).square().mean()) for s in (0, 1))
-                                    for own in (seen.in_use, seen.cold)])  # fmt: skip
+                estimates = (seen.in_use, seen.cold)
+                found[name].append(
+                    [mean(float((own[s] - exact[s]).square().mean()) for s in (0, 1)) for own in estimates]
+                )
         loss = objectives["keep"].loss(*features)
         for name in VARIANTS[1:]:
             objectives[name].compute(*(f.detach() for f in features), sample_ids=ids)

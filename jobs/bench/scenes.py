@@ -1,9 +1,9 @@
-"""The built-in corpus: scenes described and drawn per second, answers of its server per second.
+"""Speed of the built-in corpus: scenes described and drawn per second, and responses per second of its server.
 
     python -m jobs.bench.scenes --count 2000 --connections 8
 
-Drawing is on one core. The server is asked over kept-alive connections, from threads of this process, so that both
-share the machine as they do in the demo; URLs with faults are left out.
+Drawing uses one core. Threads of this process send requests to the server over keep-alive connections, so that client
+and server share the machine as in the demo. URLs with injected faults are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 
 
 @click.command()
-@click.option("--count", default=2_000, show_default=True, help="Scenes.")
+@click.option("--count", default=2_000, show_default=True, help="Number of scenes.")
 @click.option("--connections", default=8, show_default=True)
 @click.option("--size", default=96, show_default=True, help="Side of an image in pixels.")
 def main(count: int, connections: int, size: int) -> None:
@@ -26,7 +26,7 @@ def main(count: int, connections: int, size: int) -> None:
     from data_prep.scenes.scene import describe
 
     config = ScenesConfig(image_size=size)
-    for index in range(200):  # paint the backgrounds, which happens once per process
+    for index in range(200):  # warm up: backgrounds are drawn once per process
         jpeg(config, index)
     steps = {"described": describe, "captioned": web, "drawn and encoded": jpeg}
     for name, function in steps.items():
@@ -45,7 +45,7 @@ def main(count: int, connections: int, size: int) -> None:
 
 
 def _ask(host: str, indices: list[int]) -> int:
-    """Bytes received for these scenes over one connection."""
+    """Fetch these scenes over one connection. Returns the bytes received."""
     connection = http.client.HTTPConnection(host, timeout=10)
     received = 0
     for index in indices:

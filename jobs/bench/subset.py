@@ -2,9 +2,9 @@
 
     python -m jobs.bench.subset --rows 50000000
 
-Makes a parquet table of that many rows (uid, URL and caption of realistic lengths, about 110 bytes a row on disk), lays
-out a tenth of it in a process of its own, and prints seconds, rows per second and that process's peak resident memory
-beside the same figure for a table a tenth as long: bounded memory means that the two hardly differ.
+Writes a parquet table of that many rows (uid, URL and caption of realistic lengths, about 110 bytes per row on disk)
+and plans shards for a tenth of it in a separate process. Prints seconds, rows per second and that process's peak
+resident memory, for this table and for one a tenth as long: if memory is bounded, the two peaks hardly differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CHUNK = 1_000_000
 @click.command()
 @click.option("--rows", default=5_000_000, show_default=True, help="Rows of the table.")
 @click.option("--fraction", default=0.1, show_default=True)
-@click.option("--folder", type=click.Path(file_okay=False), help="Where the table is made; a temporary folder else.")
+@click.option("--folder", type=click.Path(file_okay=False), help="Where to write the table [a temporary folder].")
 def command(rows: int, fraction: float, folder: str | None) -> None:
-    """Select a subset of a table made for the purpose, and report time and peak memory."""
+    """Select a subset of a generated table and print time and peak memory."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         for count in (rows // 10, rows):
             table = Path(temporary) / f"urls-{count}.parquet"
@@ -42,7 +42,7 @@ def command(rows: int, fraction: float, folder: str | None) -> None:
 
 
 def make_table(path: Path, rows: int) -> None:
-    """A table of random uids with URLs and captions made of them."""
+    """Write a table of random uids, with URLs and captions derived from them."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

@@ -1,10 +1,10 @@
-"""Peak memory and time of writing a per-sample table to a checkpoint: in blocks, and as one clone.
+"""Peak memory and time of writing a per-sample table to a checkpoint: in blocks or as one clone.
 
     python -m jobs.bench.table_checkpoint                        # 32 million rows of 4 columns: 512 MiB
     python -m jobs.bench.table_checkpoint --rows 125000000       # a rank's share of a billion samples on 8 ranks
 
-Each variant runs in a process of its own, which fills a table, writes a whole checkpoint through the trainer's writer
-while rows keep changing, and prints the growth of its peak resident memory. `share` is relative to the table.
+Each variant runs in its own process, which fills a table, writes a whole checkpoint with the trainer's writer while
+rows keep changing, and prints the growth of its peak resident memory. `share` is relative to the table's size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def measure(rows: int, way: str, folder: Path) -> tuple[float, float]:
-    """Growth of peak memory after filling the table, in MiB, and seconds until the checkpoint was published."""
+    """Increase of peak memory after the table was filled, in MiB, and seconds until the checkpoint was published."""
     import torch
 
     from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot

@@ -4,12 +4,12 @@
     python -m jobs.bench.train --arch ViT-B-16 --batch 640 --rounds 10                   on a GPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8
 
-The opponent is `train_one_epoch` of the installed package, as its own `main` sets it up (AdamW in two groups, ClipLoss,
-amp in bf16). Ours are whole steps as the trainer takes them, with pixels as uint8 that are normalised on the device, in
-a DeepSpeed engine: once with the openclip objective, which does the same job, and once with neuclip, whose extra time
-is the normalizer network's. Contestants take turns in rounds of a few steps in one process with one rank, so that other
-users of the machine meet all of them; what counts is the ratio within a round. On a GPU time is wall time; on a CPU it
-is the process's CPU time, which others hardly disturb. Data loading is not part of it.
+The reference is `train_one_epoch` of the installed package, set up as in its own `main` (AdamW with two parameter
+groups, ClipLoss, amp in bf16). Ours runs the trainer's full training step in a DeepSpeed engine, with uint8 pixels
+normalized on the device: once with the openclip objective, which computes the same loss, and once with neuclip, whose
+extra time is that of the normalizer network. The contenders alternate in rounds of a few steps within one process with
+one rank, so that other load on the machine affects all of them; the ratios within a round are compared. On a GPU we
+measure wall time, on a CPU the CPU time of the process, which other load hardly changes. Data loading is excluded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DATASET = 1_000_000
 SEED = 0
 
 Rounds = Callable[[int], None]
-"""Takes a number of steps."""
+"""Runs the given number of steps."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arch", default="ViT-B-32")
     parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (both sides cache features)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
-    parser.add_argument("--prototypes", type=int, help="of the network [4096, or the batch where that is less]")
+    parser.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
     parser.add_argument("--inner-steps", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a contestant per round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that does not")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant, on a CPU")
+    parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every contender")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
@@ -84,14 +84,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prototypes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """As many prototypes as are live from the first step on: with more, the network would still be growing."""
+    """The number of prototypes, at most the batch size: with more, the network would still be growing."""
     if args.prototypes is not None and args.prototypes > args.batch:
         parser.error(f"--prototypes {args.prototypes} is above --batch {args.batch}: not all would be live")
     return args.prototypes or min(4096, args.batch)
 
 
 def make_data(args: argparse.Namespace) -> Data:
-    """Random pixels and the captions of the built-in corpus, of a fixed seed."""
+    """Random pixels and captions of the built-in corpus, from a fixed seed."""
     config = ModelConfig(arch=args.arch, image_size=args.image_size)
     _, architecture = build_towers(config, seed=SEED, device="meta")
     generator = torch.Generator().manual_seed(SEED)
@@ -102,12 +102,12 @@ def make_data(args: argparse.Namespace) -> Data:
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Where there is a GPU, in memory that is copied without a wait, as loaders do it."""
+    """The tensor in pinned memory if there is a GPU, as from a data loader."""
     return x.pin_memory() if torch.cuda.is_available() else x
 
 
 def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) -> Rounds:
-    """Our step, as `Trainer` takes it."""
+    """Our training step, as run by `Trainer`."""
     config = ModelConfig(
         arch=args.arch,
         image_size=args.image_size,
@@ -147,8 +147,8 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
             image = normalize(data.pixels.to(world.device, non_blocking=True), mean=data.mean, std=data.std)
             text = data.text.to(world.device, non_blocking=True)
             lengths = trimming.lengths(data.text) if trimming else None
-            result = take_step((image, text), sample_ids=ids.to(world.device), step=taken, lr_scale=1e-3,
-                               text_lengths=lengths)  # fmt: skip
+            sample_ids = ids.to(world.device)
+            result = take_step((image, text), sample_ids=sample_ids, step=taken, lr_scale=1e-3, text_lengths=lengths)
             assert result.applied
             taken += 1
 
@@ -156,7 +156,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
 
 
 class SyntheticLoader:
-    """What open_clip_train expects of a data loader: micro-batches of normalised pixels and tokens."""
+    """A data loader as open_clip_train expects it: micro-batches of normalized pixels and tokens."""
 
     def __init__(self, data: Data, *, micro_batch: int) -> None:
         image = pinned(normalize(data.pixels, mean=data.mean, std=data.std).float())
@@ -213,7 +213,7 @@ def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.devic
 
 @contextlib.contextmanager
 def as_its_main(device: torch.device) -> Iterator[None]:
-    """TF32 products and cuDNN's search for kernels inside, which open_clip_train's `main` allows on a GPU."""
+    """Enable TF32 matmuls and cuDNN autotuning within the context, as `main` of open_clip_train does on a GPU."""
     if device.type != "cuda":
         yield
         return
@@ -227,9 +227,9 @@ def as_its_main(device: torch.device) -> Iterator[None]:
 
 
 def seconds(run: Rounds, steps: int, device: torch.device, *, threads: int) -> float:
-    """Time of some steps, to the end of the device's work: of the wall on a GPU, of all threads on a CPU.
+    """Seconds that `steps` steps take until the device is done: wall time on a GPU, CPU time of all threads on a CPU.
 
-    Threads that wait for others may spin, so every contestant gets the same number of them, and none may change it.
+    Waiting threads may spin, so every contender gets the same number of threads and must not change it.
     """
     torch.set_num_threads(threads)
     if device.type == "cpu":
@@ -259,7 +259,7 @@ def main() -> None:
         names = list(contestants)
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(args.rounds + 1):
-            # Each round begins with another contestant, so that none always follows the same one.
+            # Rotate the order, so that no contender always runs after the same one.
             for name in names[number % 3 :] + names[: number % 3]:
                 taken = seconds(contestants[name], args.steps, world.device, threads=args.threads)
                 if number:
@@ -268,7 +268,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: torch.device) -> None:
-    """Medians over rounds; ratios are medians of the ratios within rounds."""
+    """Print medians over rounds; ratios are medians of the per-round ratios."""
     size = f" at {args.image_size} px" if args.image_size else ""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{args.arch}{size}, batch {args.batch} in {args.accumulate}, {args.precision}, ZeRO-{args.stage}, {where}")
@@ -285,8 +285,10 @@ def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: t
             f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
         )
     extra = [b / a - 1 for a, b in zip(times["openclip"], times["neuclip"], strict=True)]
-    print(f"neuclip takes {statistics.median(extra):+.1%} of openclip's time ({args.prototypes} prototypes, "
-          f"{args.inner_steps} inner steps)")  # fmt: skip
+    print(
+        f"neuclip takes {statistics.median(extra):+.1%} of openclip's time ({args.prototypes} prototypes, "
+        f"{args.inner_steps} inner steps)"
+    )
 
 
 if __name__ == "__main__":

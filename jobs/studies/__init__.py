@@ -1,7 +1,7 @@
-"""Studies: declared sets of runs (methods x settings x seeds) that end in tables and figures.
+"""Studies: declared sets of runs (methods x settings x seeds) whose results are rendered as tables and figures.
 
-NAME.yaml     what is compared (`declare.py` reads it)
-unit.py       one run with its measurements, in a process of its own
-schedule.py   all units of a study over the devices at hand
-results.py    outcomes -> means, spreads, paired differences;  render.py  -> markdown, CSV, figures
+NAME.yaml     the declaration of a study (read by `declare.py`)
+unit.py       one run with its measurements, in its own process
+schedule.py   runs all units of a study on the available devices
+outcomes.py   outcomes -> means, spreads, paired differences;  publish.py  -> markdown, CSV, figures
 """

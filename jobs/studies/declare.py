@@ -1,8 +1,9 @@
-"""What a study compares: `jobs/studies/NAME.yaml`, and the runs that result.
+"""Declarations of studies (`jobs/studies/NAME.yaml`) and the runs they define.
 
-A study crosses `settings` (datasets, regimes) with `arms` (what is compared) and seeds. Both are lists of dotted
-overrides over a recipe; an arm's come after its setting's. Sizes: `desk` (the built-in corpus, a micro model), `smoke`
-(a few steps of a few arms of it, to see that it works) and `paper` (the real datasets and recipes).
+A study crosses `settings` (datasets, regimes) with `arms` (what is compared) and seeds. Settings and arms are lists of
+dotted overrides of a recipe; those of the arm are applied after those of the setting. Sizes: `desk` (the built-in
+corpus and a micro model), `smoke` (a few steps of a few arms of it, to test the study) and `paper` (the real datasets
+and recipes).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline.training.recipe import RunConfig, load_recipe
 FOLDER = Path(__file__).parent
 RECIPES = FOLDER.parent / "recipes"
 SIZES = ("desk", "smoke", "paper")
-# Settings that decide where files are or how a run is watched, but not what it computes.
+# Settings that affect file locations or logging, but not what a run computes.
 NOT_IDENTITY = (
     "output",
     "data.sources",
@@ -49,17 +50,17 @@ class Variant:
     ranks: int | None = Field(default=None, ge=1)
     """Number of processes; null: the setting's, else that of the size."""
     network_share: float = Field(default=0.0, ge=0, lt=1)
-    """Of a setting: the share of a step that NeuCLIP's network takes there."""
+    """Of a setting: the share of the step time that NeuCLIP's network takes."""
     same_compute: bool = False
-    """Of an arm: it sees that share fewer samples, so that it costs what the others cost."""
+    """Of an arm: reduce its samples by `network_share`, so that all arms have the same cost."""
 
 
 @section
 class Size:
-    """What a study runs at one size."""
+    """The runs of a study at one size."""
 
     settings: dict[str, Variant]
-    """Datasets or regimes; every arm is run in every setting."""
+    """Datasets or regimes; every arm runs in every setting."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the repetitions."""
     arms: dict[str, Variant] | None = None
@@ -70,12 +71,12 @@ class Size:
 
 @section
 class Smoke:
-    """The part of the desk size that shows within a minute whether a study works at all."""
+    """The subset of the desk size that tests within a minute whether a study works."""
 
     settings: tuple[str, ...]
     """Names of the settings to run."""
     arms: tuple[str, ...]
-    """Names of the arms to run; the first is the baseline."""
+    """Names of the arms to run; the first one is the baseline."""
 
 
 @section
@@ -85,24 +86,24 @@ class Study:
     title: str
     """Its name in tables and pages."""
     reproduces: str
-    """The tables and figures of the papers that it repeats."""
+    """The tables and figures of the papers that it reproduces."""
     question: str
-    """What it is meant to find out, in one sentence."""
+    """The question it answers, in one sentence."""
     baseline: str
-    """The arm to which differences are taken."""
+    """The arm that differences are relative to."""
     columns: tuple[str, ...]
     """Columns of the tables, by their names in `jobs/studies/outcomes.py`."""
     curves: tuple[str, ...] = ("average",)
-    """Columns drawn over samples seen."""
+    """Columns plotted over samples seen."""
     arms: dict[str, Variant] = field(default_factory=dict)
     """What is compared."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Arms that are listed and drawn together; empty: all in one group."""
+    """Arms that are listed and plotted together; empty: one group."""
     smoke: Smoke
     alone: bool = False
-    """Its runs are timed and must not share the machine with others."""
+    """The runs are timed and must not share the machine with other runs."""
     measure: Literal["normalizers", "none"] = "normalizers"
-    """What is measured on the checkpoints beside the scores."""
+    """What is measured on the checkpoints, in addition to the scores."""
     desk: Size
     paper: Size
 
@@ -119,23 +120,27 @@ class Corpus:
 
 @section
 class SizeFacts:
-    """What all studies of one size share."""
+    """Settings shared by all studies of one size."""
 
     corpora: dict[str, Corpus] = field(default_factory=dict)
     """Built-in corpora by name."""
     anchors: int | None = None
     """Anchors compared in each measurement of normalizers; null: all."""
     ranks: int = Field(default=1, ge=1)
-    """Number of processes where neither arm nor setting gives one."""
+    """Number of processes if neither the arm nor the setting sets it."""
     defaults: tuple[str, ...] = ()
-    """Overrides of all runs of this size, below those of settings and arms."""
+    """Overrides of all runs of this size, with lower precedence than those of settings and arms."""
     set: tuple[str, ...] = ()
-    """Overrides of all runs of this size, above those of settings and arms."""
+    """Overrides of all runs of this size, with higher precedence than those of settings and arms."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One run of a study. key: its folder's name, the same for equal runs of different studies."""
+    """One run of a study.
+
+    Attributes:
+        key: The name of the run's folder, the same for identical runs of different studies.
+    """
 
     study: str
     setting: str
@@ -158,19 +163,23 @@ def study_names() -> list[str]:
 
 
 def load_study(name: str) -> Study:
-    """Raises: UserError for an unknown name or a wrong declaration."""
+    """Load the declaration of a study.
+
+    Raises:
+        UserError: The name is unknown, or the declaration is invalid.
+    """
     if name not in study_names():
         raise UserError(f"There is no study {name!r}. {cfg.suggest(name, tuple(study_names()))}")
     return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
 
 
 def load_size(name: str) -> SizeFacts:
-    """What all studies of a size share, from `sizes.yaml`."""
+    """Load the settings shared by all studies of a size from `sizes.yaml`."""
     return cfg.parse(SizeFacts, cfg.read_yaml(FOLDER / "sizes.yaml")[name], prefix=name)
 
 
 def size_of(study: Study, size: str) -> Size:
-    """The study's settings, arms and seeds at a size; `smoke` is the desk's with fewer arms and one seed."""
+    """The study's settings, arms and seeds at a size; `smoke` is `desk` with fewer settings and arms, and one seed."""
     if size == "paper":
         return study.paper
     if size == "desk":
@@ -193,7 +202,8 @@ def arms_of(study: Study, size: str) -> dict[str, Variant]:
 def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[Unit]:
     """All runs of a study in order of declaration, seeds outermost, so that an unfinished study is balanced.
 
-    Raises: UserError when a run's settings are refused, naming the run.
+    Raises:
+        UserError: The settings of a run are invalid; the message names the run.
     """
     study, facts = load_study(name), load_size(size)
     at_size = size_of(study, size)
@@ -217,7 +227,7 @@ def units_of(name: str, *, size: str, overrides: tuple[str, ...] = ()) -> list[U
 
 
 def distinct(units: list[Unit]) -> list[Unit]:
-    """One unit per key: studies share the runs that they have in common."""
+    """One unit per key, because identical runs are shared."""
     found: dict[str, Unit] = {}
     for unit in units:
         found.setdefault(unit.key, unit)

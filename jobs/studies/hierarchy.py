@@ -1,8 +1,8 @@
-"""Synthetic pairs on which methods separate: hierarchical, long-tailed, noisy; and two small towers for them.
+"""Synthetic pairs (hierarchical, long-tailed, noisy) on which methods differ, and two small towers for them.
 
 A latent vector is the sum of a super-class, a sub-class within it and an individual part. Sub-classes are drawn with
-Zipf's frequencies. Both sides see their own nonlinear view of the latent vector with noise, so that pairs of the same
-sub-class overlap irreducibly: retrieval never becomes perfect, and normalizers differ between anchors.
+Zipf frequencies. Each side sees its own noisy nonlinear view of the latent vector, so that pairs of the same sub-class
+overlap irreducibly: retrieval cannot become perfect, and normalizers differ between anchors.
 
 Shape legend: n pairs, D input features of a side, L latent dimensions, d embedding dimensions.
 """
@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORLD_SEED = 1234
-"""Of the class centres and views: the same for training and held-out pairs, and for all runs."""
+"""Seed of the class centres and views: the same for training and held-out pairs, and for all runs."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """What the pairs are drawn from.
+    """The distribution of the pairs.
 
     Attributes:
         inputs: D, features of each side.
@@ -44,7 +44,7 @@ class Hierarchy:
 
 
 def draw_pairs(hierarchy: Hierarchy, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """n pairs as inputs of the image and the text tower, [n, D] each; a function of (hierarchy, n, seed) alone."""
+    """Draw n pairs of inputs for the image and text towers, [n, D] each; depends only on (hierarchy, n, seed)."""
     h = hierarchy
     world, generator = torch.Generator().manual_seed(WORLD_SEED), torch.Generator().manual_seed(seed)
     supers = F.normalize(torch.randn(h.super_classes, h.latent, generator=world), dim=1)
@@ -78,7 +78,7 @@ class Tower(nn.Module):
 
 
 def make_towers(hierarchy: Hierarchy, *, hidden: int, dim: int, seed: int) -> nn.ModuleDict:
-    """Both towers, initialized from `seed` alone; torch's global generator is left as it was."""
+    """Both towers, initialized from `seed` only; torch's global random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.ModuleDict({side: Tower(hierarchy.inputs, hidden=hidden, dim=dim) for side in ("image", "text")})

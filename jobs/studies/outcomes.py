@@ -1,4 +1,4 @@
-"""Outcomes of a study's runs: metrics of each, and means, spreads and paired differences over seeds."""
+"""Outcomes of a study's runs: metrics of each run, and means, spreads and paired differences over seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ AVERAGE_OF_BENCHMARK, RETRIEVAL_OF_BENCHMARK, IMAGENET = "DataComp Average", "Re
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of a run. title: with its unit. form: a format specification. scale: multiplies what is shown."""
+    """A metric of a run.
+
+    Attributes:
+        title: The column's title, with the unit.
+        value: Computes the metric from a result.
+        form: Format specification.
+        scale: Factor applied to the displayed value.
+    """
 
     title: str
     value: Callable[[Result], float | None]
@@ -31,7 +38,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished run of a study. result: the file that `unit.py` writes."""
+    """One finished run of a study; `result` is the content of the file that `unit.py` writes."""
 
     setting: str
     arm: str
@@ -42,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Spread:
-    """Values of one column over seeds, in the order of the seeds. sd: sample standard deviation; None below 2."""
+    """Values of one column in order of seeds; `sd` is the sample standard deviation, None for fewer than two values."""
 
     values: tuple[float, ...]
 
@@ -56,7 +63,7 @@ class Spread:
 
 
 def average(scores: Mapping[str, float]) -> float | None:
-    """The benchmark's average where all of its tasks are there, else the mean over the tasks that are."""
+    """The benchmark's average if all of its tasks were evaluated, else the mean over the evaluated tasks."""
     if AVERAGE_OF_BENCHMARK in scores:
         return scores[AVERAGE_OF_BENCHMARK]
     tasks = [value for name, value in scores.items() if name not in AGGREGATES]
@@ -64,7 +71,7 @@ def average(scores: Mapping[str, float]) -> float | None:
 
 
 def retrieval(scores: Mapping[str, float]) -> float | None:
-    """The benchmark's retrieval mean where it is there, else the mean R@1 of the tasks named retrieval."""
+    """The benchmark's retrieval mean if available, else the mean R@1 of the tasks with "retrieval" in their names."""
     if RETRIEVAL_OF_BENCHMARK in scores:
         return scores[RETRIEVAL_OF_BENCHMARK]
     tasks = [value for name, value in scores.items() if "retrieval" in name]
@@ -77,9 +84,10 @@ def _last_scores(result: Result) -> Mapping[str, float]:
 
 
 def _normalizer(*keys: str) -> Callable[[Result], float | None]:
-    """Mean over the checkpoints on the way, as in NeuCLIP's section 5.2.
+    """Mean over the intermediate checkpoints, as in NeuCLIP's section 5.2.
 
-    Not the last one: there the encoders stand still, and a budget of whole restarts has just replaced the prototypes.
+    The last one is excluded: the encoders have stopped changing by then, and if the number of steps is a multiple of
+    the restart interval, the prototypes have just been replaced.
     """
 
     def value(result: Result) -> float | None:
@@ -124,7 +132,7 @@ COLUMNS: dict[str, Column] = {
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
     "traffic_kib": Column("objective's collectives, KiB a rank and step", _traffic, ",.1f"),
 }
-# Not of one run alone: against the baseline with the same setting and seed.
+# Differences between a run and the baseline with the same setting and seed.
 PAIRED = {
     "difference": ("average", "average against {baseline}, points"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
@@ -148,14 +156,14 @@ def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
 
 
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
-    """A column's values over the seeds of one arm in one setting; None when no run has it."""
+    """A column's values over the seeds of one arm in one setting; None if no run has the metric."""
     values = [COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)]
     present = tuple(COLUMNS[column].scale * value for value in values if value is not None)
     return Spread(present) if present else None
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
-    """An arm's figure minus the baseline's, seed by seed (`extra_time`: as a percentage of the baseline's step)."""
+    """An arm's value minus the baseline's, per seed (`extra_time`: as a percentage of the baseline's step time)."""
     column = COLUMNS[PAIRED[kind][0]]
     before = {o.seed: o.result for o in _of(outcomes, setting, baseline)}
     differences = []
@@ -172,7 +180,7 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
 
 
 def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:
-    """Samples seen -> a value per seed, of a score or of a measurement of normalizers along the runs."""
+    """(samples seen, one value per seed) for a score or a normalizer measurement during the runs."""
     points: dict[float, list[float]] = {}
     for outcome in _of(outcomes, setting, arm):
         for samples, value in _along(outcome.result, column):

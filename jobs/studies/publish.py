@@ -1,4 +1,4 @@
-"""A study's outcomes as files: `results.json` (the data), and from it alone `results.csv`, `results.md` and figures."""
+"""Writes a study's outcomes: `results.json` (the data), and rendered from it `results.csv`, `results.md`, figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "t
 def publish(
     name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
 ) -> list[Path]:
-    """Write everything about a study into `folder`. Returns the files."""
+    """Write all files of a study to `folder`. Returns their paths."""
     data = {
         "study": name,
         "size": size,
@@ -45,7 +45,7 @@ def publish(
 
 
 def render(folder: Path) -> list[Path]:
-    """Tables and figures from `folder/results.json`. Returns the files."""
+    """Render tables and figures from `folder/results.json`. Returns their paths."""
     data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
     study, size = load_study(data["study"]), data["size"]
     outcomes = [Outcome(**run) for run in data["runs"]]
@@ -62,7 +62,7 @@ def render(folder: Path) -> list[Path]:
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line a run, every column; empty where a run has no such figure."""
+    """One line per run with every column; empty if the run does not have the metric."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
@@ -73,7 +73,7 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
-    """The generated page of a study: what was asked, how it was made, a table for each setting, the figures."""
+    """The generated page of a study: its question, how it was run, a table per setting, and the figures."""
     how = (
         f"{_how(study, data, outcomes)} This page is generated from `results.json` by `neuclip study`; do not edit it."
     )
@@ -86,7 +86,7 @@ def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcom
 
 
 def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Mapping[str, str]) -> str:
-    """The same as one HTML file without network requests."""
+    """The same content as one self-contained HTML file."""
     parts = [
         {
             "title": title,
@@ -116,7 +116,7 @@ def _figure_title(file: str) -> str:
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
-    """Title and table of every setting that has runs."""
+    """(title, table) of every setting that has runs."""
     at_size, arms = size_of(study, size), arms_of(study, size)
     baseline = at_size.baseline or study.baseline
     for setting, variant in at_size.settings.items():
@@ -126,7 +126,7 @@ def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tu
 
 
 def _as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in markdown; a row of one cell is a heading within it."""
+    """A table as markdown lines; a row with one cell is a group heading."""
     width = len(rows[0])
     lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (width - 1) + "|"]
     return lines + [
@@ -137,7 +137,7 @@ def _as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 def table(
     study: Study, outcomes: Sequence[Outcome], *, setting: str, arms: Mapping[str, Variant], baseline: str
 ) -> list[list[str]]:
-    """One setting's header and rows, arms in order of declaration and under their groups (rows of one cell)."""
+    """The header and rows of one setting: arms in order of declaration under group headings (rows with one cell)."""
     rows = [["", "seeds", *(_title(column, baseline) for column in study.columns)]]
     for heading, names in _grouped(study, list(arms)):
         if heading:
@@ -150,7 +150,7 @@ def table(
 
 
 def _grouped(study: Study, arms: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Headings and their arms; each arm once, under the first group that names it."""
+    """(heading, arms) per group; each arm appears once, in the first group that lists it."""
     left = dict.fromkeys(arms)
     for heading, names in study.groups.items():
         here = [name for name in names if name in left]
@@ -176,7 +176,7 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
 
 
 def shown(value: Spread | None, form: str, unit: str = "") -> str:
-    """`12.3 ± 0.4`; `–` where there is nothing."""
+    """`12.3 ± 0.4`, or `–` if there is no value."""
     if value is None:
         return "–"
     return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
@@ -187,7 +187,7 @@ def _compact(outcome: Outcome) -> dict[str, Any]:
 
 
 def source_commit() -> str:
-    """The commit of the checkout that this program runs from, `-dirty` if files differ; "unknown" outside of one."""
+    """The git commit of this source tree, with `-dirty` if files were changed; "unknown" outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""All units of a study over the devices at hand: as many processes at a time as there are places for them."""
+"""Run the units of a study in parallel on the available devices, one process per GPU or core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ran
 
 
 def folder_of(unit: Unit, output: Path) -> Path:
-    """OUTPUT/runs/KEY: equal runs of different studies share it."""
+    """OUTPUT/runs/KEY, shared by identical runs of different studies."""
     return output / "runs" / unit.key
 
 
@@ -31,7 +31,18 @@ def is_done(unit: Unit, output: Path) -> bool:
 
 
 def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, measure: str, places: Sequence[str] = ()) -> Path:
-    """What `unit.py` needs, in the unit's folder. Args: places: overrides that say where data and suite lie."""
+    """Write the specification that `unit.py` reads to the unit's folder.
+
+    Args:
+        unit: The unit.
+        output: Folder of runs and results.
+        facts: The settings of the study's size.
+        measure: What to measure besides the scores (`Study.measure`).
+        places: Overrides that set the locations of data and suite.
+
+    Returns:
+        The unit's folder.
+    """
     folder = folder_of(unit, output)
     folder.mkdir(parents=True, exist_ok=True)
     spec = {
@@ -46,9 +57,13 @@ def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, measure: str, plac
 
 
 def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
-    """The unit's command. launcher: words before the module's name; {ranks} and {python} are filled in.
+    """The command that runs a unit.
 
-    Default: plain Python for one rank, torchrun for several.
+    Args:
+        unit: The unit.
+        folder: The unit's folder.
+        launcher: The launch command before the module name, in which {ranks} and {python} are substituted. None: plain
+            Python for one rank, torchrun for several.
     """
     template = launcher or (TORCHRUN if unit.ranks > 1 else "{python} -m")
     words = shlex.split(template.format(ranks=unit.ranks, python=shlex.quote(sys.executable)))
@@ -56,7 +71,7 @@ def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
 
 
 def places_at_hand() -> list[dict[str, str]]:
-    """Environments of runs that may go on at the same time: one a GPU, else one a CPU core."""
+    """Environment variables of runs that can run in parallel: one set per GPU, without GPUs one per CPU core."""
     import torch
 
     if torch.cuda.is_available():
@@ -77,16 +92,22 @@ def run_all(
     launcher: str | None,
     tell: Callable[[str], None],
 ) -> dict[str, int]:
-    """Run units, given with their folders; returns the exit codes of those that failed, by label.
+    """Run units, given with their folders.
 
-    A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 ends the running ones, which can be continued.
-    Raises: KeyboardInterrupt when that happened.
+    A failed unit does not stop the others. SIGINT, SIGTERM or SIGUSR1 terminates the running ones, which can be
+    continued later.
+
+    Returns:
+        The exit codes of failed units by label.
+
+    Raises:
+        KeyboardInterrupt: One of these signals was received.
     """
     places = places_at_hand()
     count = max(1, min(parallel or len(places), len(units)))
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
     for number in range(count):
-        # A single place is given the whole machine; several share it, one device each.
+        # A single run may use the whole machine; parallel runs get one device each.
         free.put(places[number % len(places)] if count > 1 else {})
     processes: list[subprocess.Popen] = []
 
@@ -117,13 +138,13 @@ def run_all(
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
-                process.terminate()  # a run answers with a checkpoint; leaving the pool waits for that
+                process.terminate()  # the run writes a checkpoint; leaving the pool waits for it
             raise
     return {label: code for label, code in codes.items() if code}
 
 
 def sbatch(name: str, *, size: str, output: str, count: int, overrides: Sequence[str]) -> str:
-    """A Slurm job array with one task a unit."""
+    """A Slurm script with a job array of one task per unit."""
     if not count:
         raise UserError(f"Nothing is left to do for {name}: no job array is needed.")
     rest = " ".join(shlex.quote(text) for text in overrides)

@@ -1,8 +1,9 @@
-"""`neuclip study separation`: which runs there are, and running those that are not done yet.
+"""`neuclip study separation`: its runs, and running those that are not finished.
 
-Why another study beside those on the built-in corpus: there the batch's own estimate of a normalizer errs by about
-chi^2 / B = 0.04 to 0.18, which hardly changes gradients, and retrieval is among 400 pairs. Here chi^2 / B is 0.5 and
-more, 4,096 pairs are held out, runs take up to 8,192 steps, and all methods of a seed share weights and batches.
+The studies on the built-in corpus do not separate the methods: there the error of a batch's own normalizer estimate is
+about chi^2 / B = 0.04 to 0.18, which hardly changes gradients, and retrieval is among 400 pairs. Here chi^2 / B is 0.5
+or more, 4,096 pairs are held out, runs have up to 8,192 steps, and all methods of a seed share initial weights and
+batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TITLE = "Methods on pairs that separate them"
 REPRODUCES = "NeuCLIP Figure 2c and Table 2's ordering, at chi^2 / B of 0.5 and more"
 TAU = 0.1
 SHARED = "shared-trajectory"
-"""The arm name of runs that watch all methods on one trajectory."""
+"""The arm name of runs that measure all methods on one shared trajectory."""
 
 _FIXED = {"tau_init": TAU, "tau_min": 0.001, "tau_lr": 0.0}
 _NPN = {**_FIXED, "rho": 2.0, "prototypes": 256, "restart_every": 100}
@@ -38,7 +39,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "literal": {"name": "neuclip_literal", **_NPN},
     "oracle": None,
 }
-"""Settings of each arm's objective; None: exact normalizers. The temperature is fixed for all.
+"""Objective settings of each arm; None: exact normalizers. The temperature is fixed in all arms.
 
 `batch_gcl` is the batch's own estimate without the positive pair in the denominator: `sogclr` with gamma = 1.
 FastCLIP-v3 has no arm: with a fixed temperature its gradients are v1's (tests/unit/test_separation.py checks that).
@@ -48,7 +49,16 @@ BASELINE = "openclip"
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that share dataset size and epochs. seeds: of every arm; shared_seeds: of the shared trajectory."""
+    """Settings with the same dataset size and number of epochs.
+
+    Attributes:
+        pairs: Training pairs.
+        epochs: Passes over the training pairs.
+        batches: Batch sizes.
+        seeds: Seeds per arm.
+        shared_seeds: Seeds of the shared trajectory.
+        arms: Names of the arms.
+    """
 
     pairs: int
     epochs: float
@@ -105,7 +115,7 @@ def path_of(run: PairedRun, place: Path) -> Path:
 
 
 def perform(run: PairedRun, place: Path) -> float:
-    """Run it and write its file. Returns the CPU seconds it took."""
+    """Execute a run and write its result file. Returns the CPU seconds it took."""
     import torch
 
     from jobs.studies.separation_run import SeparationSetting, train, watch
@@ -124,7 +134,7 @@ def perform(run: PairedRun, place: Path) -> float:
 def run_all(
     runs: Sequence[PairedRun], *, place: Path, parallel: int | None, report: Callable[[str], None]
 ) -> list[str]:
-    """Run what is not done yet, several at a time. Returns the keys of those that failed, with the reason."""
+    """Execute the runs that are not finished, in parallel. Returns the keys of failed runs with the reasons."""
     left = [run for run in runs if not path_of(run, place).is_file()]
     report(f"{len(runs)} runs, {len(runs) - len(left)} of them done.")
     failed = []
@@ -145,6 +155,6 @@ def run_all(
 
 
 def read_results(size: str, place: Path) -> list[dict[str, Any]]:
-    """The finished runs of a size, as written."""
+    """The results of the finished runs of a size."""
     paths = (path_of(run, place) for run in runs_of(size))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]

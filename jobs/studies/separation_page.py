@@ -1,4 +1,4 @@
-"""The separation study as files: `results.json` (the data), and from it alone `results.csv`, `results.md`, figures."""
+"""Writes the separation study: `results.json` (the data), and rendered from it `results.csv`, `results.md`, figures."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ from pipeline.versions import versions
 
 Results = Sequence[Mapping[str, Any]]
 CLEAR = 3.0
-"""A paired t above this is called clear in the tables: p is about 0.02 with 8 seeds, less with more."""
+"""A paired |t| of at least this is printed in bold: p is about 0.02 with 8 seeds, less with more."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. better: -1 where lower is better. form: how it is printed."""
+    """A metric of a run.
+
+    Attributes:
+        title: Its title, with the unit.
+        better: -1 if lower is better, 1 if higher is better, 0 for neither.
+        form: Format specification.
+    """
 
     title: str
     better: int
@@ -66,7 +72,7 @@ class PairedDifference:
 
 
 def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
-    """Write everything about the study into `folder`. Returns the files."""
+    """Write all files of the study to `folder`. Returns their paths."""
     data = {
         "study": NAME,
         "size": size,
@@ -85,7 +91,7 @@ def publish(size: str, results: Results, *, total: int, folder: Path, command: s
 
 
 def render(folder: Path) -> list[Path]:
-    """Tables and figures from `folder/results.json`. Returns the files."""
+    """Render tables and figures from `folder/results.json`. Returns their paths."""
     data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
     drawn = draw(data["runs"])
     texts = {"results.csv": as_csv(data["runs"]), "results.md": as_markdown(data, list(drawn)), **drawn}
@@ -105,7 +111,7 @@ def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: st
 
 
 def difference(results: Results, *, pairs: int, batch: int, arm: str, measure: str, to: str) -> PairedDifference | None:
-    """An arm's measure minus that of the arm `to`, over the seeds that both have."""
+    """Paired differences of a measure between `arm` and the arm `to`, over their common seeds."""
     own = values_of(results, pairs=pairs, batch=batch, arm=arm, measure=measure)
     other = values_of(results, pairs=pairs, batch=batch, arm=to, measure=measure)
     both = sorted(own.keys() & other.keys())
@@ -113,7 +119,7 @@ def difference(results: Results, *, pairs: int, batch: int, arm: str, measure: s
 
 
 def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list[float]:
-    """Errors in use of a method on the shared trajectory, one per seed."""
+    """In-use errors of a method on the shared trajectory, one per seed."""
     runs = [
         r for r in results if r["run"]["arm"] == SHARED and (r["run"]["pairs"], r["run"]["batch"]) == (pairs, batch)
     ]
@@ -121,12 +127,12 @@ def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list
 
 
 def settings_of(results: Results) -> list[tuple[int, int, float]]:
-    """(pairs, batch, epochs) that have runs, in order."""
+    """The (pairs, batch, epochs) of all runs, sorted."""
     return sorted({(r["run"]["pairs"], r["run"]["batch"], r["run"]["epochs"]) for r in results})
 
 
 def as_csv(results: Results) -> str:
-    """One line a run, every measure; empty where a run has no such figure."""
+    """One line per run with every measure; empty if the run does not have it."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["pairs", "epochs", "batch", "arm", "seed", *MEASURES, "cpu_seconds"])
@@ -140,7 +146,7 @@ def as_csv(results: Results) -> str:
 
 
 def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
-    """The generated page: how it was made, a table per setting, the figures."""
+    """The generated page: how the study was run, a table per setting, and the figures."""
     results: Results = data["runs"]
     made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     how = (
@@ -193,7 +199,7 @@ def _paired(found: PairedDifference | None) -> str:
 
 
 def draw(results: Results) -> dict[str, str]:
-    """File name -> SVG: gain in held-out NCE and error in use over the batch size, a panel per dataset size."""
+    """File name -> SVG: gain in held-out NCE and in-use error over the batch size, one panel per dataset size."""
     import matplotlib
 
     if not results:
@@ -247,11 +253,16 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
             if not present:
                 continue
             axes.errorbar(
-                [batch * 1.02 ** (number - 4) for batch, _ in present],  # apart, so that error bars do not overlap
+                [batch * 1.02 ** (number - 4) for batch, _ in present],  # offset, so that error bars do not overlap
                 [value[0] for _, value in present],
                 yerr=[value[1] or 0.0 for _, value in present],
-                label=arm, color=palette[number % 10], marker="o", markersize=3, linewidth=1.3, capsize=2,
-            )  # fmt: skip
+                label=arm,
+                color=palette[number % 10],
+                marker="o",
+                markersize=3,
+                linewidth=1.3,
+                capsize=2,
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.minorticks_off()

@@ -1,7 +1,7 @@
-"""One run of the separation study: train two small towers with one method, and measure; or watch a shared trajectory.
+"""One run of the separation study: train and evaluate two small towers, or measure all methods on one trajectory.
 
-Every run of one setting and seed starts from the same weights and sees the same batches in the same order, whatever
-its method, so that differences between methods are paired.
+All runs of one setting and seed start from the same weights and see the same batches in the same order, so that
+differences between methods are paired.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.objectives import build_objective
 from pipeline.objectives.softmax import SoftmaxObjective
 
 TRAINING_PAIRS, HELD_OUT_PAIRS = 7, 8
-"""Seeds of the training and the held-out pairs: the same for all runs, which differ in weights and batches."""
+"""Seeds of the training and held-out pairs, the same for all runs; a run's seed sets its weights and batches."""
 ORACLE = "oracle"
 """The name of the arm that uses the exact normalizers of the whole dataset at every step."""
 NCE_TEMPERATURES = tuple(0.02 * 1.2**i for i in range(18))
@@ -27,7 +27,7 @@ NCE_TEMPERATURES = tuple(0.02 * 1.2**i for i in range(18))
 
 @dataclass(frozen=True)
 class SeparationSetting:
-    """What the runs of one comparison share.
+    """Settings shared by the runs of one comparison.
 
     Attributes:
         pairs: n, training pairs.
@@ -58,7 +58,7 @@ class SeparationSetting:
 
 
 class Course:
-    """The course of a run without its method: pairs, towers, batches and learning rates of one setting and seed."""
+    """The parts of a run that do not depend on the method: pairs, towers, batches and learning rates."""
 
     def __init__(self, setting: SeparationSetting, *, seed: int) -> None:
         self.setting, self.seed = setting, seed
@@ -71,7 +71,7 @@ class Course:
         self._permutation = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Tensor:
-        """Sample ids of batch number `step`, [B]; every epoch is a new permutation. Call it once per step, in order."""
+        """Sample ids of the batch at `step`, [B]; every epoch is a new permutation. Call it once per step, in order."""
         size = self.setting.batch
         within = step % (self.setting.pairs // size)
         if within == 0:
@@ -79,7 +79,7 @@ class Course:
         return self._permutation[within * size : (within + 1) * size]
 
     def schedule(self, step: int) -> float:
-        """Linear warm-up, then a cosine to 0, as a share of the peak learning rate."""
+        """Learning rate as a fraction of the peak: linear warm-up, then cosine decay to 0."""
         steps = self.setting.steps
         warm = min(1.0, (step + 1) / max(1.0, self.setting.warmup * steps))
         return warm * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -90,7 +90,7 @@ class Course:
 
     @torch.no_grad()
     def exact(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """log g of the anchors `rows` over all training pairs under the present towers, [len(rows)] each."""
+        """log g of the anchors `rows` over all training pairs under the current towers, [len(rows)] each."""
         image, text = self.embed(self.image, self.text)
         return exact_log_normalizers(image, text, tau=self.setting.tau, rows=rows)
 
@@ -129,10 +129,11 @@ def oracle_loss(image: Tensor, text: Tensor, *, tau: float, exact: tuple[Tensor,
 
 
 def train(config: dict[str, Any] | None, setting: SeparationSetting, *, seed: int) -> dict[str, Any]:
-    """Train with the objective of `config` (None: the oracle) and return the run's measures.
+    """Train with the objective of `config` (None: the oracle).
 
-    Returns: `error_in_use` and `error_cold`, mean squared errors of log-normalizers over the run's checks, each with
-    the values of the checks in `errors`; final measures of `measure`; `cpu_seconds` of training.
+    Returns:
+        `error_in_use` and `error_cold`, mean squared errors of log-normalizers averaged over the run's checks; the
+        values of each check in `errors`; the final results of `measure`; `cpu_seconds` of training.
     """
     course, began = Course(setting, seed=seed), time.process_time()
     objective = None if config is None else make_objective(config, setting, seed=seed)
@@ -157,10 +158,10 @@ def train(config: dict[str, Any] | None, setting: SeparationSetting, *, seed: in
 
 
 def watch(configs: dict[str, dict[str, Any]], setting: SeparationSetting, *, seed: int) -> dict[str, dict[str, Any]]:
-    """Errors of several methods on one shared trajectory, which the oracle's gradients draw; by arm.
+    """Errors of several methods, by arm, on one shared trajectory trained with the oracle's gradients.
 
-    Each method sees every batch's features and updates its own state, but none moves the towers: like is compared with
-    like, because a method that trains worse has easier normalizers.
+    Each method sees every batch's features and updates its own state, but not the towers. This makes the errors
+    comparable: the normalizers of a method that trains worse are easier to predict.
     """
     course = Course(setting, seed=seed)
     objectives = {arm: make_objective(config, setting, seed=seed) for arm, config in configs.items()}
@@ -184,13 +185,14 @@ def watch(configs: dict[str, dict[str, Any]], setting: SeparationSetting, *, see
 
 @torch.no_grad()
 def measure(course: Course) -> dict[str, float]:
-    """What the trained towers are worth, on training and held-out pairs.
+    """Evaluate the trained towers on training and held-out pairs.
 
-    Returns: `gcl`: the global contrastive loss tau mean (log g1 + log g2) of training anchors, exact. `held_out_gcl`:
-    the same of held-out pairs among themselves. `nce`: held-out cross-entropy in nats, mean of both directions, at the
-    best of a grid of temperatures. `mrr`, `recall_at_1`: held-out retrieval, mean of both directions. `chi2`: mean over
-    training anchors and sides of the chi-squared distance of exp(h) from uniform, so that chi2 / B is about the
-    squared relative error of a batch's estimate of g.
+    Returns:
+        `gcl`: the exact global contrastive loss tau mean (log g1 + log g2) of training anchors. `held_out_gcl`: the
+        same for held-out pairs among themselves. `nce`: held-out cross-entropy in nats, mean of both directions, at the
+        best of a grid of temperatures. `mrr`, `recall_at_1`: held-out retrieval, mean of both directions. `chi2`: mean
+        over training anchors and sides of the chi-squared distance of exp(h) from uniform, so that chi2 / B is about
+        the squared relative error of a batch's estimate of g.
     """
     s = course.setting
     image, text = course.embed(course.image, course.text)
@@ -209,7 +211,7 @@ def measure(course: Course) -> dict[str, float]:
 
 
 def _retrieval(similarity: Tensor) -> dict[str, float]:
-    """NCE at its best temperature, MRR and R@1 of a square matrix of similarities, mean of both directions."""
+    """NCE at its best temperature, MRR and R@1 of a square similarity matrix, averaged over both directions."""
     positive = similarity.diagonal()
     ranks = [(side > positive[:, None]).sum(1) + 1 for side in (similarity, similarity.T)]
     reciprocal, first = (torch.stack([f(r).mean() for r in ranks]).mean() for f in (_reciprocal, _is_first))
@@ -231,7 +233,7 @@ def _cross_entropy(logits: Tensor) -> float:
 
 
 def _check_steps(setting: SeparationSetting) -> set[int]:
-    """Steps at which errors are measured: spread over the run, never at a fixed phase of a restart interval."""
+    """Steps at which errors are measured: spread over the run, at varying phases of the restart interval."""
     spacing = setting.steps / setting.checks
     return {int((number + 0.37 + 0.26 * math.sin(number)) * spacing) for number in range(setting.checks)}
 
@@ -239,7 +241,7 @@ def _check_steps(setting: SeparationSetting) -> set[int]:
 def _errors(
     objective: SoftmaxObjective, image: Tensor, text: Tensor, ids: Tensor, exact: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
-    """Mean squared errors of the batch's log-normalizers, in use and cold, mean of both sides."""
+    """Mean squared errors of the batch's log-normalizers (in use and cold), averaged over both sides."""
     if objective.steps == 0:
         return {}
     found = objective.log_normalizers(image.detach(), text.detach(), sample_ids=ids)
@@ -260,5 +262,5 @@ def _means(errors: list[dict[str, float]]) -> dict[str, float | None]:
 
 
 def parameters(towers: nn.Module) -> Tensor:
-    """All weights as one vector: for tests that runs start from the same ones."""
+    """All weights as one vector, for tests that compare the initial weights of runs."""
     return torch.cat([p.detach().flatten() for p in towers.parameters()])

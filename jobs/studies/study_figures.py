@@ -1,4 +1,4 @@
-"""Figures of a study as SVG: final scores with every seed as a dot, and curves over samples seen."""
+"""Figures of a study as SVG: final scores with one dot per seed, and curves over samples seen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLE: Any = {
     "grid.color": "#e7e9ec",
     "axes.axisbelow": True,
     "svg.fonttype": "path",
-    "svg.hashsalt": "neuclip",  # the same data give the same bytes
+    "svg.hashsalt": "neuclip",  # deterministic output
 }
 DOT = "#2b6cb0"
 
@@ -40,7 +40,7 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
 
 
 def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
-    """The study's first column: a dot a seed, a bar at the mean, a line at the baseline's; one panel a setting."""
+    """The study's first column: a dot per seed, a bar at the mean, a line at the baseline; one panel per setting."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -66,7 +66,7 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -> str:
-    """Mean over seeds with the range behind it; rows are groups of arms, columns are settings."""
+    """Mean over seeds with the range as a shaded area; rows are groups of arms, columns are settings."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -
 
 
 def _draw_curve(axes: Any, points: list[tuple[float, list[float]]], *, label: str, look: tuple[Any, str]) -> None:
-    """Mean and range of the points that all of the arm's seeds have. look: colour and line style."""
+    """Plot mean and range at the points that all seeds of the arm have; `look` is colour and line style."""
     colour, style = look
     most = max((len(values) for _, values in points), default=0)
     whole = [(samples / 1e3, values) for samples, values in points if len(values) == most]
@@ -109,7 +109,7 @@ def _wrapped(title: str) -> str:
 
 
 def as_svg(figure: Any) -> str:
-    """The figure as SVG; the same data give the same bytes."""
+    """The figure as SVG; the output is deterministic."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
     return stream.getvalue()

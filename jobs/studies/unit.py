@@ -1,9 +1,8 @@
-"""One run of a study in processes of its own: train, evaluate on the way, measure normalizers, write `result.json`.
+"""One run of a study in its own processes: train with periodic evaluation, measure normalizers, write `result.json`.
 
-    python -m jobs.studies.unit FOLDER          (or under torchrun / deepspeed; FOLDER/unit.json says what to do)
+    python -m jobs.studies.unit FOLDER          (or under torchrun / deepspeed; FOLDER/unit.json specifies the run)
 
-Started again it continues from the newest checkpoint; the result is written last, so that it exists for finished runs
-only.
+Run again, it continues from the newest checkpoint. The result is written last, so it exists only for finished runs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main(folder: Path) -> int:
 def _write_result(
     folder: Path, spec: Mapping[str, Any], trainer: Trainer, *, traffic: Mapping[str, float] | None
 ) -> None:
-    """Measure what is asked for, and write the result of a finished run. Collective."""
+    """Take the requested measurements of a finished run and write its result. Collective."""
     run, world = trainer.run, trainer.world
     normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
     if world.is_main:
@@ -78,7 +77,7 @@ def _write_result(
 
 
 def metered(objective: Objective, world: World) -> Counter[str]:
-    """A counter that the objective's own collectives add to from now on: not those of checks, evaluation or saving."""
+    """A counter of the traffic of the objective's own collectives, without those of checks, evaluation and saving."""
     spent: Counter[str] = Counter()
     for name in ("prefetch", "compute", "commit"):
         setattr(objective, name, _counting(getattr(objective, name), world, spent))
@@ -96,7 +95,7 @@ def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Ca
 
 
 def curve_of(run: Run) -> list[dict[str, Any]]:
-    """Every evaluation on the way: step, samples seen, and scores by task and by complete aggregate."""
+    """Every evaluation of the run: step, samples seen, and scores by task and by complete aggregate."""
     return [
         {
             "step": evaluation.step,
@@ -109,19 +108,21 @@ def curve_of(run: Run) -> list[dict[str, Any]]:
 
 
 def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[str, float]:
-    """Milliseconds of a step and of its phases: medians over the records but the first, which holds the warm-up."""
+    """Milliseconds of a step and its phases: medians over all records but the first, which includes the warm-up."""
     trained = rows[1:]
     if not trained:
         return {}
     whole = [1e3 * batch_size / row["samples_per_second"] for row in trained]
     phases = sorted({key for row in trained for key in row if key.startswith("time_")} | {"data_wait"})
-    parts = {key.removeprefix("time_"): [ms * row.get(key, 0.0) for ms, row in zip(whole, trained, strict=True)]
-             for key in phases}  # fmt: skip
+    parts = {
+        key.removeprefix("time_"): [ms * row.get(key, 0.0) for ms, row in zip(whole, trained, strict=True)]
+        for key in phases
+    }
     return {"whole": statistics.median(whole), **{key: statistics.median(values) for key, values in parts.items()}}
 
 
 def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any]]:
-    """A measurement for every checkpoint that was kept; none for an objective without normalizers."""
+    """One measurement per kept checkpoint; empty for an objective without normalizers."""
     if not isinstance(trainer.objective, SoftmaxObjective):
         return []
 
@@ -134,14 +135,14 @@ def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any
 
 
 def _traffic(traffic: Mapping[str, int], *, steps: int) -> dict[str, float] | None:
-    """Payload bytes that a rank gives to each collective of the objective a step; None where no step was taken now."""
+    """Payload bytes per rank and step of each collective of the objective; None if this process took no steps."""
     if not steps:
         return None
     return {key.removesuffix(".bytes"): value / steps for key, value in traffic.items() if key.endswith(".bytes")}
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    """Keep the last one: hundreds of small runs would fill a disk."""
+    """Delete all checkpoints but the last, because hundreds of small runs would fill the disk."""
     for path in finished_checkpoints(folder)[:-1]:
         shutil.rmtree(path)
 

@@ -1,4 +1,4 @@
-"""A wrong table, column or hash is found before the URL list is touched."""
+"""A wrong table, column or hash is detected before the download starts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _pixel_hash(body: bytes) -> str:
         ("sha256", lambda url, body: hashlib.sha256(b"?" + body).hexdigest(), "is not known here"),
     ],
 )
-def test_hash_of_something_else_is_recognised(tmp_path: Path, site: Site, kind: str, value_of, words: str) -> None:
+def test_unusable_hash_columns_are_recognised(tmp_path: Path, site: Site, kind: str, value_of, words: str) -> None:
     bodies = {f"/{k}.jpg": jpeg(side=16 + k) for k in range(12)}
     urls = {site.image(path, body): body for path, body in bodies.items()}
     columns = {
@@ -102,7 +102,7 @@ def test_hash_of_something_else_is_recognised(tmp_path: Path, site: Site, kind: 
     assert words in str(caught.value)
 
 
-def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> None:
+def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: Site) -> None:
     bodies = [jpeg(side=16 + k) for k in range(12)]
     columns = {
         "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
@@ -119,7 +119,7 @@ def test_right_hash_passes_and_changes_are_noted(tmp_path: Path, site: Site) -> 
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
 
 
-def test_a_distributor_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_distributor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: None)
     table_checks.check_distributor(FetchConfig())
     for name in ("pyspark", "ray"):
@@ -133,12 +133,12 @@ def test_a_distributor_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPa
         table_checks.check_distributor(FetchConfig(distributor="pyspark"))
 
 
-def test_the_body_of_an_opted_out_answer_is_not_read_here_either(tmp_path: Path, site: Site) -> None:
+def test_hash_check_does_not_read_opted_out_bodies(tmp_path: Path, site: Site) -> None:
     def noai(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("X-Robots-Tag", "none")
         handler.send_header("Content-Length", "100000000")
-        handler.end_headers()  # and never a byte of the body
+        handler.end_headers()  # no body follows
 
     site.answers.update({f"/{k}": noai for k in range(12)})
     columns = {

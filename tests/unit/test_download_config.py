@@ -1,4 +1,4 @@
-"""Ingestion settings are refused in plain words before anything is fetched."""
+"""Invalid ingestion settings are refused with clear messages before anything is fetched."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from pipeline.errors import UserError
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
     ],
 )
-def test_refused(tree: dict[str, object], words: str) -> None:
+def test_invalid_settings_are_refused(tree: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match="refused") as caught:
         parse(DownloadConfig, {"output": "x", **tree})
     assert words in str(caught.value)
 
 
-def test_one_value_is_a_list_of_one() -> None:
+def test_single_value_becomes_a_list() -> None:
     words = ["output=x", "guard.allow_addresses=127.0.0.1", "guard.opt_outs=noai", "source.keep=NSFW"]
     config = parse(DownloadConfig, parse_overrides(words))
     assert config.guard.allow_addresses == ("127.0.0.1",)
@@ -54,7 +54,7 @@ def test_output_is_required() -> None:
         parse(DownloadConfig, {})
 
 
-def test_named_source_lies_below_explicit_settings() -> None:
+def test_explicit_settings_override_the_named_source() -> None:
     found = resolve(SourceConfig(name="cc3m", table="x.tsv", caption="text", header=("text", "url")))
     assert (found.caption, found.url, found.format, found.rows) == ("text", "url", "tsv", 3_318_333)
 
@@ -76,7 +76,7 @@ def test_a_setting_that_equals_the_default_wins_over_the_named_source(word: str,
     assert (named.caption, named.hash, named.blur, named.files) == ("text", "sha256", "face_bboxes", "small/*.parquet")
     config = parse(DownloadConfig, merge(below, parse_overrides([word])))
     assert getattr(resolve(config.source), name) == value
-    assert getattr(parse(DownloadConfig, to_tree(config)).source, name) == value, "and again when it is read back"
+    assert getattr(parse(DownloadConfig, to_tree(config)).source, name) == value, "the value must survive a round trip"
 
 
 def test_faces_are_not_stored_unblurred(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_faces_are_not_stored_unblurred(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("no route\nto host"), httpx.ReadTimeout(""), RuntimeError()])
-def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -100,11 +100,11 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, 
         pin(SourceConfig(name="datacomp-small"))
 
 
-def test_unknown_source_names_the_nearest() -> None:
+def test_unknown_source_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="The nearest is cc12m"):
         resolve(SourceConfig(name="cc12"))
 
 
-def test_source_without_anything_to_read() -> None:
+def test_source_without_a_table_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs source\.table"):
         resolve(SourceConfig(name="cc3m"))

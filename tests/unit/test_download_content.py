@@ -1,4 +1,4 @@
-"""Bodies that are not one whole image are recognised without decoding them."""
+"""Response bodies that are not one complete image are recognised without decoding them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_whole_images_pass(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-def test_images_that_stop_early_are_truncated(kind: str, share: float) -> None:
+def test_incomplete_images_are_truncated(kind: str, share: float) -> None:
     body = encoded(kind)
     assert reason_of(body[: int(len(body) * share)]) == reasons.TRUNCATED
 
 
-def test_progressive_and_trailing_bytes_pass() -> None:
+def test_progressive_jpeg_with_trailing_bytes_passes() -> None:
     check_image(jpeg(progressive=True) + b"camera notes", content_type="", max_pixels=10_000)
 
 
@@ -45,7 +45,7 @@ def test_thumbnail_does_not_hide_a_truncated_jpeg() -> None:
     assert reason_of(whole[: len(whole) - len(body) // 2]) == reasons.TRUNCATED
 
 
-def test_a_bomb_is_refused_from_its_header() -> None:
+def test_decompression_bomb_is_refused_from_its_header() -> None:
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b"")]
     png = b"".join(struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
@@ -62,7 +62,7 @@ def test_a_bomb_is_refused_from_its_header() -> None:
         (b"%PDF-1.4", reasons.NOT_AN_IMAGE),
     ],
 )
-def test_other_bodies(body: bytes, reason: str) -> None:
+def test_non_image_bodies_are_refused(body: bytes, reason: str) -> None:
     assert reason_of(body) == reason
 
 
@@ -71,8 +71,8 @@ def test_extension_follows_the_bytes(kind: str, name: str) -> None:
     assert extension(encoded(kind), "jpg") == name
 
 
-def test_messages_of_rows_have_reasons() -> None:
-    assert reasons.of_message("hash mismatch") == reasons.HASH_MISMATCH, "img2dataset's own"
+def test_row_messages_map_to_reasons() -> None:
+    assert reasons.of_message("hash mismatch") == reasons.HASH_MISMATCH, "img2dataset's own message"
     assert reasons.of_message("undecodable: bad Huffman code") == reasons.UNDECODABLE
     assert reasons.of_message("http 503: Busy") == "http 503"
     assert reasons.of_message("unknown url type: ''") == reasons.BAD_URL

@@ -1,4 +1,4 @@
-"""Evaluation sets are fetched whole or reported; a stand-in for the hub on 127.0.0.1 has the hub's interface."""
+"""Evaluation sets are fetched completely or reported as failed; a local server stands in for the hub."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TINY = {
 }
 
 
-def test_every_task_of_the_table_is_published_somewhere() -> None:
+def test_every_task_has_a_hub_repository() -> None:
     assert tuple(HUB_SETS) == tuple(TASKS)
     assert all(hub_set.folder in folder_names(hub_set.task) for hub_set in HUB_SETS.values())
     assert len({hub_set.repo for hub_set in HUB_SETS.values()}) == 38
@@ -117,12 +117,12 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
     assert "test/1.tar differ" in check_evalsets(tmp_path).problems["cifar10"]
     hub.asked.clear()
     assert fetch_evalsets(tmp_path, source=source).problems == {}
-    assert hub.downloads() == ["test/1.tar"], "only what was damaged comes again"
-    assert not any("/revision/" in path for path in hub.asked), "the commit of the first time is kept"
+    assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
+    assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
     assert check_evalsets(tmp_path).problems == {}
 
 
-def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_path: Path) -> None:
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}
     del hub.files["nlphuji/winogavil"]
@@ -133,7 +133,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_named(hub: Hub, tmp_pat
     assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
 
 
-def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path: Path) -> None:
+def test_unreachable_hub_is_reported_for_every_set(hub: Hub, tmp_path: Path) -> None:
     noted: list[str] = []
     outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint="http://127.0.0.1:9"), on_note=noted.append)
     assert set(outcome.problems) == set(TINY)
@@ -141,14 +141,14 @@ def test_a_hub_that_cannot_be_reached_is_named_for_every_set(hub: Hub, tmp_path:
     assert len(noted) == len(TINY)
 
 
-def test_wrong_number_of_classes_is_named(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_number_of_classes_is_reported(hub: Hub, tmp_path: Path) -> None:
     repo = "djghosh/wds_cifar10_test"
     hub.files[repo]["classnames.txt"] = hub.stated[repo]["classnames.txt"] = b"cat\n"
     outcome = fetch_evalsets(tmp_path, ["cifar10"], source=SetSource(endpoint=hub.base))
     assert "has 1 classes, but 2 are expected" in outcome.problems["cifar10"]
 
 
-def test_a_fetched_folder_is_a_mirror(hub: Hub, tmp_path: Path) -> None:
+def test_fetched_folder_can_serve_as_a_mirror(hub: Hub, tmp_path: Path) -> None:
     fetch_evalsets(tmp_path / "one", source=SetSource(endpoint=hub.base))
     hub.asked.clear()
     words = [str(tmp_path / "two"), "--mirror", str(tmp_path / "one")]
@@ -168,14 +168,14 @@ def test_a_fetched_folder_is_a_mirror(hub: Hub, tmp_path: Path) -> None:
     assert result.return_value == 0
 
 
-def test_unknown_names(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="The nearest is vtab/pets"):
         fetch_evalsets(tmp_path, ["vtab/pet"])
     with pytest.raises(UserError, match="is not a folder"):
         fetch_evalsets(tmp_path, source=SetSource(mirror=tmp_path / "none"))
 
 
-def test_datacomps_own_download_is_a_mirror(tmp_path: Path) -> None:
+def test_datacomp_download_can_serve_as_a_mirror(tmp_path: Path) -> None:
     """`download_evalsets.py` leaves `hf_cache/` with arrow files that name their images by absolute paths."""
     root = tmp_path / "datacomp"
     (root / "wds_cifar10_test/test").mkdir(parents=True)
@@ -193,8 +193,8 @@ def test_datacomps_own_download_is_a_mirror(tmp_path: Path) -> None:
         assert "differ from what was fetched" in check_evalsets(tmp_path / "suite").problems["misc/winogavil"]
 
 
-def test_locking_a_suite_of_ones_own(tmp_path: Path) -> None:
-    """`--lock` records what is there; what was recorded before must still be so."""
+def test_locking_a_custom_suite(tmp_path: Path) -> None:
+    """`--lock` records the data of a suite; data that was recorded before must be unchanged."""
     folder = write_classification(tmp_path, replace(TASKS["cifar10"], key="mine"), samples=8)
     result = CliRunner().invoke(command, [str(tmp_path), "--lock"], standalone_mode=False)
     assert result.return_value == 0

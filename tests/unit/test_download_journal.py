@@ -1,4 +1,4 @@
-"""A killed session gets a line in the journal as well, with the time that it worked."""
+"""The journal has a line for every session, including killed ones, with its running time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(folder: Folder) -> list[dict]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that `journal` sees."""
+    """The clock that `journal` reads, in seconds."""
     now = [1000.0]
     monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
     return now
@@ -42,7 +42,7 @@ def work(folder: Folder, clock: list[float], seconds: float, error: BaseExceptio
 def test_killed_stopped_and_finished_sessions_each_have_one_line(folder: Folder, clock: list[float]) -> None:
     killed = Journal(folder, FetchConfig())
     killed.__enter__()
-    for _ in range(30):  # ends here without a word
+    for _ in range(30):  # killed here, without leaving the context
         clock[0] += 1
         killed.beat()
     assert not folder.sessions.exists()

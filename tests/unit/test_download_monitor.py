@@ -1,4 +1,4 @@
-"""What is done with the signs of trouble: success that collapses, workers that are gone, engines that hang."""
+"""Reactions to trouble: a collapsing success rate, dead workers, hanging engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counts(samples: int, **failures: int) -> Counts:
     return Counts(samples, Counter(failures))
 
 
-def test_collapse_is_seen_within_a_window_and_not_before() -> None:
+def test_collapse_is_detected_within_one_window() -> None:
     window = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
     for done in range(0, 1_000, 50):
         assert window.collapse(counts(done)) is None
@@ -36,7 +36,7 @@ def test_collapse_is_seen_within_a_window_and_not_before() -> None:
     assert window.suspect_from <= 850, "one window before the bad one began"
 
 
-def test_a_slow_start_a_bad_list_and_zero_are_no_collapse() -> None:
+def test_constant_low_success_and_a_disabled_limit_are_no_collapse() -> None:
     low = SuccessWindow(MonitorConfig(window=100, min_success=0.2))
     for done in range(100, 2_000, 100):
         assert low.collapse(counts(done // 4, **{"http 404": done - done // 4})) is None
@@ -56,7 +56,7 @@ def live(folder: Folder, shard: int, pid: int, samples: int) -> None:
     (folder.staging / f"{shard:05d}.live").write_text(json.dumps(state))
 
 
-def test_monitor_adds_finished_shards_and_those_under_way(folder: Folder) -> None:
+def test_monitor_adds_finished_shards_and_shards_in_progress(folder: Folder) -> None:
     monitor = Monitor(folder, (0, 1, 2))
     folder.write_record(ShardRecord(0, "p", 10, 8, 1, "", {"http 404": 2}))
     live(folder, 1, os.getpid(), 3)
@@ -66,7 +66,7 @@ def test_monitor_adds_finished_shards_and_those_under_way(folder: Folder) -> Non
     assert monitor.dead_workers() == []
 
 
-def test_monitor_notices_a_worker_that_is_gone(folder: Folder) -> None:
+def test_monitor_notices_a_dead_worker(folder: Folder) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     live(folder, 1, gone.pid, 3)
@@ -75,7 +75,7 @@ def test_monitor_notices_a_worker_that_is_gone(folder: Folder) -> None:
     assert monitor.dead_workers() == [gone.pid]
 
 
-def test_in_a_retry_only_what_changed_counts(folder: Folder) -> None:
+def test_retry_counts_only_the_changes(folder: Folder) -> None:
     folder.write_record(ShardRecord(0, "p", 10, 6, 1, "", {"http 404": 2, "timeout": 2}))
     monitor = Monitor(folder, (0,))
     monitor.poll()
@@ -86,8 +86,8 @@ def test_in_a_retry_only_what_changed_counts(folder: Folder) -> None:
     assert (monitor.now.samples, monitor.now.failures) == (1, {"timeout": 1})
 
 
-def test_a_record_that_is_being_replaced_does_not_count_yet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retry's worker takes the older record away: before the look at its date, or between that and reading it."""
+def test_record_that_is_being_replaced_does_not_count_yet(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry's worker deletes the older record before its date is checked, or between that check and the read."""
     folder.write_record(ShardRecord(0, "p", 10, 6, 1, "", {"timeout": 4}))
     monitor = Monitor(folder, (0,))
     with monkeypatch.context() as taken:
@@ -138,7 +138,7 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
         ("import sys; print('boom', flush=True); sys.exit(3)", "ended with exit status 3"),
     ],
 )
-def test_an_engine_that_hangs_or_dies_is_started_again_and_then_given_up(
+def test_hanging_or_dying_engine_is_restarted_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
 ) -> None:
     config = parse(DownloadConfig, {"output": str(tmp_path), "monitor": {"stall": 0.3, "restarts": 1}})

@@ -1,4 +1,4 @@
-"""Every format of URL table gives the same rows."""
+"""Every URL table format yields the same rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(source: SourceConfig) -> list[dict[str, str]]:
     return [row for batch in read(source) for row in batch.to_pylist()]
 
 
-def test_parquet_folder_in_name_order(tmp_path: Path) -> None:
+def test_parquet_folder_is_read_in_name_order(tmp_path: Path) -> None:
     for k in (1, 0):
         pq.write_table(pa.Table.from_pylist(ROWS[2 * k : 2 * k + 2]), tmp_path / f"part-{k}.parquet")
     source = SourceConfig(table=str(tmp_path))
@@ -38,7 +38,7 @@ def test_parquet_folder_in_name_order(tmp_path: Path) -> None:
     assert count_known(source) == 4
 
 
-def test_a_local_copy_of_a_named_source_is_its_folder_or_the_whole_repository(tmp_path: Path) -> None:
+def test_local_copy_may_be_one_folder_or_the_whole_repository(tmp_path: Path) -> None:
     for scale in ("medium", "small"):
         (tmp_path / scale).mkdir()
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / scale / "a.parquet")
@@ -61,7 +61,7 @@ def test_conceptual_captions_tsv_without_header_or_quoting(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("kind", ["tsv", "csv"])
-def test_lines_with_a_wrong_number_of_fields_are_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+def test_lines_with_a_wrong_number_of_fields_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
     mark = {"tsv": "\t", "csv": ","}[kind]
     lines = [f"a cat {k}{mark}http://example.org/{k}.jpg" for k in range(40)]
     lines[7], lines[20] = f"one{mark}two{mark}three", "alone"
@@ -124,13 +124,13 @@ def test_jsonl_boxes_and_missing_or_broken_parts(tmp_path: Path) -> None:
             rows_of(SourceConfig(table=str(tmp_path / "list.jsonl")))
 
 
-def test_missing_column_names_those_that_are_there(tmp_path: Path) -> None:
+def test_missing_column_error_lists_the_existing_columns(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"no column 'TEXT'\. Its columns are 'url', 'caption'"):
         rows_of(SourceConfig(table=str(tmp_path), caption="TEXT"))
 
 
-def test_damaged_and_missing_files(tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match=r"is not a whole parquet file.*a web page"):
         rows_of(SourceConfig(table=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, and every cluster template dry-runs to commands that parse."""
+"""Every shipped recipe parses, and every cluster template has a dry run and runs valid commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_recipe_parses_and_its_source_resolves(recipe: Path) -> None:
     assert config.output
 
 
-def test_dfn_subsets_are_nested_and_a_tenth_is_a_tenth() -> None:
+def test_dfn_subsets_are_nested_with_the_stated_fractions() -> None:
     found = {p.stem: parse(DownloadConfig, read_yaml(p)).subset for p in RECIPES if p.stem.startswith("dfn")}
     names = ("dfn-1.37m", "dfn-14m", "dfn-192m", "dfn-1b")
     fractions = [found[name].fraction for name in names]
@@ -54,12 +54,12 @@ def test_template_dry_runs(template: Path, tmp_path: Path) -> None:
     lines = (ended.stdout + ended.stderr).splitlines()
     assert [line for line in lines if "neuclip download" in line]
     assert "neuclip verify" in lines[-1]
-    assert not list(tmp_path.iterdir()), "a dry run does nothing"
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
     assert subprocess.run(["bash", "-n", str(template)], check=True).returncode == 0
 
 
-def test_slurm_template_runs_for_real_with_a_stand_in_for_sbatch(tmp_path: Path) -> None:
-    """The stand-in records what each step would run, with the array's variable filled in."""
+def test_slurm_template_runs_with_a_fake_sbatch(tmp_path: Path) -> None:
+    """The fake records the command of each step, with the array variable filled in."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "sbatch").write_text(
@@ -96,7 +96,7 @@ def test_slurm_template_runs_for_real_with_a_stand_in_for_sbatch(tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", [download_command, verify_command])
-def test_help_is_instant_and_complete(command: object) -> None:
+def test_help_is_printed(command: object) -> None:
     result = CliRunner().invoke(command, ["--help"])  # type: ignore[arg-type]
     assert result.exit_code == 0
     assert "Usage" in result.output

@@ -1,8 +1,7 @@
-"""Damage of every kind to a suite: the damaged task gets no score, the others keep theirs, and no mean is over less.
+"""A damaged task gets no score, other tasks keep theirs, and no aggregate is averaged over fewer tasks.
 
-Every break is made in a copy of the suite whose results are there already, so that a stale score would be found. Breaks
-that show by themselves are evaluated without the lock, as if it were the first time; for the others the lock is what
-shows them.
+Each case damages a copy of a suite that already has results, so that a stale score would be found. Damage that is
+visible in the data itself is evaluated without the lock, as in a first evaluation; the rest is only found by the lock.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class Break:
-    """Damage to a task's folder. `seen` is what the message must say; `locked` breaks show only against the lock."""
+    """Damage to a task's folder. The message must contain `seen`; `locked` damage is detected only by the lock."""
 
     key: str
     damage: Callable[[Path], object]
@@ -59,7 +58,7 @@ def zero(path: Path, start: int, size: int) -> None:
 
 
 def rewrite_tar(path: Path, change: Callable[[str, bytes], bytes | None], *, date: int = 0) -> None:
-    """Write a tar anew with changed members; None leaves one out."""
+    """Rewrite a tar with changed members; a member is dropped if `change` returns None."""
     with tarfile.open(path) as tar:
         members = [(member.name, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
     with tarfile.open(path, "w") as tar:
@@ -79,7 +78,7 @@ def join_tars(folder: Path) -> None:
 
 
 def cut_after_zeros(folder: Path) -> None:
-    """A download that ended where the last whole member ends in zeros, as raw images and arrays do."""
+    """Simulate a download that ended after a member that ends in zeros, as raw images and arrays do."""
     path = folder / "test/1.tar"
     rewrite_tar(path, lambda name, body: body if name.endswith(".cls") else body + bytes(2048))
     with tarfile.open(path) as tar:
@@ -132,7 +131,7 @@ def one_part_only(folder: Path) -> None:
 
 
 def swap_two_images(folder: Path) -> None:
-    """Every image is a valid one, but two belong to other labels."""
+    """Swap two images: every image is valid, but two have wrong labels."""
     bodies: dict[str, bytes] = {}
     rewrite_tar(folder / "test/0.tar", lambda name, body: bodies.setdefault(name, body))
     images = [name for name in bodies if not name.endswith(".cls")]
@@ -243,7 +242,7 @@ def evaluate(checkpoint: Path, suite: Path, output: Path, *settings: str) -> Res
 
 
 def write_whole(root: Path) -> Path:
-    """A suite on which every aggregate with the tasks that are damaged is complete, but for the average of all 38."""
+    """Write a suite on which every aggregate of the damaged tasks is complete, except the average of all 38."""
     for key in AGGREGATES["ImageNet & Variants"]:
         write_classification(root, TASKS[key], samples=22 if key in FOLDERS else 4)
     write_classification(root, TASKS["wilds/fmow"])
@@ -291,7 +290,7 @@ def test_a_damaged_task_is_never_scored(name: str, whole: Whole, tmp_path: Path)
     assert all(mean["score"] is None for mean in over_it)
 
 
-def test_failures_are_reported_in_the_same_bytes_every_time(whole: Whole, tmp_path: Path) -> None:
+def test_failure_reports_are_bit_identical(whole: Whole, tmp_path: Path) -> None:
     suite = tmp_path / "suite"
     shutil.copytree(whole.suite, suite)
     for name in ("two tars joined", "a damaged npy", "an empty caption", "an image of WinoGAViL is missing"):

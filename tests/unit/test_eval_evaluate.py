@@ -1,4 +1,4 @@
-"""The same bytes for any batch size, workers, threads and other checkpoints; a failure hides nothing."""
+"""Results are bit-identical for any batch size, workers, threads and other checkpoints; failures are reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     "settings", [{"batch_size": 5, "workers": 2, "threads": 2}, {"batch_size": 1000, "threads": 3}, {"batch_size": 1}]
 )
-def test_settings_that_must_not_matter(
+def test_performance_settings_do_not_change_results(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, settings: dict[str, int]
 ) -> None:
     threads = torch.get_num_threads()
@@ -60,10 +60,10 @@ def test_settings_that_must_not_matter(
     assert torch.get_num_threads() == threads
 
 
-def test_several_checkpoints_in_one_pass_are_the_same_as_alone(
+def test_several_checkpoints_in_one_pass_match_separate_passes(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    others = [make_model(1), make_model(2, image_size=48)]  # one of them with preprocessing of its own
+    others = [make_model(1), make_model(2, image_size=48)]  # one of them with different preprocessing
     found = evaluate([others[0], model, others[1]], suite=suite, output=tmp_path, config=QUICK)
     assert contents(tmp_path / "model-0") == expected
     assert all(not evaluation.failures for evaluation in found)
@@ -78,7 +78,7 @@ def test_the_micro_batch_is_recorded(model: EvaluationModel, suite: Path, tmp_pa
     assert {result.inputs["micro_batch"] for result in found[0].results.values()} == {8}
 
 
-def test_unchanged_results_are_not_computed_again(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_unchanged_results_are_not_recomputed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
     first = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
     written = {path: path.stat().st_ino for path in tmp_path.glob("*.json") if path.name not in ("summary.json",)}
     second = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
@@ -91,7 +91,7 @@ def test_unchanged_results_are_not_computed_again(model: EvaluationModel, suite:
     assert not other.reused
 
 
-def test_changed_data_prompts_and_settings_are_computed_again(model: EvaluationModel, tmp_path: Path) -> None:
+def test_changed_data_prompts_or_settings_are_recomputed(model: EvaluationModel, tmp_path: Path) -> None:
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["vtab/clevr_closest_object_distance"])
 
@@ -110,7 +110,7 @@ def test_changed_data_prompts_and_settings_are_computed_again(model: EvaluationM
     assert not reused(dataclasses.replace(QUICK, blank_class="drop"))
 
 
-def test_what_was_computed_before_a_crash_is_kept(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_results_from_before_a_crash_are_kept(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
     def crash(key: str, evaluations: Sequence[object]) -> None:
         raise KeyboardInterrupt
 
@@ -120,7 +120,7 @@ def test_what_was_computed_before_a_crash_is_kept(model: EvaluationModel, suite:
 
 
 def corrupt_one_image(folder: Path) -> str:
-    """Overwrite the pixels of one image in the second shard; returns the sample's key."""
+    """Overwrite the pixels of one image in the second shard and return the sample's key."""
     path = folder / "test/1.tar"
     with tarfile.open(path) as tar:
         member = next(m for m in tar.getmembers() if m.name.endswith("jpeg"))
@@ -130,7 +130,7 @@ def corrupt_one_image(folder: Path) -> str:
     return member.name.split(".")[0]
 
 
-def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationModel, tmp_path: Path) -> None:
+def test_failed_task_is_reported_and_the_others_are_scored(model: EvaluationModel, tmp_path: Path) -> None:
     suite, output = tmp_path / "suite", tmp_path / "out"
     folders = [write_classification(suite, TASKS[key]) for key in ("imagenet1k", "imagenetv2", "imagenet-a")]
     whole = evaluate(model, suite=suite, output=output, config=QUICK)[0]
@@ -141,7 +141,7 @@ def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationMode
     assert "(test/1.tar)" in found.failures["imagenetv2"]
     fresh = evaluate(model, suite=suite, output=tmp_path / "fresh", config=QUICK)[0]
     assert f"Corrupt image {key} in" in fresh.failures["imagenetv2"]
-    assert not (output / "imagenetv2.json").exists()  # it was of other data: set aside, not presented
+    assert not (output / "imagenetv2.json").exists()  # computed on other data: renamed, not reported
     assert (output / "imagenetv2.json.stale").exists()
     summary = json.loads((output / "summary.json").read_text())
     assert list(summary["failures"]) == ["imagenetv2"]
@@ -154,7 +154,7 @@ def test_a_failed_task_hides_neither_itself_nor_the_others(model: EvaluationMode
     assert "and 30 more" in describe(aggregate(found.results)["DataComp Average"]).partition("without")[2]
 
 
-def test_features_that_are_not_finite_fail_only_their_checkpoint(
+def test_non_finite_features_fail_only_their_checkpoint(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     class Broken(EvaluationModel):
@@ -216,7 +216,7 @@ def test_examples_show_the_best_images(model: EvaluationModel, suite: Path, tmp_
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_microbatches_do_not_depend_on_the_batches(sizes: list[int], size: int) -> None:
+def test_micro_batches_do_not_depend_on_the_batches(sizes: list[int], size: int) -> None:
     rows = torch.arange(1.0, sum(sizes) + 1)[:, None].expand(-1, 2)
     cut = list(microbatches(((part,) for part in torch.split(rows, sizes)), size))
     assert all(tensor.shape == (size, 2) for _, (tensor,) in cut)
@@ -226,15 +226,15 @@ def test_microbatches_do_not_depend_on_the_batches(sizes: list[int], size: int) 
     assert all((tensor[valid:] == 0).all() for valid, (tensor,) in cut)
 
 
-def test_compute_keeps_the_order_and_passes_errors_on() -> None:
+def test_compute_keeps_the_order_and_propagates_errors() -> None:
     with Compute(torch.device("cpu"), threads=3) as compute:
         assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
         with pytest.raises(ZeroDivisionError):
             list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
 
 
-def test_any_checkpoint(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    """A checkpoint of ours, a run, a hub folder and ARCH:FILE are the same model when their weights are."""
+def test_every_form_of_checkpoint_is_accepted(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+    """Our checkpoint, a run, a hub folder and ARCH:FILE with the same weights give the same results."""
     from pipeline.evaluation.datasets.suite import open_suite
 
     folder = save_checkpoint(tmp_path / "run/checkpoints/step-00000500", 0)
@@ -298,7 +298,7 @@ def test_two_checkpoints_that_would_share_a_folder_are_refused(suite: Path) -> N
 
 
 def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
-    """Images come straight from their place in the tar, in any order and in another process."""
+    """Images are read at their offset in the tar, in any order and in another process, too."""
     import pickle
 
     from pipeline.evaluation.datasets.webdataset import open_webdataset
@@ -316,7 +316,7 @@ def test_tar_members_are_read_by_position(tmp_path: Path) -> None:
 def test_a_training_run_evaluates_with_its_own_world(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """A model in memory and the run's ranks: the same code, the same bytes as for its checkpoint."""
+    """A model in memory, evaluated on the run's ranks, gives results bit-identical to those of its checkpoint."""
     from pipeline.distributed.world import World
 
     before = model.encode_image(torch.zeros(1, 3, model.image_size, model.image_size))

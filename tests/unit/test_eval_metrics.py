@@ -22,7 +22,7 @@ from pipeline.evaluation.runner.texts import TextSide
 
 
 def score(key: str, value: float) -> TaskResult:
-    """A result of which only the key and the score matter."""
+    """A minimal result; only the key and the score matter."""
     facts = {"task": key, "name": key, "protocol": "classification", "main_metric": "acc1", "samples": 1}
     return TaskResult(**facts, score=value, metrics={}, chance=None, official=True, inputs={})
 
@@ -40,14 +40,14 @@ def draw(seed: int, *, classes: int = 9, samples: int = 200) -> tuple[np.ndarray
 
 @given(SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_classification_metrics_are_scikit_learns(seed: int) -> None:
+def test_classification_metrics_match_scikit_learn(seed: int) -> None:
     target, logits = draw(seed)
     found = {"target": target, **classification.keep(logits, labels=torch.from_numpy(target))}
     prediction = logits.argmax(1).numpy()
     values = classification.metrics(Task("t", "t"), found, classes=9)
     assert values["acc1"] == pytest.approx(np.mean(prediction == target), abs=1e-12)
     assert values["mean_per_class_recall"] == pytest.approx(balanced_accuracy_score(target, prediction), abs=1e-12)
-    lower_wins = logits.double() - 1e-3 * torch.arange(9)  # the tie rule, for a library that has none
+    lower_wins = logits.double() - 1e-3 * torch.arange(9)  # applies the tie rule, which scikit-learn lacks
     top5 = top_k_accuracy_score(target, lower_wins.numpy(), k=5, labels=np.arange(9))
     assert values["acc5"] == pytest.approx(top5, abs=1e-12)
     labels = np.unique(target)
@@ -81,7 +81,7 @@ def test_repeated_class_names_tie_and_the_lower_index_wins() -> None:
 def test_a_class_whose_name_was_dropped_is_never_predicted() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [9.0, 1.0, 2.0, 3.0, 4.0]])
     kept = classification.keep(logits, labels=torch.tensor([5, 0]))
-    assert kept["rank"].tolist() == [5, 0]  # beyond the best five, too
+    assert kept["rank"].tolist() == [5, 0]  # rank 5 is not among the best five either
     found = {"target": np.array([5, 0]), **kept}
     assert classification.metrics(Task("t", "t"), found, classes=5)["acc5"] == 0.5
 
@@ -90,7 +90,7 @@ def test_a_class_whose_name_was_dropped_is_never_predicted() -> None:
     ("key", "expected"),
     [("wilds/fmow", 0.25), ("fairness/geode", 0.25), ("fairness/dollar_street", 0.5), ("wilds/camelyon17", 0.5)],
 )
-def test_the_worst_group_counts_and_empty_groups_do_not(key: str, expected: float) -> None:
+def test_worst_group_ignores_empty_groups(key: str, expected: float) -> None:
     task = TASKS[key]
     group = np.array([0, 0, 0, 0, 5, 5, 7, 7])  # groups 1 to 4 and 6 have no samples
     rank = np.array([0, 1, 4, 9, 0, 0, 0, 6])
@@ -108,7 +108,7 @@ def brute_force_recall(images: torch.Tensor, captions: torch.Tensor, owner: np.n
 
 @given(SEEDS)
 @settings(max_examples=30, deadline=None)
-def test_retrieval_is_brute_force_also_with_ties(seed: int) -> None:
+def test_retrieval_matches_brute_force_including_ties(seed: int) -> None:
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 8, 21)
     owner = np.repeat(np.arange(21), counts)
@@ -123,7 +123,7 @@ def test_retrieval_is_brute_force_also_with_ties(seed: int) -> None:
         assert values[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-12)
 
 
-def test_retrieval_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retrieval_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     images, texts = torch.randn(50, 16, generator=generator), torch.randn(100, 16, generator=generator)
     side, owner = TextSide([str(k) for k in range(100)]), np.repeat(np.arange(50), 2)
@@ -134,7 +134,7 @@ def test_retrieval_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None
 
 @given(SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_jaccard_is_scikit_learns(seed: int) -> None:
+def test_jaccard_matches_scikit_learn(seed: int) -> None:
     rng = np.random.default_rng(seed)
     scores, truth = rng.permutation(12).astype(float), np.zeros(12, bool)
     truth[rng.permutation(12)[: rng.integers(1, 7)]] = True
@@ -145,7 +145,7 @@ def test_jaccard_is_scikit_learns(seed: int) -> None:
 def test_association_pools_the_instances_with_many_candidates() -> None:
     found = {"jaccard": np.array([1.0, 0.0, 1.0, 0.0, 0.0]), "candidates": np.array([5, 6, 10, 12, 12])}
     values = association.metrics(found)
-    assert values["jaccard_score_10-12"] == pytest.approx(1 / 3)  # and not 1/2, the mean of the means by size
+    assert values["jaccard_score_10-12"] == pytest.approx(1 / 3)  # not 1/2, the mean of the means by size
     assert values["jaccard_score_5-6"] == 0.5
     assert values["avg_jaccard_score"] == pytest.approx(2 / 5)
 
@@ -157,7 +157,7 @@ def test_cue_prompts(cue: str, text: str) -> None:
     assert association.prompt(cue) == text
 
 
-def test_association_chance_is_what_random_picks_score() -> None:
+def test_association_chance_matches_random_picks() -> None:
     instance = Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
     data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
@@ -166,14 +166,14 @@ def test_association_chance_is_what_random_picks_score() -> None:
     assert association.chance(data) == pytest.approx(drawn, abs=0.005)
 
 
-def test_no_instance_with_many_candidates_is_an_error() -> None:
+def test_association_without_large_instances_is_an_error() -> None:
     instance = Instance("cue", (0, 1), (True, False))
     data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="10 or more candidates"):
         association.check(data)
 
 
-def test_clip_benchmark_computes_the_same() -> None:
+def test_metrics_match_clip_benchmark() -> None:
     classify = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
     retrieve = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
     rng = np.random.default_rng(3)
@@ -198,7 +198,7 @@ def test_clip_benchmark_computes_the_same() -> None:
         assert found[f"text_retrieval_recall@{k}"] == pytest.approx(by_image, abs=1e-6)
 
 
-def test_the_table_is_the_benchmark() -> None:
+def test_task_table_matches_the_benchmark() -> None:
     protocols = [task.protocol for task in TASKS.values()]
     assert [protocols.count(name) for name in ("classification", "retrieval", "association")] == [35, 2, 1]
     assert {name: len(keys) for name, keys in AGGREGATES.items()} == {
@@ -219,8 +219,8 @@ def test_the_table_is_the_benchmark() -> None:
     assert len({folder_names(task)[0] for task in TASKS.values()}) == 38
 
 
-def test_a_task_of_ones_own_is_in_no_aggregate() -> None:
-    """The aggregates name their keys, so a task that is added beside the benchmark changes none of them."""
+def test_custom_tasks_are_in_no_aggregate() -> None:
+    """Each aggregate lists its task keys, so adding a custom task changes none of them."""
     before = dict(AGGREGATES)
     table = TASKS | {"vtab/mine": Task("vtab/mine", "Mine"), "retrieval/mine": Task("retrieval/mine", "Mine too")}
     scored = {key: score(key, 1.0 if key in TASKS else 0.0) for key in table}
@@ -234,7 +234,7 @@ def test_a_task_of_ones_own_is_in_no_aggregate() -> None:
 
 
 @pytest.mark.parametrize("module", ["datacomp", "suite", "record_suite"])
-def test_the_table_and_the_readers_import_no_torch(module: str) -> None:
-    """`data_prep` uses them, too, and must start without waiting for torch."""
+def test_table_and_readers_do_not_import_torch(module: str) -> None:
+    """`data_prep` uses them, too, and must start without importing torch."""
     code = f"import sys, pipeline.evaluation.datasets.{module}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

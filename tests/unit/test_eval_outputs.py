@@ -43,8 +43,8 @@ def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempP
     return contents(folder)
 
 
-def test_data_that_changed_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
-    """The lock serves all checkpoints of a run: a second checkpoint is not scored on other data than the first."""
+def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:
+    """All checkpoints of a run share one lock: a second checkpoint is not scored on other data than the first."""
     suite, run = tmp_path / "suite", tmp_path / "run/evaluation"
     write_classification(suite, TASKS["mnist"])
     assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures
@@ -57,20 +57,20 @@ def test_data_that_changed_is_refused_until_it_is_accepted(model: EvaluationMode
     assert not evaluate(make_model(1), suite=suite, output=run / "step-00000200", config=accepting)[0].failures
     assert not evaluate(make_model(2), suite=suite, output=run / "step-00000300", config=QUICK)[0].failures
     earlier = evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0]
-    assert not earlier.reused, "its result was of the data before"
+    assert not earlier.reused, "its result was computed on the earlier data"
     shutil.rmtree(suite / "wds_mnist_test")
     write_classification(suite, TASKS["cifar10"])
     assert not evaluate(model, suite=suite, output=run / "step-00000100", config=accepting)[0].failures
     assert not evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)[0].failures, (
-        "mnist is forgotten"
+        "mnist must no longer be in the lock"
     )
     (run / "suite.lock.json").write_text("{")
     with pytest.raises(UserError, match=r"suite\.lock\.json is damaged"):
         evaluate(model, suite=suite, output=run / "step-00000100", config=QUICK)
 
 
-def test_a_summary_is_of_one_suite_and_one_setting(model: EvaluationModel, tmp_path: Path) -> None:
-    """Results that were made with other settings, or for another suite, are kept but not averaged with these."""
+def test_summary_covers_one_suite_and_one_configuration(model: EvaluationModel, tmp_path: Path) -> None:
+    """Results computed with other settings, or for another suite, are kept but not included in the averages."""
     suite, output = tmp_path / "suite", tmp_path / "out"
     shifts = AGGREGATES["ImageNet dist. shifts"]
     for key in shifts:
@@ -90,17 +90,19 @@ def test_a_summary_is_of_one_suite_and_one_setting(model: EvaluationModel, tmp_p
     assert not summary()["aggregates"]["ImageNet dist. shifts"]["complete"]
     part = evaluate(model, suite=open_suite(suite).only([shifts[0]]), output=output, config=QUICK)[0]
     assert part.summary is not None
-    assert part.summary.aggregates["ImageNet dist. shifts"].complete, "the others are there with the same settings"
+    assert part.summary.aggregates["ImageNet dist. shifts"].complete, (
+        "the other tasks have results with the same settings"
+    )
     assert whole.summary is not None
     assert part.summary.identity == whole.summary.identity
     write_classification(tmp_path / "other", TASKS["mnist"], samples=8)
     evaluate(model, suite=tmp_path / "other", output=output, config=QUICK)
     assert set(summary()["scores"]) == {"mnist"}
     assert set(summary()["left_out"].values()) == {"it is a task of another suite"}
-    assert [path.name for path in output.glob("imagenet*.json")] != [], "their results are still there"
+    assert [path.name for path in output.glob("imagenet*.json")] != [], "their results must be kept"
 
 
-def test_the_formats_that_other_tools_read(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_formats_for_other_tools(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
     found = evaluate(model, suite=suite, output=tmp_path, config=QUICK)[0]
     lines = [json.loads(line) for line in (tmp_path / "eval_results.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == list(found.results)
@@ -125,10 +127,10 @@ def test_the_formats_that_other_tools_read(model: EvaluationModel, suite: Path, 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_cache_of_decoded_images_changes_no_byte(
+def test_image_cache_does_not_change_results(
     model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, count: int
 ) -> None:
-    """The second evaluation of a suite decodes nothing; damaged files of the cache are decoded again."""
+    """The second evaluation of a suite decodes nothing; images in damaged cache files are decoded again."""
     models = [model, make_model(2, image_size=48)][:count]
     cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
     evaluate(models, suite=suite, output=tmp_path / "first", config=cached)
@@ -153,7 +155,7 @@ def test_the_cache_of_decoded_images_changes_no_byte(
         assert contents(tmp_path / name if count == 1 else tmp_path / name / "model-0") == expected
 
 
-def test_bf16_is_an_option_that_results_record(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_bf16_is_recorded_in_the_results(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
     bf16 = dataclasses.replace(QUICK, precision="bf16")
     try:
         check_bf16(torch.device("cpu"))
@@ -167,10 +169,12 @@ def test_bf16_is_an_option_that_results_record(model: EvaluationModel, suite: Pa
     exact = evaluate(model, suite=suite, output=tmp_path / "bf16", config=QUICK)[0]
     assert not exact.reused
     for key, result in exact.results.items():
-        assert result.score == pytest.approx(found.results[key].score, abs=0.35), "37 samples, and ties among them"
+        assert result.score == pytest.approx(found.results[key].score, abs=0.35), "only 37 samples, with ties"
 
 
-def test_failures_say_what_is_wrong_and_hold_no_addresses(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+def test_failure_messages_are_clear_and_contain_no_addresses(
+    model: EvaluationModel, suite: Path, tmp_path: Path
+) -> None:
     with pytest.raises(TaskError) as raised:
         decode(b"no image", name="s1 in 0.tar")
     assert "0x" not in str(raised.value)
@@ -190,7 +194,7 @@ def test_failures_say_what_is_wrong_and_hold_no_addresses(model: EvaluationModel
     assert "cannot be read or written: File name too long" in message
 
 
-def test_weights_of_another_image_size_are_mentioned(suite: Path, tmp_path: Path) -> None:
+def test_weights_of_another_image_size_are_noted(suite: Path, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "step-00000001", 0)
     config = json.loads((folder / "open_clip_config.json").read_text())
     config["model_cfg"]["vision_cfg"]["image_size"] = 96

@@ -1,4 +1,4 @@
-"""Tasks of one's own: class folders, a CSV and Hugging Face data sets become tasks by a few lines of YAML."""
+"""Custom tasks: a few lines of YAML turn class folders, a CSV or a Hugging Face dataset into a task."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def opened(root: Path, text: str) -> TaskData:
     return open_task(one_task(root, text))
 
 
-def test_class_folders_with_names_templates_and_metric_of_their_own(tmp_path: Path, model: EvaluationModel) -> None:
+def test_class_folders_with_custom_names_templates_and_metric(tmp_path: Path, model: EvaluationModel) -> None:
     write_class_folders(tmp_path)
     text = """
 products:
@@ -100,7 +100,7 @@ def test_a_csv_of_labels_and_a_csv_of_captions(tmp_path: Path, model: Evaluation
     text = "catalogue: {csv: items.csv, images: pictures, image: file, caption: text, metric: text_retrieval_recall@5}"
     data = opened(tmp_path / "captions", text)
     assert data.samples == 9
-    assert data.captions[0] == ("caption 0", "another of the first"), "two rows of one image"
+    assert data.captions[0] == ("caption 0", "another of the first"), "the captions of two rows with the same image"
     found = evaluate(model, suite=tmp_path / "captions", output=tmp_path / "out", config=QUICK)[0]
     assert found.results["catalogue"].score == found.results["catalogue"].metrics["text_retrieval_recall@5"]
 
@@ -120,15 +120,15 @@ def saved_dataset(root: Path, *, parquet: bool) -> None:
 
 
 @pytest.mark.parametrize("parquet", [True, False])
-def test_a_hugging_face_data_set(tmp_path: Path, model: EvaluationModel, parquet: bool) -> None:
+def test_hugging_face_dataset(tmp_path: Path, model: EvaluationModel, parquet: bool) -> None:
     saved_dataset(tmp_path, parquet=parquet)
     data = opened(tmp_path, "birds: {dataset: birds, label: species, metric: acc1}")
-    assert data.classnames == CLASSES, "the names that the data set has for its labels"
+    assert data.classnames == CLASSES, "the dataset's own label names"
     assert not evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0].failures
     assert opened(tmp_path, "birds: {dataset: birds, label: species, classnames: [a, b, c]}").classnames == tuple("abc")
 
 
-def test_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_dataset(tmp_path / "made", parquet=True)
     body = next((tmp_path / "made").rglob("*.parquet")).read_bytes()
     entry = one_task(tmp_path, "birds: {dataset: someone/birds, label: species}")
@@ -149,7 +149,7 @@ def test_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert open_task(entry).classnames == CLASSES
         hub.asked.clear()
         assert open_task(entry).samples == 9
-        assert not hub.asked, "fetched once"
+        assert not hub.asked, "the dataset must be fetched only once"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_data_set_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("", "describes no task"),
     ],
 )
-def test_mistakes_in_the_yaml_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_in_the_yaml_are_reported(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "tasks.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         open_suite(tmp_path)
@@ -186,13 +186,13 @@ def test_mistakes_in_the_yaml_are_named(tmp_path: Path, text: str, message: str)
         ("a: {folder: pictures}", "holds no folders of classes"),
     ],
 )
-def test_data_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_data_that_does_not_match_the_yaml_is_reported(tmp_path: Path, text: str, message: str) -> None:
     write_csv(tmp_path, "kind")
     with pytest.raises(TaskError, match=message):
         opened(tmp_path, text)
 
 
-def test_files_that_are_no_images_and_images_that_are_missing(tmp_path: Path, model: EvaluationModel) -> None:
+def test_non_image_files_and_missing_images_are_reported(tmp_path: Path, model: EvaluationModel) -> None:
     write_class_folders(tmp_path)
     (tmp_path / "photos/mug/notes.txt").write_text("stray")
     with pytest.raises(TaskError, match=r"holds notes\.txt, which is no image"):
@@ -205,7 +205,7 @@ def test_files_that_are_no_images_and_images_that_are_missing(tmp_path: Path, mo
     assert "Cannot read" in found.failures["kinds"]
 
 
-def test_the_command_takes_a_yaml_file_beside_tasks_of_the_benchmark(tmp_path: Path) -> None:
+def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path: Path) -> None:
     write_class_folders(tmp_path)
     write_classification(tmp_path, replace(TASKS["mnist"], key="other"))
     (tmp_path / "tasks.yaml").write_text("products: {folder: photos}")

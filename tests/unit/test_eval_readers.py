@@ -1,4 +1,4 @@
-"""Every layout gives the same data; data that is missing, cut short, damaged or inconsistent is refused by name."""
+"""Every layout yields the same data; missing, truncated, damaged or inconsistent data is refused and named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_winogavil_is_the_same_in_every_layout_and_images_are_read_once(tmp_path
     data = open_task(open_suite(tmp_path).entries[0])
     rows = association_rows()
     assert [instance.cue for instance in data.instances] == [row["cue"] for row in rows]
-    assert "null" in [instance.cue for instance in data.instances]  # a cue, and not a missing value
+    assert "null" in [instance.cue for instance in data.instances]  # a cue, not a missing value
     for instance, row in zip(data.instances, rows, strict=True):
         assert [data.images.read(k) for k in instance.candidates] == [body for _, body in row["candidate_images"]]
         assert list(instance.associated) == [name in row["associations"] for name in row["candidates"]]
@@ -90,7 +90,7 @@ def test_a_blank_class_is_kept_or_dropped(tmp_path: Path) -> None:
     assert dropped.classnames[3] == kept.classnames[4]
 
 
-def test_a_further_metadata_column_is_allowed_and_a_missing_one_is_not(tmp_path: Path) -> None:
+def test_extra_metadata_column_is_allowed_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     folder = write_classification(tmp_path, FMOW)
     data = open_task(Entry(FMOW, folder))
     assert data.metadata is not None
@@ -110,7 +110,7 @@ def cut(path: Path, size: int) -> None:
 
 def end_of_second_sample(path: Path) -> int:
     with tarfile.open(path) as tar:
-        return tar.getmembers()[6].offset  # three members a sample
+        return tar.getmembers()[6].offset  # three members per sample
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -144,7 +144,7 @@ def test_damaged_classification_data_is_refused(tmp_path: Path, name: str) -> No
         classification.check(FMOW, open_task(Entry(FMOW, folder)))
 
 
-def test_samples_that_lack_a_member_are_named(tmp_path: Path) -> None:
+def test_samples_with_a_missing_member_are_reported(tmp_path: Path) -> None:
     suffix, body = image_bytes(np.random.default_rng(0), 1)
     whole = [("cls", b"0"), (suffix, body), ("npy", b"")]
     cases = {"has no image": whole[:1], "has no .cls": whole[1:], "has no .npy": whole[:2]}
@@ -155,7 +155,7 @@ def test_samples_that_lack_a_member_are_named(tmp_path: Path) -> None:
             open_task(Entry(FMOW, folder))
 
 
-def test_a_sample_whose_members_lie_apart_is_refused(tmp_path: Path) -> None:
+def test_sample_with_non_adjacent_members_is_refused(tmp_path: Path) -> None:
     folder = write_classification(tmp_path, TASKS["cifar10"])
     with tarfile.open(folder / "test/0.tar", "w") as tar:
         for name in ("a.cls", "b.cls", "a.png"):
@@ -165,7 +165,7 @@ def test_a_sample_whose_members_lie_apart_is_refused(tmp_path: Path) -> None:
         open_webdataset(folder)
 
 
-def test_corrupt_images_are_named() -> None:
+def test_corrupt_images_are_reported() -> None:
     _, body = image_bytes(np.random.default_rng(0), 1)
     for blob in (body[: len(body) // 2], b"<html>", b""):
         with pytest.raises(TaskError, match=r"Corrupt image s7 in 3\.tar"):
@@ -195,7 +195,7 @@ def test_damaged_tables_are_refused(tmp_path: Path) -> None:
         open_task(Entry(FLICKR, folder))
 
 
-def test_counts_and_digests_of_the_suite_are_held_against_the_data(tmp_path: Path) -> None:
+def test_data_is_checked_against_counts_and_digests_of_the_suite(tmp_path: Path) -> None:
     folder = write_classification(tmp_path, TASKS["cifar10"])
     digest = hashlib.sha256((folder / "test/0.tar").read_bytes()).hexdigest()
     facts = {"samples": 22, "classes": 6, "sha256": {"test/0.tar": digest}}
@@ -219,7 +219,7 @@ def test_counts_and_digests_of_the_suite_are_held_against_the_data(tmp_path: Pat
         open_suite(tmp_path)
 
 
-def test_the_official_suite_has_38_tasks_and_its_counts(tmp_path: Path) -> None:
+def test_official_suite_has_38_tasks_with_expected_counts(tmp_path: Path) -> None:
     write_classification(tmp_path / "datacomp", TASKS["cifar10"])
     suite = open_suite("datacomp", data=tmp_path)
     assert len(suite.entries) == 38
@@ -230,7 +230,7 @@ def test_the_official_suite_has_38_tasks_and_its_counts(tmp_path: Path) -> None:
         open_task(mnist)
 
 
-def test_suites_are_found_and_mistakes_are_named(tmp_path: Path) -> None:
+def test_suites_are_found_and_mistakes_are_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     own = write_classification(tmp_path, TASKS["cifar10"])
     shutil.move(own, tmp_path / "wds_my-own_test")
@@ -247,11 +247,11 @@ def test_suites_are_found_and_mistakes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['["a", "b c"]', "['a', 'b c']", ["a", "b c"], np.array(["a", "b c"])])
-def test_lists_are_read_however_they_are_stored(text: object) -> None:
+def test_lists_are_read_in_every_stored_form(text: object) -> None:
     assert as_list(text, where="row 1") == ["a", "b c"]
 
 
-def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_non_numeric_labels_are_reported(tmp_path: Path) -> None:
     suffix, body = image_bytes(np.random.default_rng(0), 1)
     folder = write_classification(tmp_path, TASKS["cifar10"])
     write_tars(folder / "test", [[("cls", b"cat"), (suffix, body)]], shards=1)
@@ -259,8 +259,8 @@ def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         open_task(Entry(Task("cifar10", "x"), folder))
 
 
-def test_what_was_written_down_when_fetching_is_held_against_the_data(tmp_path: Path) -> None:
-    """`evalsets.json`, as the fetching of evaluation sets leaves it."""
+def test_data_is_checked_against_the_record_of_the_fetch(tmp_path: Path) -> None:
+    """The record is `evalsets.json`, as written when the evaluation sets are fetched."""
     folder = write_classification(tmp_path, TASKS["cifar10"])
     names = ("test/0.tar", "test/1.tar", "classnames.txt")
     files = {name: {"bytes": 1, "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()} for name in names}
@@ -282,7 +282,7 @@ def test_what_was_written_down_when_fetching_is_held_against_the_data(tmp_path: 
     "name",
     ["winogavil", "misc/winogavil", "misc-winogavil", "wds_misc-winogavil_test", "nlphuji___winogavil", "a/winogavil"],
 )
-def test_folders_are_found_by_the_names_that_people_give_them(tmp_path: Path, name: str) -> None:
+def test_folders_are_found_under_common_names(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(write_association(tmp_path / "made", layout="parquet"), tmp_path / name)
     assert [entry.task.key for entry in open_suite(tmp_path).entries] == ["misc/winogavil"]
@@ -296,8 +296,8 @@ def test_a_csv_may_name_its_images_in_a_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("embedded", [True, False])
-def test_datacomps_own_cache_is_read_as_it_is(tmp_path: Path, embedded: bool) -> None:
-    """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow`, also after the whole folder was moved."""
+def test_datacomp_cache_is_read_directly(tmp_path: Path, embedded: bool) -> None:
+    """`hf_cache/nlphuji___winogavil/.../winogavil-test.arrow` is read even after the whole folder was moved."""
     write_cache(tmp_path / "there", embedded=embedded)
     shutil.move(tmp_path / "there", tmp_path / "here")
     entry = next(e for e in open_suite(tmp_path / "here").entries if e.task == WINOGAVIL)
@@ -307,10 +307,12 @@ def test_datacomps_own_cache_is_read_as_it_is(tmp_path: Path, embedded: bool) ->
     for instance, row in zip(data.instances, rows, strict=True):
         assert [data.images.read(k) for k in instance.candidates] == [body for _, body in row["candidate_images"]]
     digests = file_digests(data.files, data.folder)
-    assert any(name.endswith("thing1.jpg") for name in digests) != embedded, "images outside the table count, too"
+    assert any(name.endswith("thing1.jpg") for name in digests) != embedded, (
+        "digests must cover images outside the table, too"
+    )
 
 
-def test_a_cache_that_is_partial_or_ambiguous_is_refused(tmp_path: Path) -> None:
+def test_partial_or_ambiguous_cache_is_refused(tmp_path: Path) -> None:
     version = write_cache(tmp_path)
     info = json.loads((version / "dataset_info.json").read_text())
     info["splits"]["test"]["num_examples"] = 12
@@ -326,7 +328,7 @@ def test_a_cache_that_is_partial_or_ambiguous_is_refused(tmp_path: Path) -> None
         open_task(open_suite(tmp_path).entries[0])
 
 
-def test_stated_counts_of_winogavil_hold(tmp_path: Path) -> None:
+def test_candidate_counts_of_winogavil_are_checked(tmp_path: Path) -> None:
     folder = write_association(tmp_path, layout="csv+zip")
     text = (folder / "test.csv").read_text().splitlines()
     stated = [f"{line},{10 if number else 'num_candidates'}" for number, line in enumerate(text)]
@@ -349,8 +351,8 @@ def test_parts_of_two_versions_are_refused(tmp_path: Path) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
-def test_no_cut_and_no_zeros_in_a_tar_go_unnoticed(seed: int) -> None:
-    """A tar that is cut or partly overwritten anywhere gives all its members, or is refused."""
+def test_truncated_or_zeroed_tars_are_detected(seed: int) -> None:
+    """A tar that is truncated or partly overwritten anywhere yields all its members or is refused."""
     rng = np.random.default_rng(seed)
     buffer = io.BytesIO()
     bodies = [rng.integers(0, 256 if rng.random() < 0.5 else 1, rng.integers(0, 2000)).astype("u1") for _ in range(12)]
@@ -378,7 +380,7 @@ def test_no_cut_and_no_zeros_in_a_tar_go_unnoticed(seed: int) -> None:
             assert not any(damaged[found[-1].offset + found[-1].size :] if found else damaged)
 
 
-def test_two_keys_for_one_file_are_refused(tmp_path: Path) -> None:
+def test_keys_that_map_to_the_same_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").write_text("a/b: {csv: x.csv, label: y}\na--b: {csv: x.csv, label: y}\n")
     with pytest.raises(TaskError, match="would write their results to the same file"):
         open_task(open_suite(tmp_path).entries[0])

@@ -1,4 +1,4 @@
-"""What `neuclip export` writes, loaded by open_clip, torch and onnxruntime, equals the trained model."""
+"""Exports of `neuclip export`, loaded by open_clip, torch and onnxruntime, match the trained model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def siglip(base: Path) -> Path:
 
 
 def write_run(folder: Path, base: Path, *, bias: float) -> Path:
-    """A run's folder with one checkpoint, one metrics record and one score."""
+    """Write a run folder with one checkpoint, its metrics and one score."""
     arch = str(base / "tiny-towers.json")
     name = "siglip" if bias else "neuclip"
     config = load_recipe(None, ["output=x", "samples=80", "batch_size=8", "schedule.warmup_steps=0",
@@ -71,7 +71,7 @@ def exported(source: Path, output: Path, *options: str) -> str:
     return result.output
 
 
-def test_open_clip_loads_the_weights_and_gives_our_features_and_logits(base: Path, run: Path, tmp_path: Path) -> None:
+def test_open_clip_reproduces_features_and_logits(base: Path, run: Path, tmp_path: Path) -> None:
     assert "Step 10 exported" in exported(run, tmp_path / "out")
     trained = load_for_evaluation(str(run))
     image, text = example_inputs(trained)
@@ -89,7 +89,7 @@ def test_open_clip_loads_the_weights_and_gives_our_features_and_logits(base: Pat
         assert scale.item() == pytest.approx(torch.tensor(SCALE).exp().item())
 
 
-def test_siglips_bias_is_in_open_clips_logits(base: Path, siglip: Path, tmp_path: Path) -> None:
+def test_siglip_bias_is_in_the_logits_of_open_clip(base: Path, siglip: Path, tmp_path: Path) -> None:
     exported(siglip, tmp_path / "out")
     trained = load_for_evaluation(str(siglip))
     image, text = example_inputs(trained)
@@ -105,7 +105,7 @@ def test_siglips_bias_is_in_open_clips_logits(base: Path, siglip: Path, tmp_path
     assert logit_parameters(tmp_path / "out")[1] == BIAS
 
 
-def test_programs_need_no_open_clip_and_take_any_batch(run: Path, tmp_path: Path) -> None:
+def test_programs_accept_any_batch_size_without_open_clip(run: Path, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     output = tmp_path / "out"
     exported(run, output, "--torch", "--onnx")
@@ -122,7 +122,7 @@ def test_programs_need_no_open_clip_and_take_any_batch(run: Path, tmp_path: Path
         torch.testing.assert_close(torch.from_numpy(found), features, rtol=0, atol=1e-5)
 
 
-def test_the_card_tells_the_runs_facts(run: Path, tmp_path: Path) -> None:
+def test_model_card_describes_the_run(run: Path, tmp_path: Path) -> None:
     exported(run / "checkpoints" / "step-00000010", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: open_clip\n")
@@ -132,7 +132,7 @@ def test_the_card_tells_the_runs_facts(run: Path, tmp_path: Path) -> None:
     assert "objective:" in (tmp_path / "out" / "config.yaml").read_text()
 
 
-def test_refusals(run: Path, tmp_path: Path) -> None:
+def test_invalid_sources_and_outputs_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a checkpoint"):
         choose_checkpoint(tmp_path)
     chosen = choose_checkpoint(run)
@@ -145,4 +145,4 @@ def test_an_export_that_differs_is_refused(run: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr("pipeline.export.exporter._check_open_clip", lambda *_: float("nan"))
     with pytest.raises(UserError, match="differs from the trained model"):
         export(choose_checkpoint(run), tmp_path / "out", card="")
-    assert list(tmp_path.iterdir()) == []  # so that the next attempt finds no folder in its way
+    assert list(tmp_path.iterdir()) == []  # no folder is left that would block the next attempt

@@ -1,4 +1,4 @@
-"""Exports for the ecosystem: transformers' CLIPModel with equal features, uploads, cards whose snippets run."""
+"""Exports to transformers' CLIPModel with matching features, uploads to the hub, and model cards whose code runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export(source: Path, output: Path, *options: str) -> str:
 
 
 def snippet(output: Path) -> str:
-    """What the first block of the card's code prints, run in the export's folder."""
+    """Run the card's first code block in the export folder and return what it prints."""
     code = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
     printed = io.StringIO()
     with contextlib.chdir(output), contextlib.redirect_stdout(printed):
@@ -50,7 +50,7 @@ def snippet(output: Path) -> str:
     return printed.getvalue()
 
 
-def test_transformers_gives_our_features_logits_and_tokens(run: Path, tmp_path: Path) -> None:
+def test_transformers_reproduces_features_logits_and_tokens(run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     output = tmp_path / "out"
     assert "largest difference from the trained model" in export(run, output, "--format", "transformers")
@@ -76,7 +76,7 @@ def test_transformers_gives_our_features_logits_and_tokens(run: Path, tmp_path: 
     assert "red" in snippet(output)
 
 
-def test_the_architectures_that_transformers_can_hold() -> None:
+def test_architectures_that_convert_to_transformers() -> None:
     for name, reason in {
         "ViT-B-32": "", "ViT-L-14-quickgelu": "", "ViT-H-14": "", "RN50": "ResNet", "ViT-B-16-SigLIP": "vit_base",
         "ViT-L-14-CLIPA": "CLIPModel has", "EVA02-B-16": "eva02", "xlm-roberta-base-ViT-B-32": "hf_model_name",
@@ -85,7 +85,7 @@ def test_the_architectures_that_transformers_can_hold() -> None:
         assert (reason in found) if reason else found == "", (name, found)
 
 
-def test_the_open_clip_card_runs_and_has_each_tag_once(run: Path, tmp_path: Path) -> None:
+def test_open_clip_card_runs_and_has_each_tag_once(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", "--license", "apache-2.0")
     card = (tmp_path / "out" / "README.md").read_text()
     front = card.split("---")[1]
@@ -96,7 +96,7 @@ def test_the_open_clip_card_runs_and_has_each_tag_once(run: Path, tmp_path: Path
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The hub's upload, as far as `huggingface_hub` asks for it."""
+    """The part of the hub's upload API that `huggingface_hub` uses."""
 
     log: list[tuple[str, Any]]
     refuse = False
@@ -149,8 +149,8 @@ def local_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
 
 def test_push_uploads_every_file_in_one_commit(run: Path, tmp_path: Path, local_hub: type[Hub]) -> None:
-    told = export(run, tmp_path / "out", "--push", "me/mine", "--private")
-    assert "Uploaded: http://127.0.0.1" in told
+    printed = export(run, tmp_path / "out", "--push", "me/mine", "--private")
+    assert "Uploaded: http://127.0.0.1" in printed
     created = json.loads(next(body for path, body in local_hub.log if path == "/api/repos/create"))
     assert created.get("visibility") == "private" or created.get("private")
     commits = [body for path, body in local_hub.log if "/commit/" in path]

@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all."""
+"""Files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("unique", [True, False])
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, unique: bool) -> None:
+def test_error_leaves_only_the_old_file(tmp_path: Path, unique: bool) -> None:
     path = write_text(tmp_path / "a", "old")
 
     def fail_half_way() -> None:
         with replacing(path, unique=unique) as temporary:
             temporary.write_text("half")
             assert path.read_text() == "old"
-            assert temporary.parent == path.parent  # a rename across file systems would not be one step
+            assert temporary.parent == path.parent  # a rename across file systems would not be atomic
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -39,7 +39,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, unique: b
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_temporary_names_differ_unless_a_retry_is_to_overwrite_them(tmp_path: Path) -> None:
+def test_temporary_names_are_unique_unless_disabled(tmp_path: Path) -> None:
     names = {True: set(), False: set()}
     for unique, seen in names.items():
         for _ in range(2):
@@ -64,7 +64,7 @@ def test_durable_files_are_flushed_before_they_are_renamed(tmp_path: Path, monke
     assert flushed == [(5, False)]
 
 
-def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         path = write_text(tmp_path / "a", "x")

@@ -1,4 +1,4 @@
-"""The guard refuses what it says it refuses, on the wire and after redirects."""
+"""The guard refuses what its settings forbid, in direct requests and after redirects."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_public_addresses_pass(address: str) -> None:
     AddressFilter(()).check(address)
 
 
-def test_only_what_is_listed_is_allowed() -> None:
+def test_only_listed_networks_are_allowed() -> None:
     allowed = AddressFilter(("10.1.0.0/16",))
     allowed.check("10.1.2.3")
     with pytest.raises(FetchError):
@@ -99,7 +99,7 @@ def test_redirect_to_a_refused_address_is_not_followed(site: Site) -> None:
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/a", "gopher://127.0.0.1/"])
-def test_other_schemes_are_refused_also_after_a_redirect(site: Site, target: str) -> None:
+def test_other_schemes_are_refused_even_after_a_redirect(site: Site, target: str) -> None:
     assert refusal(opener(), target) == reasons.REFUSED_SCHEME
     assert refusal(opener(), site.redirect("/a", target)) == reasons.REFUSED_SCHEME
 
@@ -129,7 +129,7 @@ def test_the_body_of_a_redirect_is_not_read(site: Site) -> None:
     site.answers["/a"] = endless
     site.image("/image", jpeg())
     assert opener(total=1).open(site.base + "/a").read() == jpeg()
-    assert len(sent) < 100, "the connection was closed instead"
+    assert len(sent) < 100, "the connection must be closed instead"
 
 
 def test_sizes_are_bounded(site: Site) -> None:
@@ -148,7 +148,7 @@ def test_sizes_are_bounded(site: Site) -> None:
     assert refusal(opener(max_bytes=len(body) - 1), site.base + "/b") == reasons.TOO_MANY_BYTES
 
 
-def test_a_server_that_drips_is_given_up(site: Site) -> None:
+def test_slow_body_times_out(site: Site) -> None:
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
@@ -162,7 +162,7 @@ def test_a_server_that_drips_is_given_up(site: Site) -> None:
     assert time.monotonic() - started < 2
 
 
-def test_a_server_that_drips_its_headers_or_its_redirects_is_given_up(site: Site) -> None:
+def test_slow_headers_and_slow_redirects_time_out(site: Site) -> None:
     def headers(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b"HTTP/1.0 200 OK\r\nX-Long: ")
         for _ in range(100):
@@ -178,11 +178,11 @@ def test_a_server_that_drips_its_headers_or_its_redirects_is_given_up(site: Site
     site.answers.update({"/b" + "x" * k: onwards for k in range(20)})
     for path in ("/a", "/b"):
         assert refusal(opener(total=0.5, max_redirects=50), site.base + path) == reasons.TIMEOUT
-    assert len(site.agents) < 10, "not all twenty redirects were followed"
+    assert len(site.agents) < 10, "not all twenty redirects may be followed"
 
 
-def test_a_handshake_that_never_ends_is_given_up() -> None:
-    """A server that sends a byte of a long TLS record now and then, so that no read is ever late."""
+def test_endless_tls_handshake_times_out() -> None:
+    """The server sends a long TLS record byte by byte, so that no single read times out."""
     ended = threading.Event()
 
     def drip(listener: socket.socket) -> None:
@@ -200,7 +200,7 @@ def test_a_handshake_that_never_ends_is_given_up() -> None:
         assert not ended.is_set()
 
 
-def test_what_was_cut_is_late_even_if_it_looks_whole(site: Site) -> None:
+def test_interrupted_body_times_out_even_if_it_looks_complete(site: Site) -> None:
     def unannounced(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
@@ -211,12 +211,12 @@ def test_what_was_cut_is_late_even_if_it_looks_whole(site: Site) -> None:
     assert refusal(opener(total=0.3), site.base + "/a") == reasons.TIMEOUT
 
 
-def test_opt_out_is_seen_before_the_body_is_read(site: Site) -> None:
+def test_opt_out_is_detected_before_the_body_is_read(site: Site) -> None:
     def noai(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("X-Robots-Tag", "noai")
         handler.send_header("Content-Length", "100000000")
-        handler.end_headers()  # and never a byte of the body
+        handler.end_headers()  # no body follows
 
     site.answers["/a"] = noai
     assert refusal(opener(), site.base + "/a") == reasons.OPTED_OUT
@@ -236,7 +236,7 @@ def test_connections_to_one_host_are_limited(site: Site) -> None:
             busy[0] += 1
             seen.append(busy[0])
         time.sleep(0.05)
-        with lock:  # before the answer: from then on the client may rightly open the next connection
+        with lock:  # before the response, after which the client may open the next connection
             busy[0] -= 1
         send(handler, 200, body)
 
@@ -251,7 +251,7 @@ def test_connections_to_one_host_are_limited(site: Site) -> None:
     assert max(seen) == 3
 
 
-def test_a_busy_host_is_left_alone_and_asked_again(site: Site) -> None:
+def test_busy_host_is_retried_with_backoff(site: Site) -> None:
     body, asked = jpeg(), []
 
     def busy(handler: BaseHTTPRequestHandler) -> None:
@@ -280,7 +280,7 @@ def test_retry_after_is_honoured_up_to_the_limit(site: Site) -> None:
     assert 0.3 <= asked[1] - asked[0] < 2
 
 
-def test_lasting_failures_are_not_asked_again(site: Site) -> None:
+def test_permanent_failures_are_not_retried(site: Site) -> None:
     asked = []
 
     def gone(handler: BaseHTTPRequestHandler) -> None:
@@ -292,7 +292,7 @@ def test_lasting_failures_are_not_asked_again(site: Site) -> None:
     assert asked == [1]
 
 
-def test_removed_urls_are_never_asked(site: Site) -> None:
+def test_removed_urls_are_never_requested(site: Site) -> None:
     url = site.image("/a", jpeg())
     given = opener()
     given.begin({url: reasons.REMOVED})
@@ -308,11 +308,11 @@ def test_removed_urls_are_never_asked(site: Site) -> None:
         ("http://bücher.example/1.jpg", "http://xn--bcher-kva.example/1.jpg"),
     ],
 )
-def test_urls_are_made_fit_for_the_wire(url: str, wire: str) -> None:
+def test_urls_are_converted_to_ascii(url: str, wire: str) -> None:
     assert ascii_url(url) == wire
 
 
-def test_urls_with_other_characters_are_fetched(site: Site) -> None:
+def test_urls_with_non_ascii_characters_are_fetched(site: Site) -> None:
     site.image("/k%C3%A4se%20b", jpeg())
     assert opener().open(site.base + "/käse b").read() == jpeg()
 
@@ -347,7 +347,7 @@ def test_special_addresses_that_python_counts_as_global_are_refused(address: str
         ("", "bad url: unknown url type"),
     ],
 )
-def test_urls_that_cannot_be_asked_for_are_bad_urls(url: str, words: str) -> None:
+def test_invalid_urls_are_reported_as_bad_urls(url: str, words: str) -> None:
     with pytest.raises(FetchError, match=words):
         opener().open(url)
 
@@ -379,7 +379,7 @@ def test_a_redirect_with_a_user_name_is_not_followed(site: Site) -> None:
     assert refusal(opener(), site.base + "/a") == reasons.BAD_URL
 
 
-def test_a_closed_opener_asks_for_nothing_until_the_next_shard(site: Site) -> None:
+def test_closed_opener_sends_no_requests_until_the_next_shard(site: Site) -> None:
     url = site.image("/a", jpeg())
     given = opener()
     given.close()

@@ -32,7 +32,7 @@ from pipeline.files import write_text
 
 
 class PartDone(UserError):
-    """One of several workers has fetched its part, and others have not yet."""
+    """One of several workers has fetched its part, but others have not finished."""
 
 
 def download(
@@ -44,19 +44,18 @@ def download(
 ) -> Manifest:
     """Fetch what is missing and write the manifest.
 
-    A run that was stopped, however that happened, continues where it was and ends with the manifest of an undisturbed
-    one.
+    A run that was stopped in any way resumes where it was and ends with the manifest of an uninterrupted run.
 
     Args:
         config: All settings.
-        retry_failed: Ask again for the rows that failed for a passing reason, and only for those.
+        retry_failed: Fetch only the rows that failed for a transient reason.
         on_progress: Called a few times a second.
-        on_note: Called with one line for each thing that the user should know.
+        on_note: Called with one line for each note to the user.
 
     Raises:
-        UserError: The settings, the table or its columns are wrong, before the first URL; or the disk is full.
-        Paused: Success collapses, or the engine makes no progress any more.
-        PartDone: Only shards of other workers are left.
+        UserError: The settings, the table or its columns are wrong (raised before the first URL), or the disk is full.
+        Paused: Success collapses, or the engine no longer makes progress.
+        PartDone: Only shards of other workers are missing.
     """
     with explained(config.output):
         table_checks.check_distributor(config.fetch)
@@ -147,7 +146,7 @@ def prepare(
 
 
 def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
-    """The plan with these settings for images and guard; other ones only as long as no shard is made with them."""
+    """The plan with these settings for images and guard, which may change only until the first shard is finished."""
     differences = changes(plan.rules, rules) if plan.rules else []
     is_begun = bool(folder.finished() or folder.numbered("meta", ".commit"))
     if differences and is_begun:
@@ -162,7 +161,7 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
 
 
 def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
-    """The source as the plan has it pinned, if it is not pinned now: a branch may have moved since."""
+    """The source at the revision that the plan pinned, unless it is pinned itself: a branch may have moved since."""
     made = plan.settings["source"]
     if source.hub and source.hub == made["hub"] and source.table is None:
         moving = source.revision is None or len(source.revision) != 40

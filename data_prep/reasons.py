@@ -38,7 +38,7 @@ KNOWN = frozenset(value for name, value in globals().items() if name.isupper() a
 # Added to messages about refused addresses.
 ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
 
-# What may work another time: a retry asks again for these and for nothing else.
+# Failures that may be transient: a retry requests only these again.
 TRANSIENT = frozenset({TIMEOUT, DNS, CONNECTION, CUT_OFF, TOO_LITTLE_MEMORY, INTERNAL})
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
 
@@ -54,22 +54,22 @@ class FetchError(Exception):
 
 
 def is_transient(reason: str) -> bool:
-    """Whether asking again later may help."""
+    """Whether a later retry may succeed."""
     return reason in TRANSIENT or (bool(_HTTP.match(reason)) and int(reason[5:]) in TRANSIENT_STATUS)
 
 
 def of_message(message: str) -> str:
     """The reason in the error message of a row.
 
-    All our own messages begin with their reason. What else img2dataset passes on is the complaint of
-    `urllib.request.Request` about a URL that it cannot parse.
+    All our own messages begin with their reason. The only other message that img2dataset passes on is the error of
+    `urllib.request.Request` for a URL that it cannot parse.
     """
     head = message.partition(":")[0]
     return head if head in KNOWN or _HTTP.match(head) else BAD_URL
 
 
 def of_exception(error: BaseException) -> FetchError:
-    """What went wrong on the wire, as a FetchError; `urllib` wraps the cause in URLError."""
+    """Convert a network error to a FetchError; `urllib` wraps the cause in URLError."""
     if isinstance(error, FetchError):
         return error
     if isinstance(error, urllib.error.HTTPError):

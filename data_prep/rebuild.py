@@ -1,4 +1,4 @@
-"""`neuclip verify --rebuild`: restore damaged files of a data set, and fetch only what is really lost."""
+"""`neuclip verify --rebuild`: restore damaged files of a data set, and fetch only samples that are lost."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def rebuild(
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
-    """Mend what `verify` found, and write the manifest.
+    """Repair the problems that `verify` found, and write the manifest.
 
-    Samples that are as they were stored are kept; only the others are fetched again, and nothing is replaced before
-    that is done. What the web serves may have changed meanwhile: the new manifest says what is there now.
+    Intact samples are kept. Only the others are fetched again, and nothing is replaced until that is done. The web may
+    serve other images by then; the new manifest describes the result.
 
     Args:
         root: The folder.
-        problems: What is wrong with it.
+        problems: The problems found in it.
         on_progress: Called a few times a second.
 
     Raises:
@@ -46,7 +46,7 @@ def rebuild(
             damaged and its table has changed.
     """
     config = load_config(root)
-    # The settings are those of the worker that wrote them last; here one process works on all shards.
+    # The settings were written by the last worker; here one process handles all shards.
     config = replace(config, fetch=replace(config.fetch, worker=0, workers=1))
     folder = Folder(Path(config.output))
     with explained(folder.root):
@@ -64,7 +64,7 @@ def rebuild(
 
 
 def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tuple[int, ...]:
-    """The shards that the problems are about, and those without a record."""
+    """The shards affected by the problems, and those without a record."""
     found = set(range(plan.shards)) - set(folder.finished())
     for problem in problems:
         path = folder.root / problem.shard
@@ -75,14 +75,14 @@ def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tup
         number = int(path.stem) if path.stem.isdigit() else plan.shards
         if number >= plan.shards or path not in (folder.tar(number), folder.meta(number), folder.record(number)):
             raise UserError(f"{problem.shard} is not one of this folder's shards: move it away by hand.")
-        if path.is_dir():  # nothing of ours: it is kept, under another name
+        if path.is_dir():  # not our file: kept under another name
             path.rename(path.with_name(f"{path.name}.aside"))
         found.add(number)
     return tuple(sorted(found))
 
 
 def _mended_plan(config: DownloadConfig, folder: Folder) -> Plan:
-    """The plan; if it is damaged, made again from its table."""
+    """The plan, rebuilt from its table if it is damaged."""
     try:
         plan = load_plan(folder)
         for shard in range(plan.shards):
@@ -116,7 +116,7 @@ def _check_same_list(folder: Folder, plan: Plan) -> None:
 
 
 def _mend_sessions(folder: Folder) -> None:
-    """Keep the lines that can be read; the file as it was stays beside them."""
+    """Keep the readable lines, and a copy of the original file next to them."""
     sessions, damaged = read_sessions(folder)
     if damaged:
         shutil.copyfile(folder.sessions, folder.sessions.with_suffix(".damaged"))

@@ -1,1 +1,1 @@
-"""From URLs to samples: img2dataset behind a guard, supervised."""
+"""From URLs to samples: img2dataset with a guard and a supervisor."""

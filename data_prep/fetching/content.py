@@ -1,4 +1,4 @@
-"""What came over the wire: is it a whole image of acceptable size? Decided from the bytes, without decoding pixels."""
+"""Checks that a response is a complete image of acceptable size, from its bytes and without decoding pixels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
 
 
 def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
-    """Refuse a body that is not one whole image of at most `max_pixels`.
+    """Refuse a body that is not one complete image of at most `max_pixels`.
 
-    Kind and size are read from the header, so that a decompression bomb is never decoded. The end marker shows whether
-    a file stops early, which lenient decoders would fill with grey.
+    Format and size are read from the header, so that a decompression bomb is never decoded. The end marker shows
+    whether a file is truncated; lenient decoders would fill the rest with grey.
 
     Raises:
         FetchError: empty, not an image, too many pixels, or truncated.
@@ -44,13 +44,13 @@ def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
 
 
 def is_whole(body: bytes, kind: str) -> bool:
-    """Whether an image file reaches its own end; kinds without an end marker are left to the decoder.
+    """Whether an image file is complete; formats without an end marker are left to the decoder.
 
-    A JPEG is whole when an end marker follows its last start of scan: thumbnails inside EXIF come before the last
+    A JPEG is complete when an end marker follows its last start of scan: thumbnails inside EXIF come before the last
     scan, and bytes after the end (many cameras add some) are allowed.
     """
     if kind in ("JPEG", "MPO"):
-        tail = body[-64:]  # nearly always enough, and a search through the whole file costs as much as its header
+        tail = body[-64:]  # nearly always sufficient; searching the whole file costs as much as reading its header
         near = b"\xff\xd9" in tail and b"\xff\xda" not in tail
         return near or body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
     if kind == "PNG":
@@ -63,7 +63,7 @@ def is_whole(body: bytes, kind: str) -> bool:
 
 
 def extension(body: bytes, default: str) -> str:
-    """The file extension that the bytes themselves claim: stored originals keep their kind, whatever the encoder's."""
+    """The file extension according to the bytes: stored originals keep their format, whatever the encoder's is."""
     if body.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if body.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -1,7 +1,7 @@
-"""A time limit over whole attempts: connections, handshakes, headers, redirects and bodies together.
+"""A time limit for whole attempts, including connections, handshakes, headers, redirects and bodies.
 
-A socket's own time-out restarts with every byte, so that a server that sends byte by byte is never late. Here one
-thread shuts the sockets of an attempt whose time is over; reading from them then ends as at the end of the stream.
+A socket's own time-out restarts with every byte, so a server that sends byte by byte never exceeds it. Here, one thread
+shuts down the sockets of an attempt whose time is over; reads from them then return end-of-stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 
 class Attempt:
-    """One attempt under way. `is_late` says that it was cut, even if its answer looks whole."""
+    """One attempt in progress. `is_late` means that it was cut off, even if its response looks complete."""
 
     def __init__(self, seconds: float) -> None:
         self.ends = time.monotonic() + seconds
@@ -25,22 +25,22 @@ class Attempt:
 
 
 class Deadlines:
-    """Cuts every attempt after the same number of seconds. Name look-ups have no socket and cannot be cut.
+    """Cuts off every attempt after a fixed number of seconds. Name look-ups have no socket and cannot be cut off.
 
-    The thread is started with the first attempt, and sleeps while there is none.
+    The thread starts with the first attempt and sleeps while there is none.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._changed = threading.Condition()
-        # In the order of their ends, because all have the same time.
+        # In the order of their deadlines, because all have the same time limit.
         self._attempts: dict[Attempt, None] = {}
         self._mine = threading.local()
         self._is_watched = False
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """Watch over the connections that this thread makes inside the block."""
+        """Apply the time limit to connections that this thread makes inside the block."""
         with self._changed:
             attempt = self._mine.attempt = Attempt(self._seconds)
             self._attempts[attempt] = None
@@ -98,5 +98,5 @@ class Deadlines:
 
 def _shut(attempt: Attempt) -> None:
     for copy in attempt.sockets:
-        with contextlib.suppress(OSError):  # the other side was faster
+        with contextlib.suppress(OSError):  # the peer has already closed it
             copy.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A note of what a worker is decoding, so that an image that kills its worker is known afterwards."""
+"""A note of the image that a worker is decoding, so that an image that kills its worker can be identified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTH = 4096
 
 
 class DecodingNote:
-    """A small file that holds the URL of the image under way; what a killed process wrote stays.
+    """A small file with the URL of the image being decoded; it survives a killed process.
 
     Args:
         path: The file.
@@ -31,7 +31,7 @@ class DecodingNote:
         reach("decode", url)
 
     def end(self) -> None:
-        """Note that it went well."""
+        """Note that the image was decoded."""
         self._write(b" ")
 
     def _write(self, text: bytes) -> None:

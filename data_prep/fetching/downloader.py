@@ -1,6 +1,6 @@
-"""img2dataset as the engine: its downloader, resizer and distributors; our rows go in and our shards come out.
+"""img2dataset as the engine: its downloader, resizer and distributors, with our rows as input and our shards as output.
 
-Runs in a process of its own (`python -m data_prep.fetching.fetch_process job.json`), so that img2dataset's workers,
+Runs in its own process (`python -m data_prep.fetching.fetch_process job.json`), so that img2dataset's workers,
 prints and signal handlers do not affect the program that supervises it.
 """
 
@@ -37,10 +37,10 @@ DISTRIBUTORS = {
     "pyspark": pyspark_distributor,
     "ray": ray_distributor,
 }
-# Shards that one Spark job is handed at a time.
+# Shards per Spark job.
 _SPARK_SHARDS = 1000
 _LOOPBACK = "127.0.0.1"
-# Only names of shards pass through Ray's store; by default it would take 30% of the machine's memory.
+# Only shard names pass through Ray's store; by default it would take 30% of the machine's memory.
 _RAY_STORE_BYTES = 100_000_000
 
 
@@ -50,7 +50,7 @@ Mode = Literal["fetch", "retry", "rebuild"]
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine process does."""
+    """The job of one engine process."""
 
     config: DownloadConfig
     folder: Folder
@@ -74,7 +74,7 @@ class ShardDownloader(Downloader):
     """img2dataset's downloader for our job: installs the guarded opener, and publishes through ShardWriter."""
 
     def __init__(self, job: Job) -> None:
-        # Sent along with every task: the list of shards stays here.
+        # This object is sent with every task, so it must not hold the list of shards.
         self._job = dataclasses.replace(job, shards=())
         source, fetch = job.config.source, job.config.fetch
         hash_kind = source.hash_kind if source.hash else None
@@ -93,14 +93,14 @@ class ShardDownloader(Downloader):
             compute_hash=hash_kind or "sha256",
             verify_hash_type=hash_kind,
             encode_format=job.config.image.encode_format,
-            retries=0,  # the opener retries, and only what may pass
+            retries=0,  # the opener retries, and only transient failures
             user_agent_token=job.config.guard.user_agent,
             disallowed_header_directives=None,  # the opener honours them, before the body is read
             blurring_bbox_col="blur" if source.blur else None,
         )
 
     def download_shard(self, row: tuple[int, str]) -> None:
-        """Fetch one shard's rows (img2dataset's own method) and publish what came."""
+        """Fetch one shard's rows (img2dataset's own method) and publish the result."""
         shard, path = row
         job = self._job
         opener = _opener_of(job.config)
@@ -132,7 +132,7 @@ class ShardDownloader(Downloader):
 
 
 def make_converter(config: DownloadConfig) -> ImageConverter:
-    """What turns served bytes into stored ones, with the settings for images."""
+    """The converter from served bytes to stored ones, with the image settings."""
     return ImageConverter(
         config.image,
         max_pixels=config.guard.max_pixels,
@@ -151,9 +151,9 @@ def run(job: Job) -> None:
 
 @contextmanager
 def _cluster(fetch: FetchConfig) -> Iterator[None]:
-    """Join the cluster that was named, or start one on this machine; img2dataset uses the session it finds.
+    """Join the given cluster, or start one on this machine; img2dataset uses the existing session.
 
-    A cluster of our own listens on the loopback address only, and has no pages of its own.
+    A cluster started here listens on the loopback address only and serves no web UI.
     """
     if fetch.distributor == "pyspark":
         from pyspark.sql import SparkSession
@@ -189,12 +189,12 @@ def _cluster(fetch: FetchConfig) -> Iterator[None]:
 
 
 def _given(writer: ShardWriter, *_: Any) -> ShardWriter:
-    """img2dataset makes its writer from a class and arguments of its own; ours is made already."""
+    """Adapter: img2dataset constructs its writer from a class and arguments, but ours already exists."""
     return writer
 
 
 def _opener_of(config: DownloadConfig) -> Opener:
-    """This process's opener: it keeps between shards what it learnt about hosts."""
+    """This process's opener, which keeps its state of each host between shards."""
     fetch = config.fetch
     connections = max(1, config.guard.host_connections // fetch.processes)
     return _cached_opener(config.guard, connections, fetch.retries, fetch.total_timeout)
@@ -206,7 +206,7 @@ def _cached_opener(guard: GuardConfig, connections: int, retries: int, total_sec
 
 
 def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
-    """The published rows that this job does not ask for again."""
+    """The published rows that this job does not fetch again."""
     if job.mode == "retry":
         return settled_rows(job.folder, shard)
     return intact_rows(job.folder, shard, {row["row"]: row for row in rows}) if job.mode == "rebuild" else {}

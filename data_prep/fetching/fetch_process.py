@@ -1,6 +1,6 @@
-"""`python -m data_prep.fetching.fetch_process job.json`: one engine process, in a process group of its own.
+"""`python -m data_prep.fetching.fetch_process job.json`: one engine process, in its own process group.
 
-It ends, with all its workers, when the program that started it is gone, however that ended.
+It exits, with all its workers, when the program that started it is gone for any reason.
 """
 
 from __future__ import annotations

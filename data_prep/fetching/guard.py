@@ -1,9 +1,9 @@
-"""What may be fetched: schemes, addresses, sizes, opt-outs, and how politely.
+"""Restrictions on fetching: schemes, addresses, sizes, opt-outs, and politeness.
 
-Covered: the scheme of every request, also after redirects; the address of every connection, checked on the very
-address that is then connected to (a name that resolves to something else a moment later gains nothing), also after
+Covered: the scheme of every request, also after redirects; the address of every connection, checked on the exact
+address that is then connected to (so DNS rebinding does not help an attacker), also after
 redirects, for IPv4, IPv6 and IPv4 inside IPv6; bytes and seconds per fetch; pixels, from the header, before decoding;
-`X-Robots-Tag` opt-outs, before the body is read. It holds in every worker of every distributor, because the opener is
+`X-Robots-Tag` opt-outs, before the body is read. It applies in every worker of every distributor, because the opener is
 installed where img2dataset fetches.
 
 Not covered: opt-outs stated elsewhere (robots.txt, HTML, TDM files); ports; what a proxy does
@@ -21,7 +21,7 @@ from data_prep import reasons
 from data_prep.reasons import FetchError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# Special addresses that Python 3.11 counts among the global ones.
+# Special addresses that Python 3.11 considers global.
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
@@ -57,7 +57,7 @@ class AddressFilter:
             raise FetchError(reasons.REFUSED_ADDRESS, refusal)
 
     def _judge(self, text: str) -> str | None:
-        """Why an address is refused, or None; a pure function of the text, so that its answers can be kept."""
+        """Why an address is refused, or None; a pure function of the text, so that results can be cached."""
         address = ipaddress.ip_address(text.partition("%")[0])
         if any(address in network for network in self._allowed):
             return None
@@ -65,7 +65,7 @@ class AddressFilter:
         if inner is not None:
             return self._judge(str(inner))
         listed = any(address in network for network in _SPECIAL)
-        # Python counts site-local and IPv4-compatible addresses (::/96) among the global ones.
+        # Python considers site-local and IPv4-compatible addresses (::/96) global.
         local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
         special = not address.is_global or address.is_multicast or address.is_reserved or local or listed
         return f"{address} is {_kind(address)}" if special else None

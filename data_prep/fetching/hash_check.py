@@ -59,7 +59,7 @@ def check_hashes(config: DownloadConfig) -> list[str]:
 
 
 def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | str]:
-    """Fetches a URL: the body, or the reason why there is none."""
+    """A function that fetches a URL and returns the body, or the reason why there is none."""
     opener = Opener(
         config.guard,
         connections=config.guard.host_connections,

@@ -1,6 +1,6 @@
 """From the bytes as served to the image as stored: decoded, checked, resized, blurred, upright, encoded.
 
-Takes the place of img2dataset's Resizer, and gives the same bytes for ordinary images (a test compares them). That one
+Replaces img2dataset's Resizer, and gives the same bytes for ordinary images (a test compares them). The original
 stores 16-bit images white, ignores EXIF orientation, and needs 80 bytes a pixel for transparent ones.
 """
 
@@ -29,7 +29,7 @@ _QUALITY = {
     "png": cv2.IMWRITE_PNG_COMPRESSION,
     "webp": cv2.IMWRITE_WEBP_QUALITY,
 }
-# Mean difference of grey thumbnails, of 255, beyond which the encoded image is not the decoded one any more. The
+# Mean difference of grey thumbnails, of 255, beyond which the encoded image no longer matches the decoded one. The
 # lowest JPEG quality stays below 20.
 _MOST_DIFFERENT = 32.0
 
@@ -40,7 +40,7 @@ class ImageConverter:
     Args:
         image: How images are stored.
         max_pixels: Larger images are refused.
-        processes: Processes on this machine that may decode at the same time.
+        processes: Number of processes on this machine that may decode at the same time.
         blurrer: Blurs boxes in an array, for sources that have them.
     """
 
@@ -66,7 +66,7 @@ class ImageConverter:
                 return self._convert(body, boxes)
         except FetchError as error:
             return None, None, None, None, None, str(error)
-        except Exception as error:  # decoders raise many kinds for damaged files
+        except Exception as error:  # decoders raise many exception types for damaged files
             is_memory = isinstance(error, MemoryError) or getattr(error, "code", 0) == cv2.Error.StsNoMem
             reason = reasons.TOO_LITTLE_MEMORY if is_memory else reasons.UNDECODABLE
             return None, None, None, None, None, f"{reason}: {type(error).__name__} {error}"
@@ -100,7 +100,7 @@ class ImageConverter:
             raise FetchError(reasons.EXTREME_ASPECT, f"{width} x {height}")
 
     def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
-        """Whether the bytes as served can be stored: nothing was changed, and the format is the right one."""
+        """Whether the served bytes can be stored: the image is unchanged and has the right format."""
         unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
         return unchanged and self._image.skip_reencode and extension(body, "") == self._image.encode_format
 
@@ -141,7 +141,7 @@ def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
 
 
 def check_resemblance(array: np.ndarray, encoded: np.ndarray) -> None:
-    """Compare an image with what a reader will decode, by small grey thumbnails.
+    """Compare an image with its decoded encoding, using small grey thumbnails.
 
     Raises:
         FetchError: not encoded.
@@ -167,7 +167,7 @@ def _pad(array: np.ndarray, size: int) -> np.ndarray:
 
 
 class _quiet:
-    """Silence for what decoders written in C print about odd files."""
+    """Suppress messages that decoders written in C print about unusual files."""
 
     _null: Any = None
 

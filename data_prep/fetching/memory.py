@@ -1,16 +1,16 @@
-"""Memory that this machine, or the container around this process, has left."""
+"""Memory that is left on this machine or in the container of this process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What a decoder may take of it: other processes grow, too.
+# Share that decoders may use, because other processes also grow.
 _SHARE = 0.6
 _PLENTY = 1 << 62
 
 
 def memory_at_hand() -> int:
-    """Bytes that the worker processes of this machine may take together for decoding."""
+    """Bytes that all worker processes of this machine together may use for decoding."""
     free = min(_available(Path("/proc/meminfo")), _left_in_group(Path("/sys/fs/cgroup")))
     return int(free * _SHARE)
 
@@ -18,13 +18,13 @@ def memory_at_hand() -> int:
 def _available(path: Path) -> int:
     try:
         lines = path.read_text().splitlines()
-    except OSError:  # not Linux: no bound
+    except OSError:  # not Linux: no limit
         return _PLENTY
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _PLENTY)
 
 
 def _left_in_group(root: Path) -> int:
-    """What the control group may still take: version 2, else version 1; files of the page cache count as free."""
+    """Memory left in the control group (version 2, otherwise 1); the page cache counts as free."""
     names = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     for limit, usage in names:
         try:

@@ -1,4 +1,4 @@
-"""The built-in corpus: procedural images and captions, published by a small misbehaving web server of our own.
+"""The built-in corpus: procedural images and captions, served by a small web server with simulated failures.
 
     from data_prep.scenes import ScenesConfig, serve_scenes, write_suite, write_url_table
 
@@ -7,7 +7,7 @@
         ...                                         # ingest the table as if it were CC3M
     write_suite(config, "suite")                    # held-out tasks in the benchmark's layout
 
-Everything is a pure function of the config and the index of a scene; nothing is stored that could be drawn again.
+Everything is a pure function of the config and the index of a scene, so nothing needs to be stored.
 """
 
 from data_prep.scenes.faults import ALWAYS_FAILS, Fault, count_faults, fault_of

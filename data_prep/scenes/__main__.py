@@ -1,9 +1,9 @@
-"""The corpus on a local web server.
+"""Serve the corpus from a local web server.
 
-    python -m data_prep.scenes --table urls.parquet --pairs 2000       # for people: until Ctrl-C
+    python -m data_prep.scenes --table urls.parquet --pairs 2000       # interactive: runs until Ctrl-C
 
-With `--serve-stdin` it is the server process that `serve_scenes` starts: settings on standard input, the base URL on
-standard output; it ends when standard input does.
+`serve_scenes` starts it with `--serve-stdin`: it then reads the settings from standard input, prints the base URL to
+standard output, and exits when standard input is closed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def command(table: Path, pairs: int, seed: int, port: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == [SERVE_STDIN]:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; when to end is the parent's
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
         asyncio.run(_serve())
     else:
         command(prog_name="python -m data_prep.scenes")

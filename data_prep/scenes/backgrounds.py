@@ -1,4 +1,4 @@
-"""The backgrounds as RGB images: a few variants of each are painted once per process, then cropped and mirrored."""
+"""Backgrounds as RGB images: a few variants of each are painted once per process, then cropped and mirrored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from data_prep.scenes.draws import Draws
 from data_prep.scenes.vocabulary import BACKGROUNDS
 
 VARIANTS = 12
-CONTRAST = 0.55  # of a background around its mean colour: objects should stand out
-MARGIN = 1.25  # painted larger than needed, so that a crop can move
+CONTRAST = 0.55  # of a background around its mean colour, reduced so that objects stand out
+MARGIN = 1.25  # painted larger than needed, so that the crop position can vary
 
 
 def background(name: str, side: int, draws: Draws) -> Image.Image:

@@ -1,7 +1,8 @@
 """Captions from a grammar with synonyms: a pure function of (config, index).
 
-`curated` is what a careful annotator writes (every attribute that the scene has, no noise): for retrieval sets.
-`web` is alt-text: attributes left out, other word orders, and noise. It is what the URL table holds.
+`curated` captions resemble those of a careful annotator (all attributes of the scene, no noise) and are used in
+retrieval sets. `web` captions resemble alt-text (missing attributes, varying word order, noise) and are used in the URL
+table.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from data_prep.scenes.vocabulary import (
     words,
 )
 
-# How much a web caption says, and how often: half are terse and name one or two things. An attribute is said with
-# probability detail ** EASE: what is easy to see is left out more often, else nothing would teach what is hard to see.
+# Levels of detail of web captions and their frequencies: half are terse and name one or two things. An attribute is
+# mentioned with probability detail ** EASE: attributes that are easy to see are omitted more often, as otherwise no
+# caption would teach those that are hard to see.
 DETAIL = (0.15, 0.5, 1.0), (0.5, 0.4, 0.1)
 EASE = {"background": 2.0, "colour": 0.8, "size": 1.5, "texture": 0.2, "position": 0.3}
 OPENINGS = ("", "a photo of ", "an image of ", "picture of ", "a drawing of ", "photo: ", "look at ")
 
 
 def web(config: ScenesConfig, index: int) -> str:
-    """The training caption of a scene, with noise in `config.noise` of the cases."""
+    """The training caption of a scene; a share `config.noise` of the captions is noisy."""
     draws = Draws(config.seed, index, "caption")
     text = _sentence(describe(config, index), draws, detail=draws.weighted(*DETAIL))
     if not draws.chance(config.noise):
@@ -46,7 +48,7 @@ def curated(config: ScenesConfig, index: int) -> str:
 
 
 def _sentence(scene: Scene, draws: Draws, *, detail: float) -> str:
-    """One caption; `detail` 1 says everything."""
+    """One caption; with `detail` 1 it mentions every attribute."""
     place = where = ""
     if draws.chance(detail ** EASE["background"]):
         place = draws.favoured(words(BACKGROUNDS, scene.background))
@@ -63,7 +65,7 @@ def _subject(scene: Scene, draws: Draws, *, detail: float) -> str:
     if scene.count > 1:
         return f"{draws.favoured(COUNTS[scene.count], 0.7)} {_noun(scene.item, draws, detail=detail, many=True)}"
     noun = _noun(scene.item, draws, detail=detail)
-    # "Medium-sized" is seldom worth a word.
+    # "Medium-sized" is mentioned less often.
     if scene.size is not None and draws.chance(detail ** EASE["size"] * (0.6 if scene.size == "medium" else 1.0)):
         noun = f"{draws.favoured(SIZES[scene.size])} {noun}"
     return f"{draws.favoured(COUNTS[1])} {noun}" if draws.chance(0.2) else _with_article(noun)
@@ -79,7 +81,7 @@ def _pair(scene: Scene, draws: Draws, *, detail: float) -> str:
 
 
 def _noun(item: SceneItem, draws: Draws, *, detail: float, many: bool = False) -> str:
-    """Texture, colour and shape, for example "striped red star"; sometimes a "thing" instead of its shape."""
+    """Texture, colour and shape, for example "striped red star"; sometimes "thing" instead of the shape."""
     adjectives = []
     if draws.chance(detail ** EASE["texture"] * (0.3 if item.texture == "plain" else 1.0)):
         adjectives.append(draws.favoured(TEXTURES[item.texture], 0.7))

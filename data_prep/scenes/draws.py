@@ -1,4 +1,4 @@
-"""Random draws that are a pure function of a name: the same on every machine, process and Python version."""
+"""Random draws that depend only on a name: the same on every machine, process and Python version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Draws:
     """A stream of draws named by `parts`, for example `Draws(seed, index, "caption")`.
 
-    Only `random.Random.random()` is used: it is the one method whose sequence Python promises to keep.
+    Only `random.Random.random()` is used, the only method whose sequence Python guarantees to be stable.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -48,11 +48,11 @@ class Draws:
         return options[-1]
 
     def zipf(self, options: Sequence[T], exponent: float) -> T:
-        """Options in falling order of frequency: the k-th has weight k ** -exponent."""
+        """One of the options, which are in decreasing order of frequency: the k-th has weight k ** -exponent."""
         return self.weighted(options, [(k + 1) ** -exponent for k in range(len(options))])
 
     def favoured(self, options: Sequence[T], favour: float = 0.55) -> T:
-        """The first option with probability `favour`, else any of the others: canonical word or synonym."""
+        """The first option (canonical word) with probability `favour`, otherwise any of the others (synonyms)."""
         if len(options) == 1 or self.unit() < favour:
             return options[0]
         return options[1 + int(self._random.random() * (len(options) - 1))]

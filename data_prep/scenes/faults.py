@@ -1,4 +1,4 @@
-"""How a URL of the corpus misbehaves: a pure function of (config, index), so that every failure can be counted."""
+"""Simulated failures of URLs: a pure function of (config, index), so that the expected failures can be counted."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Fault(enum.StrEnum):
     NOT_FOUND = "not_found"  # 404
     FORBIDDEN = "forbidden"  # 403
     GONE = "gone"  # 410
-    TRUNCATED = "truncated"  # a JPEG that stops half-way, published like that: the hash agrees, decoding fails
+    TRUNCATED = "truncated"  # a JPEG that stops half-way, published in this state: the hash matches, decoding fails
     INCOMPLETE = "incomplete"  # the connection closes before the announced length
     HTML = "html"  # 200 with a page instead of an image
-    WRONG_HASH = "wrong_hash"  # a good image of another scene than the one that was published
+    WRONG_HASH = "wrong_hash"  # a valid image of a scene other than the published one
     OVERSIZE = "oversize"  # a valid JPEG of huge dimensions
     DISCONNECT = "disconnect"  # the connection closes without an answer
-    TRANSIENT = "transient"  # 503 to the first request, then fine
-    SLOW = "slow"  # fine, after up to `slow_seconds`
-    STALL = "stall"  # no answer for `stall_seconds`: beyond the client's time-out
-    NOAI = "noai"  # fine, with `X-Robots-Tag: noai`: the owner does not want it used for training
+    TRANSIENT = "transient"  # 503 to the first request, then normal
+    SLOW = "slow"  # normal, after up to `slow_seconds`
+    STALL = "stall"  # no answer for `stall_seconds`, which exceeds the client's time-out
+    NOAI = "noai"  # normal, with `X-Robots-Tag: noai`: the owner does not want it used for training
     NONE = "none"
 
 
-# Whether the URL never gives a usable sample, whatever the client does. OVERSIZE fails where the client bounds the
-# image's area, STALL where its time-out is shorter than `stall_seconds`, NOAI where it honours opt-outs.
+# Faults of URLs that never give a usable sample, regardless of the client. OVERSIZE fails if the client limits the
+# image area, STALL if its time-out is shorter than `stall_seconds`, NOAI if it honours opt-outs.
 ALWAYS_FAILS = frozenset(
     {
         Fault.NOT_FOUND,
@@ -64,12 +64,12 @@ def fault_of(config: ScenesConfig, index: int) -> Fault:
 
 
 def count_faults(config: ScenesConfig, indices: Iterable[int]) -> Counter[Fault]:
-    """How many URLs have each fault."""
+    """Number of URLs with each fault."""
     return Counter(fault_of(config, index) for index in indices)
 
 
 def published(config: ScenesConfig, index: int) -> bytes:
-    """The bytes whose SHA-256 the URL table holds."""
+    """The bytes whose SHA-256 is in the URL table."""
     fault = fault_of(config, index)
     if fault is Fault.TRUNCATED:
         return _cut(jpeg(config, index))

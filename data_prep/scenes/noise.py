@@ -1,4 +1,4 @@
-"""What the web does to captions."""
+"""Noise of web captions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _JUNK = ("IMG_{n}.JPG", "untitled-{n}", "DSC0{n}", "image", "{n}x{n} wallpaper",
 
 
 def spoil(text: str, neighbour: str, draws: Draws) -> str:
-    """`text` after one accident: decorated, shouted, misspelt, cut, replaced by junk or by its neighbour's caption."""
+    """`text` with one kind of noise: decoration, changed case, typo, truncation, junk, or its neighbour's caption."""
     kind = draws.weighted(
         ("decorated", "case", "typo", "cut", "junk", "mismatch"), (0.40, 0.15, 0.15, 0.10, 0.12, 0.08)
     )

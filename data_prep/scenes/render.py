@@ -1,4 +1,4 @@
-"""Scenes as pixels: a pure function of (config, index)."""
+"""Render scenes as images: a pure function of (config, index)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from data_prep.scenes.scenes_config import ScenesConfig
 from data_prep.scenes.shapes import outline
 from data_prep.scenes.vocabulary import COLOURS, POSITIONS, Colour
 
-SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced: smooth edges at small sizes
+SUPERSAMPLING = 3  # masks are drawn this many times larger, then reduced, for smooth edges at small sizes
 RADIUS = {"small": (0.18, 0.20), "medium": (0.28, 0.30), "large": (0.42, 0.46)}
 GROUP_RADIUS = (0.14, 0.16)
 GROUP_CELLS = [(x, y) for y in (0.19, 0.5, 0.81) for x in (0.19, 0.5, 0.81)]
-DARK_EDGE, LIGHT_EDGE = (16, 16, 20), (235, 235, 235)  # an outline as in clip art: shapes look alike in every colour
-Placement = tuple[SceneItem, float, float, float]  # item, centre x, centre y, radius; shares of the side
+DARK_EDGE, LIGHT_EDGE = (16, 16, 20), (235, 235, 235)  # outlines as in clip art: shapes look alike in every colour
+Placement = tuple[SceneItem, float, float, float]  # item, centre x, centre y, radius; as shares of the side
 
 
 def draw(config: ScenesConfig, index: int) -> Image.Image:
@@ -34,7 +34,7 @@ def draw(config: ScenesConfig, index: int) -> Image.Image:
 
 
 def jpeg(config: ScenesConfig, index: int) -> bytes:
-    """The image as it is published: JPEG bytes."""
+    """The published image as JPEG bytes."""
     buffer = io.BytesIO()
     draw(config, index).save(buffer, "JPEG", quality=config.jpeg_quality)
     return buffer.getvalue()
@@ -55,7 +55,7 @@ def _placements(scene: Scene, draws: Draws) -> Iterator[Placement]:
 
 
 def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
-    """Two objects; the relation is seen from `scene.item`: it is the left, the upper, the inner, the front one."""
+    """Two objects; the relation is that of `scene.item` to the other: it is the left, upper, inner or front one."""
     assert scene.other is not None
     a, b = draws.between(0.17, 0.21), draws.between(0.17, 0.21)
     x, y = draws.between(0.44, 0.56), draws.between(0.44, 0.56)
@@ -75,7 +75,7 @@ def _pair(scene: Scene, draws: Draws) -> Iterator[Placement]:
 
 
 def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float], draws: Draws) -> None:
-    """Draw one object on the image: its outline, the colour inside it, the texture on that."""
+    """Draw one object on the image: outline, fill colour and texture."""
     x, y, radius = where
     side = max(4, round(2 * radius * image.width))
     angle = draws.between(-0.12, 0.12)
@@ -98,7 +98,7 @@ def _paste(image: Image.Image, item: SceneItem, where: tuple[float, float, float
 
 
 def _shaded(colour: Colour, draws: Draws) -> Colour:
-    """The colour in a slightly other tone."""
+    """The colour in a slightly different tone."""
     return tuple(max(0, min(255, round(c + draws.between(-14, 14)))) for c in colour)  # type: ignore[return-value]
 
 
@@ -112,7 +112,7 @@ def _mask(shape: str, size: int, scale: float, angle: float) -> Image.Image:
 
 
 def _pattern(texture: str, size: int, draws: Draws) -> Image.Image:
-    """The second colour's share of a texture, as a mask over the object's square."""
+    """The parts of a texture that have the second colour, as a mask over the object's square."""
     mask = Image.new("L", (size, size))
     pen = ImageDraw.Draw(mask)
     shift = draws.unit()

@@ -1,4 +1,4 @@
-"""What is in a scene: a pure function of (config, index), before any pixel or word."""
+"""The content of a scene, independent of image and caption: a pure function of (config, index)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_prep.scenes.vocabulary import (
     THEMES,
 )
 
-PLAIN = 0.3  # share of items that are plain before any texture is drawn
+PLAIN = 0.3  # share of items that are plain, before a texture is drawn for the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class SceneItem:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A single object (with size and, unless large, position), a group of 2-5 equal ones, or two in a relation.
+    """A single object (with size and, unless large, position), 2-5 equal objects, or two objects in a relation.
 
-    Two scenes are equal when their descriptions are; where exactly things lie, their tones and angles are drawn by
-    the renderer from the index.
+    Two scenes are equal when their descriptions are equal. The renderer draws exact positions, tones and angles from
+    the index.
     """
 
     item: SceneItem

@@ -6,10 +6,10 @@ Zero-shot sets `wds_scenes-<attribute>_test/` hold `classnames.txt`, `zeroshot_c
 that chance is exactly 1 / number of classes: shape 1/10, colour 1/12, background 1/8, texture 1/6, count 1/5,
 position 1/9, size 1/3, relation 1/4; retrieval R@k: k / pairs.
 
-Held out means: indices from `HELD_OUT_START` on, *and* every description (shape, colour, texture, size, position,
-background, ...) that also occurs among the training scenes is excluded, not just counted; so are repetitions within
-a set. `suite.json` says what each set must hold (samples, classes, SHA-256 of its tars), its chance and what was
-excluded.
+Held-out scenes have indices from `HELD_OUT_START` on. In addition, every description (shape, colour, texture, size,
+position, background, ...) that also occurs among the training scenes is excluded, and so are repetitions within a set.
+`suite.json` records the expected content of each set (samples, classes, SHA-256 of its tars), its chance level and the
+number of excluded scenes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attribute:
-    """A zero-shot task: which class a scene has (None: not for this task), the classes and the prompts."""
+    """A zero-shot task: the class of a scene (None: not part of this task), the classes and the prompts."""
 
     label: Callable[[Scene], object]
     classes: Sequence[object]
@@ -57,12 +57,12 @@ class Attribute:
 
 
 def _of_item(name: str) -> Callable[[Scene], object]:
-    """An attribute of the one kind of object; scenes with two kinds have no single answer."""
+    """An attribute of the object; scenes with two kinds of objects are excluded, as they have no single answer."""
     return lambda scene: getattr(scene.item, name) if scene.other is None else None
 
 
 def _count(scene: Scene) -> int | None:
-    """Large single objects are left out: their size alone would give the answer away."""
+    """The count; large single objects are excluded, because their size would reveal the answer."""
     return scene.count if scene.other is None and scene.size != "large" else None
 
 
@@ -152,7 +152,7 @@ def _write_zeroshot(config: ScenesConfig, attribute: Attribute, seen: set[Scene]
 
 
 def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Facts:
-    chosen: dict[str, int] = {}  # caption -> index: a caption that fits two images would have no right answer
+    chosen: dict[str, int] = {}  # caption -> index; unique, because a caption of two images would be ambiguous
     done: set[Scene] = set()
     excluded: Counter[str] = Counter()
     for index in itertools.count(HELD_OUT_START):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pipeline.config import section
 
-# Held-out indices start here, so that growing the corpus never reaches into the evaluation sets.
+# Held-out indices start here, so that a larger corpus never overlaps with the evaluation sets.
 HELD_OUT_START = 10_000_000
 
 

@@ -1,7 +1,7 @@
-"""A small web server on 127.0.0.1 that publishes the corpus and misbehaves like the web.
+"""A small web server on 127.0.0.1 that serves the corpus with the failures of the real web.
 
-`GET /scenes/<seed>/<index>.jpg` renders the scene on request; what goes wrong is fixed by (seed, index), see `faults`.
-It runs in a process of its own, ends when its parent does, and tells what it was asked under `/stats`.
+`GET /scenes/<seed>/<index>.jpg` renders the scene on request; its fault is determined by (seed, index), see `faults`.
+The server runs in its own process, exits with its parent, and reports request counts under `/stats`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
         yield answer.strip()
     finally:
         with suppress(BrokenPipeError):
-            process.stdin.close()  # the server ends when its standard input does
+            process.stdin.close()  # the server exits when its standard input is closed
         try:
             process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -72,12 +72,12 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
 
 
 def url(base: str, config: ScenesConfig, index: int) -> str:
-    """Where the image of a scene is published."""
+    """The URL of a scene's image."""
     return f"{base}/scenes/{config.seed}/{index}.jpg"
 
 
 class SceneServer:
-    """Answers requests on one event loop; its only state is which transient URLs were asked before, and counts."""
+    """Answers requests on one event loop; its only state is the transient URLs requested so far, and counts."""
 
     def __init__(self, config: ScenesConfig) -> None:
         self.config = config
@@ -100,14 +100,14 @@ class SceneServer:
                 if not keep or len(body) != int(head.split("Content-Length: ")[1].split("\r\n")[0]):
                     break
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError, ConnectionError):
-            pass  # the client went away or does not speak HTTP, or the server ends
+            pass  # the client disconnected or does not speak HTTP, or the server is stopping
         finally:
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
     async def answer(self, line: str) -> tuple[str, bytes] | None:
-        """Head (without the closing blank line) and body for a request line; None closes without an answer."""
+        """Head (without the final blank line) and body for a request line; None closes without an answer."""
         self.counts["requests"] += 1
         parts = line.split(" ")
         path = parts[1] if len(parts) == 3 and parts[0] == "GET" else ""

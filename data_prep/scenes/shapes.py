@@ -11,8 +11,10 @@ Layers = tuple[tuple[int, tuple[Point, ...]], ...]  # (fill: 255 adds, 0 cuts ou
 
 @functools.cache
 def outline(shape: str, scale: float = 1.0) -> Layers:
-    """The polygons of a shape, shrunk by `scale` about its middle; what is cut out grows instead, so that the inner
-    outline of a ring or a crescent has an edge on both sides."""
+    """The polygons of a shape, shrunk by `scale` about its centre.
+
+    Cut-outs grow instead, so that the inner outline of a ring or a crescent has an edge on both sides.
+    """
     if shape == "ring":
         return (255, _disc(0.95 * scale)), (0, _disc(0.5 / scale**0.7))
     if shape == "crescent":

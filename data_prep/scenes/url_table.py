@@ -1,4 +1,4 @@
-"""The URL table of the corpus: what CC3M's or DataComp's metadata is to those sets. Pure in the config and the base."""
+"""The URL table of the corpus, like the metadata of CC3M or DataComp. Depends only on the config and the base URL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_url_table(config: ScenesConfig, base: str, path: str | Path, *, proces
 
 
 def uid(config: ScenesConfig, index: int) -> str:
-    """The sample's name for life: 32 hex digits."""
+    """The permanent id of a sample: 32 hex digits."""
     return hashlib.sha256(f"scenes/{config.seed}/{index}".encode()).hexdigest()[:32]
 
 

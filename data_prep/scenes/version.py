@@ -1,4 +1,4 @@
-"""Which corpus a folder holds: a digest of the settings and of the code that draws and publishes it."""
+"""Identity of a corpus: a digest of the settings and of the code that renders and serves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.config import to_tree
 
 
 def corpus_digest(config: ScenesConfig, *further: Path) -> str:
-    """SHA-256, 64 hex digits, of the settings, this package's source files and `further` files.
+    """SHA-256, 64 hex digits, of the settings, this package's source files and the files in `further`.
 
     Equal digests mean the same images, captions and faults, up to the versions of numpy and Pillow.
     """

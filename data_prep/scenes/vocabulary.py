@@ -1,6 +1,6 @@
-"""What scenes are made of and the words for it.
+"""The elements of scenes and the words for them.
 
-Every table is in falling order of frequency: the first entries make the head of the distribution, the last its tail.
+Every table is in decreasing order of frequency: the first entries are the head of the distribution, the last its tail.
 The first word of an entry is its class name in the evaluation sets, the others are synonyms that captions use.
 """
 
@@ -83,8 +83,8 @@ POSITIONS: dict[str, tuple[tuple[float, float], tuple[str, ...]]] = {
     "bottom left": ((0.26, 0.74), ("in the bottom left corner", "in the lower left", "bottom left")),
 }
 
-# Seen from the first object. Class names are undirected ("next to"), because an image alone cannot tell which of its
-# two objects a class prompt calls the first; captions say the direction as well.
+# Relations of the first object to the second. Class names are undirected ("next to"), because an image does not show
+# which of its two objects a class prompt names first; captions can also be directed.
 RELATIONS: dict[str, tuple[str, ...]] = {
     "beside": ("next to", "to the left of", "beside", "left of"),
     "above": ("above", "over", "higher than"),
@@ -92,7 +92,7 @@ RELATIONS: dict[str, tuple[str, ...]] = {
     "before": ("in front of", "overlapping", "partly covering"),
 }
 
-# Stock motifs, the frequent semantics: (shape, colour, background, texture).
+# Frequent motifs: (shape, colour, background, texture).
 THEMES: tuple[tuple[str, str, str, str], ...] = (
     ("star", "yellow", "night", "plain"),
     ("heart", "red", "wood", "plain"),

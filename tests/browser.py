@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages; without one they are skipped."""
+"""A headless Chromium for page tests, which are skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT_SIZES = """() => {
 
 
 def chromium() -> str:
-    """The browser's path; skips the test where there is none, or no playwright to drive it."""
+    """Return the path of the browser; skip the test if the browser or playwright is not installed."""
     pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[browser]'")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
@@ -40,7 +40,7 @@ def chromium() -> str:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """The running browser."""
+    """Start the browser, and close it at the end."""
     path = chromium()
     from playwright.sync_api import sync_playwright
 
@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(started: Any, page: Path | str, *, width: int, dark: bool = False) -> Iterator[Any]:
-    """A page in a window of this width, every part of it unfolded."""
+    """Open a page in a window of this width, with all collapsible parts expanded."""
     url = page if isinstance(page, str) else page.resolve().as_uri()
     tab = started.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
     try:
@@ -66,7 +66,7 @@ def opened(started: Any, page: Path | str, *, width: int, dark: bool = False) ->
 
 
 def problems_everywhere(started: Any, page: Path | str) -> list[str]:
-    """What is wrong with a page at any width, light or dark."""
+    """Return the problems of a page at every tested width, in light and dark mode."""
     found = []
     for width in WIDTHS:
         for dark in (False, True):
@@ -77,7 +77,7 @@ def problems_everywhere(started: Any, page: Path | str) -> list[str]:
 
 
 def problems(tab: Any, *, width: int) -> list[str]:
-    """What is wrong with a page: faults that axe-core finds, overflow, and text too small for a phone."""
+    """Return the problems of a page: axe-core violations, overflow, and text too small for a phone."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = [

@@ -20,7 +20,7 @@ def make_model(seed: int, *, image_size: int | None = None) -> EvaluationModel:
 
 
 def save_checkpoint(folder: Path, seed: int) -> Path:
-    """An open_clip folder."""
+    """Save an untrained model as an open_clip folder."""
     towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=seed)
     folder.mkdir(parents=True)
     save_open_clip(folder, state=towers.clip.state_dict(), architecture=architecture, logit_scale=2.6, logit_bias=None)
@@ -28,14 +28,14 @@ def save_checkpoint(folder: Path, seed: int) -> Path:
 
 
 def save_step(run: Path, step: int) -> Path:
-    """A finished checkpoint of a run, as far as a watcher looks; its weights depend on the step."""
+    """Write the parts of a finished checkpoint that a watcher reads; the weights depend on the step."""
     folder = save_checkpoint(run / "checkpoints" / f"step-{step:08d}", step)
     (folder / "checkpoint.json").write_text(json.dumps({"step": step, "files": {}}))
     return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of an evaluation that must not change from run to run; the lock may be in another folder."""
+    """Return all files of an evaluation that must be identical between runs; the lock may be in another folder."""
     aside = ("timings.json", "suite.lock.json")
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in aside)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

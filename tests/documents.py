@@ -1,4 +1,4 @@
-"""The command lines of README.md, CONTRIBUTING.md and docs/, taken apart by the programs' own parsers."""
+"""Checks the command lines of README.md, CONTRIBUTING.md and docs/ with the programs' own parsers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 SETTING = re.compile(r"^[a-z_.0-9]+=")
-# A run's required settings, for a line that is shown without its recipe.
+# Required settings of a run, for command lines that are shown without a recipe.
 BARE = ["output=runs/x", "samples=1000000", "batch_size=1024", "data.sources=data/x"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One command of a page. environment: assignments before it; words: the command and its arguments."""
+    """One command of a page.
+
+    Attributes:
+        page: name of the page.
+        environment: assignments before the command.
+        words: the command and its arguments.
+    """
 
     page: str
     environment: dict[str, str]
@@ -47,7 +53,7 @@ def blocks(language: str, page: Path) -> list[str]:
 
 
 def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
-    """Every command of the pages' bash blocks, without comments."""
+    """Return every command of the pages' bash blocks, without comments."""
     found = []
     for page in pages:
         for text in (line for body in blocks("bash", page) for line in body.replace("\\\n", " ").splitlines()):
@@ -60,7 +66,7 @@ def lines(pages: Sequence[Path] = PAGES) -> list[Line]:
 
 
 def check(line: Line) -> None:
-    """Hand the line to the parser of the program that it calls. Raises: whatever that parser raises."""
+    """Pass the line to the parser of the program that it calls; errors of that parser are propagated."""
     program, arguments = line.words[0], list(line.words[1:])
     if Path(program).suffix == ".sh" or (program == "bash" and arguments):
         script = program if program != "bash" else arguments.pop(0)
@@ -72,14 +78,14 @@ def check(line: Line) -> None:
 
 
 def check_job(name: str, arguments: list[str]) -> None:
-    """`neuclip NAME ARGUMENTS` or `-m jobs.NAME ARGUMENTS`: options by click, settings by the real configuration."""
+    """Check `neuclip NAME ARGUMENTS` or `-m jobs.NAME ARGUMENTS`: options by click, settings by the configuration."""
     assert name in COMMANDS, f"there is no command {name}"
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     if "--help" in arguments:
         return
     given = [word for word in arguments if word != "..."]
-    with mock.patch.object(click.Path, "convert", lambda self, value, param, ctx: value):  # runs need not be there
+    with mock.patch.object(click.Path, "convert", lambda self, value, param, ctx: value):  # run folders need not exist
         context = command.make_context(name, list(given), resilient_parsing=False)
     assert name in SETTINGS or not any(SETTING.match(word) for word in given), f"{name} takes no settings"
     if name in SETTINGS:
@@ -111,11 +117,11 @@ def _module(module: str, arguments: list[str]) -> None:
 
 
 class _Parsed(Exception):
-    """The parser is content; what would follow is not run."""
+    """Raised when the parser has accepted the arguments, so that the command itself does not run."""
 
 
 def _own_parser(module: str, arguments: list[str]) -> None:
-    """Run a module up to where its argparse or click parser has accepted the arguments."""
+    """Run a module until its argparse or click parser has accepted the arguments."""
     import argparse
 
     real = argparse.ArgumentParser.parse_args
@@ -167,7 +173,7 @@ def _accelerate(arguments: list[str]) -> None:
 
 
 def _sbatch(arguments: list[str]) -> None:
-    """Options of sbatch, then one of our scripts and its arguments."""
+    """Check the options of sbatch, then one of our scripts and its arguments."""
     place = next(i for i, word in enumerate(arguments) if not word.startswith("-"))
     script = ROOT / arguments[place]
     assert "#SBATCH" in script.read_text(encoding="utf-8")
@@ -176,7 +182,7 @@ def _sbatch(arguments: list[str]) -> None:
 
 
 def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> Iterator[list[str]]:
-    """The commands that one of our scripts would run."""
+    """Yield the commands that one of our scripts would run."""
     done = subprocess.run(
         ["bash", script, *arguments],
         cwd=ROOT,
@@ -190,7 +196,7 @@ def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> 
     commands = [words for words in told if words and words[0] in ("neuclip", "python", "sbatch")]
     assert commands, f"{script} printed no command"
     for words in commands:
-        if words[0] == "sbatch":  # one that wraps a command, not one of a script
+        if words[0] == "sbatch":  # sbatch with --wrap COMMAND instead of a script
             words = words[words.index("--wrap") + 1 :]
         yield [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in words]
 
@@ -202,7 +208,7 @@ def _make(arguments: list[str]) -> None:
 
 
 def _container(arguments: list[str]) -> None:
-    """docker and apptainer: the files of ours that they name, and the command that is run inside."""
+    """Check docker and apptainer: the files of ours that they name, and the command that runs in the container."""
     for option, value in itertools.pairwise(arguments):
         if option == "--file":
             assert (ROOT / value).is_file(), value
@@ -213,7 +219,7 @@ def _container(arguments: list[str]) -> None:
 
 
 def _foreign(arguments: list[str]) -> None:
-    """A program that is not ours and takes none of our settings."""
+    """Check a program that is not ours and takes none of our settings."""
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {

@@ -1,4 +1,4 @@
-"""Mini versions of all 38 tasks in the layouts of the real ones, as a pure function of a seed."""
+"""Small versions of all 38 tasks in the layouts of the real ones, determined by a seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generator(seed: int, name: str) -> np.random.Generator:
 
 
 def image_bytes(rng: np.random.Generator, number: int) -> tuple[str, bytes]:
-    """A small image of changing mode, format and size, sometimes with an EXIF rotation: suffix and bytes."""
+    """Return suffix and bytes of a small image of varying mode, format and size, sometimes with an EXIF rotation."""
     mode = MODES[number % len(MODES)]
     height, width = (int(size) for size in rng.integers(20, 60, 2))
     coarse = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
@@ -53,7 +53,7 @@ def classnames(task: Task) -> list[str]:
 
 
 def write_tars(folder: Path, samples: list[list[tuple[str, bytes]]], shards: int = SHARDS) -> None:
-    """Samples as lists of (suffix, bytes), dealt over tars in order."""
+    """Write samples, given as lists of (suffix, bytes), to tars in order."""
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.tar"):
         earlier.unlink()
@@ -74,12 +74,12 @@ def write_classification(root: Path, task: Task, *, seed: int = 0, samples: int 
     rows = []
     for number in range(samples):
         suffix, body = image_bytes(rng, number)
-        label = int(rng.integers(max(2, len(names) - 1)))  # the last class never occurs: absent classes must not count
+        label = int(rng.integers(max(2, len(names) - 1)))  # the last class never occurs: absent classes must be ignored
         members = [("cls", str(label).encode()), (suffix, body)]
         if task.fields:
             row = [label if f == "y" else int(rng.integers(GROUPS.get(f, 5))) for f in task.fields]
             buffer = io.BytesIO()
-            further = [9] if task.key == "wilds/fmow" else []  # a further column may follow
+            further = [9] if task.key == "wilds/fmow" else []  # an additional column may follow
             np.save(buffer, np.array(row + further, dtype=np.int64))
             members.append(("npy", buffer.getvalue()))
         rows.append(members)
@@ -154,9 +154,14 @@ def write_association(root: Path, *, layout: str, seed: int = 0) -> Path:
 
 
 def write_cache(root: Path, *, samples: int = 9, seed: int = 0, embedded: bool = False, digest: str = "ab12") -> Path:
-    """WinoGAViL as `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)` leaves it: images are files below downloads/.
+    """Write WinoGAViL as cached by `datasets.load_dataset(..., cache_dir=ROOT/hf_cache)`: images are below downloads/.
 
-    Args: samples: instances. embedded: images are in the arrow file, as newer versions of the data set have them.
+    Args:
+        root: folder that contains hf_cache.
+        samples: number of instances.
+        seed: seed of the images.
+        embedded: store the images in the arrow file, as newer versions of the dataset do.
+        digest: name of the dataset version in the cache.
     """
     from datasets import Features, Image, Sequence, Value
     from datasets.arrow_writer import ArrowWriter
@@ -221,7 +226,14 @@ LAYOUTS = {"flickr": "save_to_disk", "mscoco": "parquet", "winogavil": "csv+zip"
 
 
 def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Path:
-    """The classification tasks `keys`, whose 37 samples fill no batch evenly, and Flickr and WinoGAViL in a layout."""
+    """Write the classification tasks `keys` with 37 samples, which fill no batch evenly, and Flickr and WinoGAViL.
+
+    Args:
+        root: folder of the suite.
+        *keys: classification tasks.
+        flickr: layout of Flickr.
+        winogavil: layout of WinoGAViL.
+    """
     for key in keys:
         write_classification(root, TASKS[key], samples=37)
     write_retrieval(root, TASKS["retrieval/flickr_1k_test_image_text_retrieval"], layout=flickr)
@@ -230,7 +242,7 @@ def write_one_of_each(root: Path, *keys: str, flickr: str, winogavil: str) -> Pa
 
 
 def write_suite(root: Path, *, seed: int = 0, layouts: dict[str, str] | None = None) -> Path:
-    """All 38 tasks below `root`; layouts: of flickr, mscoco and winogavil."""
+    """Write all 38 tasks below `root`; `layouts` selects the layouts of flickr, mscoco and winogavil."""
     chosen = {**LAYOUTS, **(layouts or {})}
     for task in TASKS.values():
         if task.protocol == "classification":

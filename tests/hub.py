@@ -1,4 +1,4 @@
-"""A stand-in for the hub on 127.0.0.1: as much of its interface as fetching and streaming data sets needs."""
+"""A fake hub on 127.0.0.1 with the part of the interface that fetching and streaming datasets needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGE = (".tar", ".parquet", ".zip")
 
 
 class Hub:
-    """Serves `files[repo][path]`; `stated` is what it says about them, so that the two can be made to differ."""
+    """Serves `files[repo][path]`; `stated` is the metadata it reports, so that tests can make the two differ."""
 
     def __init__(self, site: Site, files: Mapping[str, Mapping[str, bytes]]) -> None:
         self.files = {repo: dict(some) for repo, some in files.items()}

@@ -1,4 +1,4 @@
-"""A data set of 24 images in 4 shards, made by img2dataset's downloader in this process: fixtures for several files."""
+"""Fixtures: a dataset of 24 images in 4 shards, made by img2dataset's downloader in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS, SHARD = 24, 6
 
 @pytest.fixture(scope="module", autouse=True)
 def own_opener() -> Iterator[None]:
-    """img2dataset fetches through the process's opener, which ours has replaced in the engine's processes, and here."""
+    """Remove our URL opener, which replaces the one img2dataset fetches through, after the tests of the module."""
     yield
     urllib.request.install_opener(None)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
 def fetch_here(
     config: DownloadConfig, plan: Plan, shards: range | list[int], mode: Mode = "fetch", *, manifest: bool = True
 ) -> Any:
-    """What the engine's workers do, without processes; then the manifest, unless told not to write it."""
+    """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output))
     downloader = ShardDownloader(Job(config, folder, plan, (), mode))
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Start our programs as a user would, in processes of their own, and wait for them."""
+"""Start our programs as a user would, in separate processes, and wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def run(
     module: str, *arguments: str, ranks: int = 0, timeout: float = 300, check: bool = True
 ) -> subprocess.CompletedProcess:
-    """`python -m module arguments`, under torchrun with `ranks` processes when that is more than 0."""
+    """Run `python -m module arguments`, with torchrun and `ranks` processes if `ranks` is more than 0."""
     done = subprocess.run(
         command(module, *arguments, ranks=ranks),
         cwd=ROOT,
@@ -37,14 +37,14 @@ def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without a launcher's variables, one thread a rank."""
+    """Return this process's environment without the variables of a launcher, with one thread per rank."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
+    """Return a free port on 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A run's folder as ingestion, training and evaluation write it, without any of them."""
+"""Creates run folders as written by ingestion, training and evaluation, without running any of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.data.shards.manifest_format import make_manifest
 
 
 def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tuple[int, ...] = (50, 100)) -> Path:
-    """A run's folder as training, ingestion and evaluation write it; `right` of 100 samples are right at the end."""
+    """Write a run folder as training, ingestion and evaluation do; in the end, `right` of 100 samples are correct."""
     folder.mkdir(parents=True)
     shards = folder / "shards"
     shards.mkdir()
@@ -81,7 +81,7 @@ def _make_evaluation(folder: Path, *, right: int) -> None:
 
 
 def _write_shard(path: Path) -> None:
-    """Two of the samples that the manifest lists."""
+    """Write two of the samples that the manifest lists."""
     with tarfile.open(path, "w") as tar:
         for k in range(2):
             image = io.BytesIO()

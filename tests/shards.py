@@ -19,7 +19,7 @@ Members = Mapping[str, bytes]
 
 
 def jpeg(number: int, *, size: tuple[int, int] = (24, 20), mode: str = "RGB") -> bytes:
-    """A JPEG that differs from that of every other number. size: width, height."""
+    """Return a JPEG of the given (width, height) that differs for every number."""
     rng = np.random.default_rng(number)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
     out = io.BytesIO()
@@ -28,12 +28,12 @@ def jpeg(number: int, *, size: tuple[int, int] = (24, 20), mode: str = "RGB") ->
 
 
 def sample(number: int, **kwargs: tuple[int, int]) -> dict[str, bytes]:
-    """The members of sample `number`."""
+    """Return the members of sample `number`."""
     return {"jpg": jpeg(number, **kwargs), "json": b'{"url": "x"}', "txt": f"caption {number}".encode()}
 
 
 def write_tar(path: Path, samples: Sequence[Members], *, first: int = 0, format: int = tarfile.USTAR_FORMAT) -> None:
-    """A tar of samples whose keys count from `first`."""
+    """Write a tar of samples whose keys start at `first`."""
     with tarfile.open(path, "w", format=format) as tar:
         for i, members in enumerate(samples):
             for suffix, data in members.items():
@@ -50,9 +50,10 @@ def write_shards(
     first: int = 0,
     image_size: tuple[int, int] = (24, 20),
 ) -> Manifest:
-    """Shards of the given sizes and their manifest; sample id i has caption "caption {first + i}".
+    """Write shards of the given sizes and their manifest; sample id i has caption "caption {first + i}".
 
-    Args: replace: sample id -> members to write in its place.
+    Args:
+        replace: sample id -> members to write in its place.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows, offset = [], 0
@@ -69,5 +70,5 @@ def write_shards(
 
 
 def count_tokens(texts: list[str]) -> Tensor:
-    """A tokenizer for tests: the number in "caption {number}"; picklable, so that workers can use it."""
+    """Tokenize for tests: return the number in "caption {number}". Picklable, so that workers can use it."""
     return torch.tensor([[int(text.rpartition(" ")[2])] for text in texts], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Several ranks in one process: each is a thread with a `World` whose collectives meet at a barrier."""
+"""Several ranks in one process: each is a thread with a `World` whose collectives synchronize at a barrier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ThreadWorld(World):
 
 
 def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
-    """The results of `program(world)` on every rank."""
+    """Return the results of `program(world)` on every rank."""
     meeting = _Meeting(size)
 
     def run(rank: int) -> Any:
@@ -52,6 +52,6 @@ def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
             meeting.barrier.abort()
             raise
 
-    # The ranks enter and leave the process's precision settings in turn: whatever they leave behind is undone here.
+    # The ranks change the process-wide precision settings concurrently: they are restored here.
     with true_fp32(), ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]

@@ -1,4 +1,4 @@
-"""An architecture so small that a test of the engine takes little more than the engine's start-up."""
+"""An architecture so small that an engine test takes little more than the engine's start-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = {
 
 
 def write_tiny(folder: Path) -> str:
-    """Write the architecture to `folder`; returns the JSON file's path for `model.arch`."""
+    """Write the architecture to `folder`; return the path of the JSON file for `model.arch`."""
     path = folder / "tiny-towers.json"
     path.write_text(json.dumps(TINY))
     return str(path)

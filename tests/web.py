@@ -1,4 +1,4 @@
-"""A small web server whose paths answer with functions, and images to serve: for the tests of ingestion."""
+"""A small web server for ingestion tests, whose responses are functions by path, and images to serve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Site:
-    """A web server on 127.0.0.1 whose paths answer with functions."""
+    """A web server on 127.0.0.1 whose responses are functions by path."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
@@ -71,7 +71,7 @@ def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: s
 
 @contextmanager
 def serve() -> Iterator[Site]:
-    """A site for the length of the block."""
+    """Run a site for the duration of the `with` block."""
     site = Site()
     try:
         yield site

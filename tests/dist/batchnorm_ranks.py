@@ -1,4 +1,4 @@
-"""Run by the batch-norm test on every rank: a few steps of a small net on this rank's rows, gradients summed."""
+"""Program run on every rank by the batch-norm test: a few steps of a small network on this rank's rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs whose mean and spread differ from row to row, and weights for the outputs."""
+    """Return inputs whose mean and spread differ between rows, and weights for the outputs."""
     generator = torch.Generator().manual_seed(step)
     scale = torch.rand(ROWS, 1, 1, 1, generator=generator) * 3
     x = torch.randn(ROWS, 3, 8, 8, generator=generator) * scale + torch.arange(ROWS)[:, None, None, None] / 2
@@ -35,7 +35,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 def results(model: nn.Sequential, world: World) -> dict[str, Tensor]:
-    """Outputs, gradients and running statistics over all ranks, in the layout of one rank with all rows."""
+    """Return outputs, summed gradients and running statistics of all ranks, laid out as on one rank with all rows."""
     rows, found = world.rows(ROWS // world.size), {}
     model.train()
     for step in range(STEPS):

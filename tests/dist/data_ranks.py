@@ -1,4 +1,4 @@
-"""What each rank of `test_data_ranks` runs: load, stop, resume, and save the sample ids."""
+"""Program run on each rank by `test_data_ranks`: load, stop, resume, and save the sample ids."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def order_and_resume(folder: Path, world: World) -> dict[str, Any]:
 
 
 def vanish(folder: Path, world: World) -> dict[str, Any]:
-    """The first shard is deleted after the first batch; all ranks must stay in step."""
+    """Delete the first shard after the first batch; all ranks must stay in sync."""
     with make_loader(folder, world, workers=0, shuffle_buffer=1) as loader:
         found = steps(loader, 1)
         world.barrier()

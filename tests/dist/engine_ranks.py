@@ -1,4 +1,4 @@
-"""What the engine tests run on every rank: some steps with fixed data under given DeepSpeed files."""
+"""Program run on every rank by the engine tests: some steps on fixed data with the given DeepSpeed files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def towers(arch: str) -> Towers:
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
-    """Global batch `step`: images [B, 3, 16, 16] and tokens [B, 8]."""
+    """Return global batch `step`: images [B, 3, 16, 16] and tokens [B, 8]."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
     text[:, -1] = 49407
@@ -75,7 +75,10 @@ def losses(step: TrainStep, first: int, last: int) -> list[float]:
 
 
 def cached_differences(arch: str, name: str, world: World) -> dict[str, float]:
-    """Largest relative difference of a loss, whole against micro-batches, by objective; the engines go through all."""
+    """Return, by objective, the largest relative loss difference between whole batches and micro-batches.
+
+    Both engines are reused for all objectives.
+    """
     whole, cached = make_step(arch, name, world), make_step(arch, name, world, micro_batch=2)
     found = {}
     for number, objective in enumerate(objective_names()):
@@ -88,7 +91,7 @@ def cached_differences(arch: str, name: str, world: World) -> dict[str, float]:
 
 
 def overflow(step: TrainStep) -> None:
-    """One rank's gradient overflows in backward: nobody steps."""
+    """Let the gradient of one rank overflow in backward, and check that no rank applies the step."""
     rows = step.world.rows(BATCH // step.world.size)
     image, text = data(0)
     features = step.engine.forward(image[rows], text[rows])
@@ -99,7 +102,7 @@ def overflow(step: TrainStep) -> None:
 
 
 def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
-    """Train, take the state half-way, put it into a fresh engine, and train on; then again in micro-batches."""
+    """Train, load the state from halfway into a new engine and continue training; then repeat with micro-batches."""
     half = STEPS // 2
     engine = make_engine(arch, name, world)
     chunks = micro_batches(BATCH // world.size, None)
@@ -109,7 +112,7 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, hooks=hooks)
     check.begin()
     rows, ones = world.rows(BATCH // world.size), torch.ones(BATCH // world.size, 16)
-    check.reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as in a first step that is skipped
+    check.reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as if the first step had been skipped
     first = losses(step, 0, 1)
     distance = check.finish(clipping=0.0)
     first += losses(step, 1, half)

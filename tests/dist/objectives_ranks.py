@@ -1,4 +1,4 @@
-"""The program of each rank of `test_objectives_ranks`; in one process it computes the reference."""
+"""Program run on each rank by `test_objectives_ranks`; in a single process it computes the reference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def local(world: World, step: int, *, dtype: torch.dtype = torch.float64) -> tup
 
 
 def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
-    """Loss and gathered gradients of every step, and the state at the end; the third batch is discarded once."""
+    """Return loss and gathered gradients of every step, and the final state; the third batch is discarded once."""
     objective, found = make(name, world, dtype=dtype), {}
     for step in range(steps):
         image, text, ids = local(world, step, dtype=dtype)
@@ -78,7 +78,7 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
 
 
 def everything(world: World) -> dict[str, dict[str, Tensor]]:
-    """Of every variant some steps in float64, several ranks in blocks of three rows, and one in fp32."""
+    """Run every variant for some steps in float64 (on several ranks, in blocks of three rows) and one step in fp32."""
     found = {}
     for name in VARIANTS:
         blocks = {"LEAST_ROWS": 3, "CPU_BLOCK": 1} if world.size > 1 else {}
@@ -89,7 +89,7 @@ def everything(world: World) -> dict[str, dict[str, Tensor]]:
 
 
 def bytes_moved(world: World) -> dict[str, dict[str, int]]:
-    """Payload that one step of each method hands to the collectives, by collective."""
+    """Return the payload that one step of each method passes to the collectives, by collective."""
     found = {}
     for name in VARIANTS:
         objective = make(name, world, dtype=torch.float32)
@@ -102,7 +102,7 @@ def bytes_moved(world: World) -> dict[str, dict[str, int]]:
 
 
 def bytes_of_autograd(world: World) -> int:
-    """The same for open_clip's loss with autograd through the gather, counted where torch.distributed is called."""
+    """Return the same for open_clip's loss with autograd through the gather, counted at calls of torch.distributed."""
     from open_clip.loss import ClipLoss
 
     moved = 0
@@ -118,7 +118,7 @@ def bytes_of_autograd(world: World) -> int:
 
         return counted
 
-    # name -> position of what this rank sends
+    # name -> position of the argument that this rank sends
     senders = {
         "all_gather": 1,
         "scatter": 1,
@@ -142,7 +142,7 @@ def bytes_of_autograd(world: World) -> int:
 
 
 def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
-    """Loss and gradients of open_clip's own distributed losses, brought to the mean over ranks, beside ours."""
+    """Return loss and gradients of open_clip's own distributed losses, averaged over ranks, together with ours."""
     from open_clip.loss import ClipLoss, SigLipLoss
 
     ranks = {"rank": world.rank, "world_size": world.size}
@@ -175,7 +175,7 @@ def against_open_clip(world: World) -> dict[str, dict[str, Tensor]]:
 
 
 def drifting(world: World) -> dict[str, Any]:
-    """Rank 1 flips a bit three times, which the commit does not round away: repaired twice, then all ranks stop."""
+    """Flip a bit on rank 1 three times that the commit does not round away: repaired twice, then all ranks stop."""
     settings = {**NEUCLIP, "drift_check_every": 2}
     objective = build_objective(settings, context=context(BATCH, DIM, world=world, dtype=torch.float32))
     events, error, agreed = [], "", []
@@ -195,7 +195,7 @@ def drifting(world: World) -> dict[str, Any]:
 
 
 def own_loop(world: World) -> dict[str, Tensor]:
-    """Losses and weights of an open_clip model in the training loop of docs/methods.md; no `world` is passed."""
+    """Return losses and weights of an open_clip model in the training loop of docs/methods.md; no `world` is passed."""
     from open_clip import CLIP
 
     towers = {

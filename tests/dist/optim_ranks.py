@@ -1,4 +1,4 @@
-"""What the optimizer tests run on every rank: some steps with given features' gradients under given DeepSpeed files."""
+"""Program run on every rank by the optimizer tests: some steps with given feature gradients and DeepSpeed files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 
 BATCH, STEPS, DIM = 8, 4, 16
-# Some gradients are 0 but for rounding (attention's key biases); with a small eps Adam makes whole steps of that noise.
+# Some gradients are 0 except for rounding (attention's key biases); with a small eps, Adam amplifies it to full steps.
 CONFIGS = {
     "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3),
     "lamb": OptimizerConfig(name="lamb", lr=2e-3, eps=1e-3),
@@ -30,7 +30,7 @@ def towers(arch: str) -> Towers:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images [B, 3, 16, 16], tokens [B, 8], and gradients of the loss with respect to both features, [B, d]."""
+    """Return images [B, 3, 16, 16], tokens [B, 8], and gradients of the loss with respect to both features, [B, d]."""
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(1, 49000, (BATCH, 8), generator=generator)
     text[:, -1] = 49407
@@ -39,7 +39,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights before and after plain PyTorch steps on the whole batch."""
+    """Return the weights before and after plain PyTorch steps on the whole batch."""
     model = towers(arch)
     before = {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
     optimizer = build_optimizer(config, parameter_groups(model, weight_decay=config.weight_decay))
@@ -52,7 +52,7 @@ def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[s
 
 
 def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -> dict[str, Tensor]:
-    """The weights after the same steps in an engine; half-way its state moves into a fresh one."""
+    """Return the weights after the same steps in an engine; halfway, its state is loaded into a new engine."""
     rows = world.rows(BATCH // world.size)
 
     def make() -> DeepSpeedEngine:
@@ -63,7 +63,7 @@ def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -
         return engine
 
     engine = make()
-    list(engine.state.moments())  # as the gradient probe does, before there are any
+    list(engine.state.moments())  # as the gradient probe does, before any moments exist
     for step in range(STEPS):
         if step == STEPS // 2:
             state = engine.state

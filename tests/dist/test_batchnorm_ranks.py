@@ -1,4 +1,4 @@
-"""Synchronised batch norm over several processes against torch's batch norm on the whole batch in one process."""
+"""Synchronized batch norm over several processes, compared with torch's batch norm on the whole batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_several_ranks_equal_one_rank_with_all_rows(ranks: int, tmp_path: Path) 
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_other_classes_of_batch_norm_are_refused() -> None:
+def test_other_batch_norm_classes_are_rejected() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     use_fp32_batch_norms(model)
     with pytest.raises(UserError, match="1 is a BatchNorm1d"):

@@ -1,4 +1,4 @@
-"""The loader on two ranks with worker processes, and which processes are left when a trainer is killed."""
+"""The loader on two ranks with worker processes, and which processes remain when a trainer is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
 
 
 def launch(folder: Path, out: Path, scenario: str) -> list[dict[str, Any]]:
-    """Run a scenario of `data_ranks` on two ranks and return the result of each."""
+    """Run a scenario of `data_ranks` on two ranks and return the result of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += ["-m", "tests.dist.data_ranks", str(folder), str(out), scenario]
@@ -35,7 +35,7 @@ def joined(results: list[dict[str, Any]]) -> list[list[int]]:
     return [[i for part in step for i in part] for step in zip(*(r["ids"] for r in results), strict=True)]
 
 
-def test_two_ranks_see_the_batches_of_one_and_resume_as_one(tmp_path: Path) -> None:
+def test_two_ranks_get_the_batches_of_one_and_can_resume_as_one(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     write_shards(folder, SIZES)
     results = launch(folder, tmp_path, "order")
@@ -43,13 +43,13 @@ def test_two_ranks_see_the_batches_of_one_and_resume_as_one(tmp_path: Path) -> N
     assert joined(results) == steps(alone, 15)
     assert alone.state_dict() == results[0]["state"] == results[1]["state"]
 
-    # The state of two ranks is resumed on one.
+    # One rank resumes from the state of two ranks.
     resumed = make_loader(folder, World(), workers=0)
     resumed.load_state_dict(results[0]["middle"])
     assert steps(resumed, 8) == joined(results)[7:]
 
 
-def test_ranks_stay_in_step_when_a_shard_is_deleted(tmp_path: Path) -> None:
+def test_ranks_stay_in_sync_when_a_shard_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     write_shards(folder, SIZES)
     results = launch(folder, tmp_path, "vanish")
@@ -112,7 +112,7 @@ def start(tmp_path: Path, manner: str) -> subprocess.Popen[str]:
 
 
 def nobody_left(child: subprocess.Popen[str]) -> bool:
-    """Whether the process group is empty within half a minute; kills what is left."""
+    """Return whether the process group is empty within half a minute; kill any remaining processes."""
     deadline = time.monotonic() + 30
     while (left := group(child.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -131,7 +131,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path, how: signal.Signal
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_after_a_signal_to_the_whole_group_the_trainer_still_gets_batches(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C or a launcher that stops the run: a trainer that handles the signal gets batches, then all end."""
+    """Ctrl-C, or a launcher stopping the run: a trainer that handles the signal still gets batches, then all exit."""
     child = start(tmp_path, "graceful")
     os.killpg(child.pid, how)
     time.sleep(2.5)
@@ -141,7 +141,7 @@ def test_after_a_signal_to_the_whole_group_the_trainer_still_gets_batches(tmp_pa
 
 
 def group(leader: int) -> list[int]:
-    """Live processes of a process group."""
+    """Return the live processes of a process group."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""Every ZeRO stage on 1, 2 and 4 real ranks against a plain PyTorch loop in one process."""
+"""Every ZeRO stage on 1, 2 and 4 real ranks, compared with a plain PyTorch loop in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.towers import write_tiny
 # Largest |loss - fp32 reference| over 20 steps: measured 0.5e-6 in fp32 and 0.003 to 0.02 with bf16.
 FP32_BAND, BF16_BAND = 1e-5, 0.05
 STAGES_0_TO_2 = [f"zero{stage}_{kind}" for stage in (0, 1, 2) for kind in ("fp32", "bf16")]
-STAGE_3 = ["zero3_fp32", "zero3_bf16"]  # patches torch process-wide, so it has processes of its own
+STAGE_3 = ["zero3_fp32", "zero3_bf16"]  # patches torch process-wide, so it runs in separate processes
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def arch(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(arch: str) -> list[float]:
-    """Losses of plain PyTorch and open_clip: both cross-entropies at tau = 0.07, autograd, AdamW."""
+    """Return the losses of plain PyTorch and open_clip: both cross-entropies at tau = 0.07, autograd, AdamW."""
     torch.set_num_threads(1)
     model, _ = build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)
     optimizer = build_optimizer(OPTIMIZER, parameter_groups(model, weight_decay=OPTIMIZER.weight_decay))
@@ -53,7 +53,7 @@ def far(a: list[float], b: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("names", [STAGES_0_TO_2, STAGE_3], ids=["stages 0-2", "stage 3"])
-def test_every_stage_equals_plain_torch_and_resumes_to_the_bit(
+def test_every_stage_equals_plain_torch_and_resumes_bit_identically(
     names: list[str], ranks: int, arch: str, reference: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "results.json"
@@ -64,12 +64,12 @@ def test_every_stage_equals_plain_torch_and_resumes_to_the_bit(
         band = BF16_BAND if name.endswith("bf16") else FP32_BAND
         assert far(found["losses"], reference) < band, name
         assert found["weights restored"], name
-        assert found["resumed"] == found["losses"][STEPS // 2 :], f"{name}: resuming changed the bits"
+        assert found["resumed"] == found["losses"][STEPS // 2 :], f"{name}: the resumed run is not bit-identical"
         assert found["counter"] == STEPS // 2, name
         assert far(found["cached"], found["losses"][: STEPS // 2]) < band, f"{name}: cached accumulation differs"
         if name.endswith("fp32"):
             assert set(found["cached differences"]) == set(objective_names())
         for objective, difference in found["cached differences"].items():
             assert difference < band, f"{name}: cached accumulation differs for {objective}"
-        assert found["after overflow"] == found["losses"][:3], f"{name}: a skipped step left something behind"
+        assert found["after overflow"] == found["losses"][:3], f"{name}: a skipped step changed later losses"
         assert found["probe"] < (0.1 if name.endswith("bf16") else 1e-5), name

@@ -1,4 +1,4 @@
-"""Several processes, started by accelerate or torchrun, give the same bytes as one; an error on one stops all."""
+"""Several processes started by accelerate or torchrun give the same bytes as one; an error on one stops all."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_the_number_of_processes_does_not_matter(launcher: str, checkpoint: Path
 
 
 @pytest.mark.slow
-def test_an_error_on_one_process_fails_the_task_on_all_and_hangs_none(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_process_fails_the_task_on_all_without_hanging(checkpoint: Path, tmp_path: Path) -> None:
     suite, output = tmp_path / "suite", tmp_path / "out"
     folder = write_classification(suite, TASKS["imagenet1k"])
     write_classification(suite, TASKS["imagenetv2"])
     path = folder / "test/1.tar"
     with tarfile.open(path) as tar:
-        member = tar.getmembers()[-1]  # in the last micro-batch, which only one process has
+        member = tar.getmembers()[-1]  # in the last micro-batch, which only one process evaluates
     blob = bytearray(path.read_bytes())
     blob[member.offset_data : member.offset_data + member.size] = b"\0" * member.size
     path.write_bytes(bytes(blob))

@@ -1,4 +1,4 @@
-"""Every objective on 1, 2 and 4 real ranks: same results, few bytes, drift checks."""
+"""Every objective on 1, 2 and 4 real ranks: equal results, little communication, drift checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.distributed.world import World
 from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything, own_loop
 from tests.unit.objectives_reference import relative_error
 
-pytestmark = pytest.mark.slow  # two starts of several processes
+pytestmark = pytest.mark.slow  # starts several processes twice
 
 ROOT = Path(__file__).parents[2]
 SIZES = (2, 4)
@@ -23,7 +23,7 @@ SIZES = (2, 4)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """The results of every rank of a run on 2 and on 4 processes."""
+    """Return the results of every rank, for runs with 2 and with 4 processes."""
     out = tmp_path_factory.mktemp("objectives")
     for size in SIZES:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
@@ -42,9 +42,9 @@ def alone() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_any_number_of_ranks_gives_the_same(ranks, alone, name, size):
-    # float64 arithmetic; the tolerance is for per-sample rows, which are fp32. In fp32, AdaGrad's first step at rate 1
-    # turns prototypes by the sign of a rounding error.
+def test_results_are_the_same_for_any_world_size(ranks, alone, name, size):
+    # float64 arithmetic; the tolerance is for per-sample rows, which are fp32. In fp32, AdaGrad's first step at lr 1
+    # moves prototypes by the sign of a rounding error.
     tolerance = 3e-5 if name == "neuclip_literal" else 2e-6
     for rank, result in enumerate(ranks[size]):
         for key, expected in alone[name].items():
@@ -57,17 +57,17 @@ def test_any_number_of_ranks_gives_the_same(ranks, alone, name, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_step_moves_the_features_once_and_scalars(ranks, size):
+def test_a_step_communicates_the_features_once_plus_scalars(ranks, size):
     local = BATCH // size
     features = 2 * local * DIM * 4
     for name, moved in ranks[size][0]["bytes"].items():
         if name.startswith("neuclip") and name not in ("neuclip_replicated", "neuclip_mlp"):
-            continue  # the next tests
+            continue  # covered by the next tests
         scalars = sum(moved.values()) - features
         assert 0 <= scalars <= 4 * (5 * local + 9 * BATCH) + 8 * local, name  # O(B): ids, five scalars, table rows
         assert not any("broadcast" in key or "scatter" in key for key in moved), name
     assert ranks[size][0]["bytes"]["neuclip_replicated"] == {"all_gather.bytes": features + 5 * local * 4}
-    # Autograd through the gather sends every rank's part of the gradient of all B features on top.
+    # Autograd through the gather also sends every rank's part of the gradient of all B features.
     assert ranks[size][0]["autograd_bytes"] >= features + 2 * BATCH * DIM * 4
     assert ranks[size][0]["autograd_bytes"] > (size / 2) * sum(ranks[size][0]["bytes"]["neuclip_replicated"].values())
 
@@ -82,26 +82,26 @@ def test_a_sharded_network_sums_one_gradient_per_inner_step(ranks, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_divided_prototypes_add_up_one_number_per_anchor_and_update(ranks, size):
+def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks, size):
     plain = ranks[size][0]["bytes"]["neuclip_replicated"]["all_gather.bytes"]
     for name, inner_steps in (("neuclip", 10), ("neuclip_simultaneous", 1), ("neuclip_queue", 0)):
         sums = 2 * (inner_steps + 1) * BATCH * 8  # float64, both sides; the last one is for the prediction
         metric = 4  # mean length of the prototypes
         assert ranks[size][0]["bytes"][name] == {"all_gather.bytes": plain, "all_reduce.bytes": sums + metric}
-    # The gradient through alpha, of the own anchors, needs all prototypes: each rank sends its share.
+    # The gradient through alpha of a rank's own anchors needs all prototypes: each rank sends its shard.
     assert ranks[size][0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["openclip", "openclip_whole", "siglip"])
-def test_open_clips_distributed_losses_agree(ranks, name, size):
+def test_distributed_losses_of_open_clip_agree(ranks, name, size):
     for result in ranks[size]:
         values = result["open_clip"][name]
         for key in [k.removeprefix("ours.") for k in values if k.startswith("ours.")]:
             assert relative_error(values[f"ours.{key}"], values[f"theirs.{key}"]) < 1e-6, key
 
 
-def test_a_plain_training_loop_gives_the_same_on_any_number_of_ranks(ranks):
+def test_a_plain_training_loop_gives_the_same_results_for_any_world_size(ranks):
     expected = own_loop(World())
     for size in SIZES:
         for result in ranks[size]:
@@ -110,7 +110,7 @@ def test_a_plain_training_loop_gives_the_same_on_any_number_of_ranks(ranks):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_drifting_rank_is_repaired_and_counted_and_the_third_time_stops_the_run(ranks, size):
+def test_drift_is_repaired_and_counted_and_the_third_time_stops_the_run(ranks, size):
     for result in ranks[size]:
         drift = result["drift"]
         assert drift["events"] == [0, 0, 0, 1, 1, 2, 2, 3]

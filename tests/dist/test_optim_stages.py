@@ -1,4 +1,4 @@
-"""Each optimizer under each ZeRO stage against plain PyTorch, on two real ranks, with a resume half-way."""
+"""Each optimizer with each ZeRO stage on two real ranks, compared with plain PyTorch; resumed halfway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.launch import run
 from tests.towers import write_tiny
 
 pytestmark = pytest.mark.slow
-# Stage 3 patches torch for the whole process: it gets one of its own.
+# Stage 3 patches torch process-wide, so it runs in a separate process.
 PROCESSES = {"flat": ["zero0_fp32", "zero1_fp32", "zero2_fp32"], "partitioned": ["zero3_fp32"]}
 FILES = [file for files in PROCESSES.values() for file in files]
 
@@ -37,7 +37,7 @@ def reference(arch):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_optimizer_and_stage_make_the_steps_of_plain_pytorch(engines, reference, name, file):
+def test_every_optimizer_and_stage_matches_plain_pytorch(engines, reference, name, file):
     weights = engines[name, file]
     if name == "lamb" and file != "zero0_fp32":
         assert "trust ratio" in weights
@@ -46,7 +46,7 @@ def test_optimizer_and_stage_make_the_steps_of_plain_pytorch(engines, reference,
     before, after = ({n: w.double() for n, w in side.items()} for side in reference[name])
     distance = torch.cat([(weights[n].double() - w).flatten() for n, w in after.items()])
     movement = torch.cat([(before[n] - w).flatten() for n, w in after.items()])
-    if name == "lion":  # it moves by a sign, which a rounding error can turn where the momentum is near zero
+    if name == "lion":  # its update is a sign, which a rounding error can flip where the momentum is near zero
         assert (distance.abs() > 1e-3 * movement.abs().mean()).double().mean() < 0.005
         assert distance.norm() < 2e-4 * torch.cat([w.flatten() for w in after.values()]).norm()
     else:

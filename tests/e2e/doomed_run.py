@@ -1,4 +1,4 @@
-"""`jobs.train` whose given rank kills itself (SIGKILL) at the n-th call of a given function: a crash right there.
+"""`jobs.train` in which a given rank kills itself (SIGKILL) at the n-th call of a given function, as in a crash.
 
 python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256 3 0 ARGUMENTS-OF-TRAIN
 """
@@ -22,7 +22,7 @@ def die() -> None:
 
 
 def doom(place: str, count: int, fate: Callable[[], None] = die) -> None:
-    """Patch `module:object.attribute` so that its `count`-th call ends the process, or whatever its fate is."""
+    """Patch `module:object.attribute` so that its `count`-th call runs `fate`, which by default kills the process."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     owner: Any = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Train every registered objective for a few steps, resume it from the middle, and record whether the runs agree."""
+"""Train every registered objective for a few steps, resume from the middle, and record whether the runs agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> None:
     agree: dict[str, bool] = {}
     with start_world(device="cpu") as world:
         for name in objective_names():
-            # With default settings: prototypes and inner updates, for example, are settings of some methods only.
+            # With default settings: some settings, such as prototypes and inner updates, exist only for some methods.
             run = load_recipe(None, [*overrides, f"output={out}/{name}", f"objective.name={name}"])
             prepare_folder(run, world=world)
             folders = [Path(run.output) / "checkpoints" / f"step-{step:08d}" for step in (3, 6)]

@@ -1,4 +1,4 @@
-"""A run whose loss turns NaN at chosen steps: skipped and recorded, or stopped when it goes on for too long."""
+"""A run whose loss is NaN at chosen steps: they are skipped and recorded; too many in a row stop the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED: list[int] = []
 
 @register("poisoned", OpenClipConfig)
 class Poisoned(OpenClip):
-    """`openclip`, but NaN at the tries in POISON, and inf in one gradient only at odd ones."""
+    """`openclip`, but with NaN at the attempts in POISON, or at odd ones with inf in a single gradient."""
 
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         output = super().compute(image, text, sample_ids=sample_ids)

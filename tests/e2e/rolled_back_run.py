@@ -1,4 +1,4 @@
-"""A run whose loss is NaN for some samples: it rolls back, and ends as if that had been done by hand."""
+"""A run whose loss is NaN for some samples: it rolls back, and ends as if it had been rolled back manually."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD_STEPS = (7, 8, 9)
 
 @register("poisonous", OpenClipConfig)
 class Poisonous(OpenClip):
-    """`openclip`, but NaN for batches that hold one of the samples in POISON on any rank."""
+    """`openclip`, but NaN for batches that contain one of the samples in POISON on any rank."""
 
     def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
         output = super().compute(image, text, sample_ids=sample_ids)
@@ -35,7 +35,7 @@ class Poisonous(OpenClip):
 
 
 def choose_poison(run: RunConfig, world: World) -> None:
-    """One sample of each of the batches that the steps BAD_STEPS would see."""
+    """Choose one sample from each batch that the steps in BAD_STEPS would receive."""
     with setup(run, world=world, resume=None) as trainer:
         for step in range(max(BAD_STEPS) + 1):
             batch = next(trainer.loader)
@@ -44,7 +44,7 @@ def choose_poison(run: RunConfig, world: World) -> None:
 
 
 def by_hand(out: str, run: RunConfig, world: World) -> None:
-    """From the checkpoint at step 6 of `out`, draw the batches up to the last bad one, and train on."""
+    """Start from the checkpoint at step 6 of `out`, draw the batches up to the last bad one, and continue training."""
     folder = Path(run.output, "checkpoints")
     if world.is_main:
         folder.mkdir()

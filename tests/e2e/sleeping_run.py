@@ -1,4 +1,4 @@
-"""`jobs.train` whose given rank falls asleep at the n-th call of a given function, or is stopped there.
+"""`jobs.train` in which a given rank sleeps at the n-th call of a given function, or is stopped there.
 
 python -m tests.e2e.sleeping_run pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward 3 1 SECONDS ARGUMENTS-OF-TRAIN
 """

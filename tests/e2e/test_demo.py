@@ -1,4 +1,4 @@
-"""The demo as a user runs it, at a very small size: everything real, end to end, twice."""
+"""The demo as a user runs it, at a very small size: end to end without mocks, twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.towers import write_tiny
 
 
 @pytest.mark.slow
-def test_demo_from_urls_to_report_and_again(tmp_path: Path) -> None:
+def test_the_demo_runs_from_urls_to_report_and_can_be_repeated(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     arguments = [
         *("demo", "--output", str(output), "--pairs", "1000", "--held-out", "60"),
@@ -26,7 +26,7 @@ def test_demo_from_urls_to_report_and_again(tmp_path: Path) -> None:
     stages = re.findall(r"^✓ (\w.*?)  .*\[.* s\]$", first.stdout, re.MULTILINE)
     assert [stage.split()[0] for stage in stages] == ["Corpus", "Evaluation", "Training", "Evaluation"]
     assert not re.search(r"^(Checkpoint|Epoch) ", first.stdout, re.MULTILINE), "events are in metrics.jsonl"
-    assert list((output / "tensorboard" / "evaluation").glob("events*")), "scores without a further command"
+    assert list((output / "tensorboard" / "evaluation").glob("events*")), "scores are written without a further command"
 
     manifest = json.loads((tmp_path / "demo-data" / "shards" / "manifest.json").read_text())
     assert manifest["attempted"] == 1000

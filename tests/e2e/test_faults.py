@@ -1,4 +1,4 @@
-"""A two-rank run that dies ten times, at random places of a step and inside checkpoint writes, and loses nothing."""
+"""A two-rank run that crashes ten times, at random points of a step and during checkpoint writes, loses nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.test_train import STEPS, base, equal, settings, two_ranks, weights  # noqa: F401 (fixtures)
 from tests.launch import run
 
-# Where a rank may die, and how many calls of that place one step makes at most on it.
+# Where a rank may crash, and the maximum number of calls of that function per step.
 PLACES = {
     "pipeline.data.loading.loader:Loader.__next__": 1,
     "pipeline.engine.deepspeed_engine:DeepSpeedEngine.forward": 1,
@@ -28,7 +28,7 @@ PLACES = {
 
 
 @pytest.mark.slow
-def test_ten_deaths_change_no_bit(base: Path, two_ranks: Path) -> None:  # noqa: F811
+def test_a_run_with_ten_crashes_is_bit_identical(base: Path, two_ranks: Path) -> None:  # noqa: F811
     arguments = settings(base, "mortal", "checkpoint.every=1", "checkpoint.keep_last=2", "engine.probe=false")
     moments = random.Random(0)
     deaths = []
@@ -47,7 +47,7 @@ def test_ten_deaths_change_no_bit(base: Path, two_ranks: Path) -> None:  # noqa:
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
+def test_a_sleeping_rank_is_reported_with_its_step_and_phase(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "asleep", "engine.probe=false", "engine.timeout_minutes=0.1")
     done = run(
         "tests.e2e.sleeping_run",
@@ -64,12 +64,12 @@ def test_a_rank_that_sleeps_is_named_with_its_step_and_phase(base: Path) -> None
     assert "The others wait for rank 1." in told, told[-3000:]
     assert re.search(r"rank 0 \(.*\): step 2, communication, for \d+ s$", told, re.MULTILINE), told[-3000:]
     assert re.search(r"rank 1 \(.*\): step 2, forward, for \d+ s; BEHIND$", told, re.MULTILINE), told[-3000:]
-    assert "sleeping_run.py" in told  # the sleeper's own stack
+    assert "sleeping_run.py" in told  # the stack of the sleeping rank
     assert re.search(r"exitcode\s*: 76 ", told), told[-3000:]
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_gone_is_named(base: Path) -> None:  # noqa: F811
+def test_a_lost_rank_is_reported(base: Path) -> None:  # noqa: F811
     arguments = settings(base, "gone", "engine.probe=false", "engine.timeout_minutes=0.1")
     done = run(
         "tests.e2e.doomed_run",

@@ -1,4 +1,4 @@
-"""Fine-tuning as a user does it: from a run, a folder or a file, with other sizes, locked towers and layer decay."""
+"""Fine-tuning as a user does it: from a run, a folder or a file, at other sizes, with locked towers and layer decay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {**TINY, **{side: {**TINY[side], "layers": 2} for side in ("vision_cfg"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, an architecture, and a run `first` of 4 steps on it."""
+    """A folder with shards, an architecture, and a run `first` of 4 steps on them."""
     folder = tmp_path_factory.mktemp("finetune")
     write_shards(folder / "shards", [20, 30])
     (folder / "small.json").write_text(json.dumps(CONFIG))
@@ -48,7 +48,7 @@ def first_tau(base: Path, output: str) -> float:
     return float(next(line for line in lines if line["kind"] == "train")["tau"])
 
 
-def test_a_run_goes_on_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:
+def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:
     learned = math.exp(-float(weights(base, "first")["logit_scale"]))
     assert abs(learned - 0.2) > 1e-4
     told = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
@@ -71,7 +71,7 @@ def test_a_run_goes_on_from_another_with_its_temperature_at_other_sizes(base: Pa
     assert checkpoint(base, "second", 6).is_dir()
 
 
-def test_the_objectives_own_temperature_on_request(base: Path) -> None:
+def test_the_initial_temperature_of_the_objective_can_be_used(base: Path) -> None:
     file = checkpoint(base, "first") / "open_clip_model.safetensors"
     told = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
                  "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
@@ -81,7 +81,7 @@ def test_the_objectives_own_temperature_on_request(base: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["zero1_bf16", "zero0_fp32"])
-def test_a_locked_image_tower_keeps_its_bits_and_the_rest_learns(base: Path, precision: str) -> None:
+def test_a_locked_image_tower_stays_bit_identical_and_the_rest_is_trained(base: Path, precision: str) -> None:
     folder = checkpoint(base, "first")
     train(base, f"lit-{precision}", "model.arch=pretrained", f"model.pretrained={folder}", "model.lock_image=true",
           "model.unlocked_image_blocks=1", f"engine.deepspeed={precision}", "objective.name=openclip")  # fmt: skip
@@ -101,8 +101,8 @@ def test_a_locked_text_tower(base: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["zero2_fp32", "zero0_fp32"])
-def test_layer_decay_moves_the_first_layers_least(base: Path, precision: str) -> None:
-    """Adam's first updates have the size of the rate, so that the ratio of the changes is the ratio of the rates."""
+def test_layer_decay_changes_the_first_layers_least(base: Path, precision: str) -> None:
+    """Adam's first updates equal the learning rate in size, so the ratio of changes is the ratio of learning rates."""
     common = ["model.arch=pretrained", f"model.pretrained={base}/first", "optimizer.weight_decay=0",
               "objective.name=openclip", "samples=8",
               f"engine.deepspeed={precision}", "optimizer.eps=1e-12"]  # fmt: skip
@@ -119,7 +119,7 @@ def test_layer_decay_moves_the_first_layers_least(base: Path, precision: str) ->
     assert change("visual.conv1.weight") == pytest.approx(1.25e-4, rel=0.05)
 
 
-def test_what_does_not_fit_is_refused_before_the_run_begins(base: Path) -> None:
+def test_incompatible_settings_are_rejected_before_the_run_starts(base: Path) -> None:
     cases = [
         (["model.arch=pretrained"], "must then be a model folder, a run or hf-hub:OWNER/NAME; it is None"),
         (["model.arch=ViT-B-32", f"model.pretrained={base}/first"], "holds another architecture"),

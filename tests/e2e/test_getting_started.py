@@ -1,4 +1,4 @@
-"""The commands of docs/getting-started.md, run as they stand there, in their order, at a tiny size."""
+"""The commands of docs/getting-started.md, run unchanged and in order, at a tiny size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.towers import write_tiny
 PAGE = ROOT / "docs" / "getting-started.md"
 SHRINK = 40
 """The page's budgets are divided by this."""
-# Of a first run: what the page lists, but for the budget. Everything after the demo works on what it made.
+# The files of a first run that the page lists, except the budget. Commands after the demo use its output.
 SMALLER_DEMO = ["--pairs", "1000", "--held-out", "50", "objective.prototypes=64"]
 SMALLER_RUN = ["batch_size=32", "schedule.warmup_steps=5", "checkpoint.every=10", "checkpoint.keep_every=10"]
 
 
 def here(word: str, tmp: Path) -> str:
-    """A word of a command with the folders that it writes to below `tmp`."""
+    """Return a word of a command with its output folders moved below `tmp`."""
     if word == "source.table=urls.parquet":
         return f"source.table={tmp}/runs/scenes/urls.parquet"
     word = re.sub(r"samples=(\d+)", lambda found: f"samples={int(found[1]) // SHRINK}", word)
@@ -32,7 +32,7 @@ def here(word: str, tmp: Path) -> str:
 
 
 def command(line: Line, tmp: Path, tiny: str) -> list[str]:
-    """What is run for a line of the page."""
+    """Return the command to run for a line of the page."""
     words = [here(word, tmp) for word in line.words]
     program, arguments = words[0], words[1:]
     if program == "neuclip":
@@ -73,16 +73,16 @@ def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
     try:
         for line in lines([PAGE]):
             text = " ".join(line.words)
-            if line.words[0] in ("make", "source"):  # the environment that this test runs in
+            if line.words[0] in ("make", "source"):  # this test already runs in that environment
                 continue
             call = command(line, tmp_path, tiny)
-            if "data_prep.scenes" in call:  # the page's other terminal
+            if "data_prep.scenes" in call:  # runs in the second terminal of the page
                 server = subprocess.Popen(call, cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
                                           stderr=subprocess.PIPE, text=True)  # fmt: skip
                 wait_for(Path(call[call.index("--table") + 1]), server)
                 continue
             done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=500)
-            # Whether this machine is fit for large runs is not what is tested.
+            # Whether this machine is suitable for large runs is not tested here.
             allowed = (0, 1) if line.words[1] == "doctor" else (0,)
             assert done.returncode in allowed, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             said[text] = done.stdout + done.stderr
@@ -101,7 +101,7 @@ def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
 
 
 def check_files(tmp: Path) -> None:
-    """What the page's listings promise."""
+    """Check the files that the page lists."""
     listed = [row.split()[0] for language, body in BLOCK.findall(PAGE.read_text()) if not language
               for row in body.splitlines()]  # fmt: skip
     assert len(listed) > 5

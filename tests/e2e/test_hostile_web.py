@@ -1,7 +1,7 @@
-"""Thousands of URLs of known outcome over real sockets: what is stored is what was served, and nothing else.
+"""Thousands of URLs with known outcomes over real sockets: exactly the expected samples are stored, unchanged.
 
-One list with every class of answer that the web has been seen to give, in shuffled order. Afterwards each row's reason,
-and each sample's pixels, caption and hash, are compared with what the server sent.
+A shuffled list contains every class of response that has been observed on the web. Afterwards each row's reason and
+each sample's pixels, caption and hash are compared with what the server sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @dataclass
 class Case:
-    """One row of the list: what the server does, what must become of it, and what must be seen in the sample."""
+    """One row of the list: the server's behaviour, the expected outcome, and the expected appearance of the sample."""
 
     kind: str
     answer: Answer | None
@@ -84,7 +84,7 @@ def turned(image: Image.Image, orientation: int) -> bytes:
 
 
 def bomb() -> bytes:
-    """A PNG that says 9,400 x 9,400 transparent pixels in some hundred kilobytes, and holds them."""
+    """Return a PNG of a few hundred kilobytes that declares, and contains, 9,400 x 9,400 transparent pixels."""
     rows = zlib.compress(bytes((9_400 * 4 + 1) * 9_400), 9)
     header = struct.pack(">IIBBBBB", 9_400, 9_400, 8, 6, 0, 0, 0)
     chunks = (b"IHDR" + header, b"IDAT" + rows, b"IEND")
@@ -97,7 +97,7 @@ def serves(body: bytes, status: int = 200, **headers: str) -> Answer:
     return lambda handler: send(handler, status, body, **headers)
 
 
-# Encoders of good images, each stored as it is seen.
+# Encoders of good images; each must be stored as it appears.
 GOOD: dict[str, Callable[[Image.Image], bytes]] = {
     "grey": lambda image: encoded(image.convert("L")),
     "1 bit": lambda image: encoded(image.convert("1"), "PNG"),
@@ -149,7 +149,7 @@ def asks_to_wait(handler: BaseHTTPRequestHandler) -> None:
 
 
 def classes() -> dict[str, tuple[Answer, str | None]]:
-    """What goes wrong, by name: the server's answer, and the reason that must be recorded."""
+    """Return the failure classes by name: the server's response, and the reason that must be recorded."""
     jpeg = encoded(photograph(1))
     png = encoded(photograph(1), "PNG")
     found: dict[str, tuple[Answer, str | None]] = {
@@ -191,7 +191,7 @@ WRITTEN = {
 
 
 def make_cases(site: Site) -> list[Case]:
-    """The list: every class a few times, ordinary photographs for the rest, shuffled."""
+    """Return the shuffled list: every class a few times, and ordinary photographs for the rest."""
     cases = [
         Case(kind, serves(body), body=body)
         for kind, encode in GOOD.items()
@@ -224,7 +224,7 @@ def make_cases(site: Site) -> list[Case]:
 
 @contextmanager
 def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
-    """The served cases, and the words of the command that fetches them."""
+    """Yield the served cases, and the words of the command that downloads them."""
     with serve() as site:
         cases = make_cases(site)
         columns = {
@@ -260,7 +260,7 @@ def listed(folder: Path) -> Iterator[tuple[list[Case], list[str]]]:
 
 
 def seen(body: bytes) -> np.ndarray:
-    """What a person sees on a white page, in the stored size."""
+    """Return the image as it appears on a white page, at the stored size."""
     with Image.open(io.BytesIO(body)) as image:
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
@@ -274,7 +274,7 @@ def seen(body: bytes) -> np.ndarray:
 
 
 def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
-    """What differs between the stored samples and what was served."""
+    """Return the differences between the stored samples and the served images."""
     wrong, found = [], set()
     manifest = load_manifest(root)
     for shard in manifest.shards:
@@ -297,7 +297,7 @@ def wrong_samples(root: Path, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_three_thousand_urls_of_known_outcome(tmp_path: Path) -> None:
+def test_three_thousand_urls_with_known_outcomes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with listed(tmp_path) as (cases, words):
         command = [sys.executable, "-m", "jobs.download", *words]
@@ -314,7 +314,7 @@ def test_three_thousand_urls_of_known_outcome(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_huge_transparent_image_of_a_few_bytes_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_huge_transparent_image_in_a_small_file_does_not_stop_a_run(tmp_path: Path) -> None:
     body = bomb()
     assert len(body) < 500_000
     small = encoded(photograph(3))
@@ -326,6 +326,6 @@ def test_a_huge_transparent_image_of_a_few_bytes_does_not_stop_a_run(tmp_path: P
         command = [sys.executable, "-m", "jobs.download", *words]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
-    # With enough memory it is an image like any other, and white.
+    # With enough memory it is stored like any other image, and is white.
     failures = load_manifest(tmp_path / "data").failures
     assert failures in ({}, {reasons.TOO_LITTLE_MEMORY: 1})

@@ -1,4 +1,4 @@
-"""Ingestion against a server that misbehaves like the web: every URL is accounted for, and no bad sample gets in."""
+"""Ingestion from a server that misbehaves like the web: every URL is accounted for, and no bad sample is stored."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def ingested(world: World, tmp_path_factory: pytest.TempPathFactory) -> Manifest
 
 def test_every_fault_is_counted_under_its_reason(ingested: Manifest) -> None:
     faults = count_faults(SCENES, range(PAIRS))
-    assert set(REASONS) <= set(faults), "the seed must give every fault at least once"
+    assert set(REASONS) <= set(faults), "the seed must produce every fault at least once"
     expected = Counter({reason: faults[fault] for fault, reason in REASONS.items()})
     assert Counter(ingested.failures) == expected
     assert ingested.n == PAIRS - expected.total()
     assert load_manifest(ingested.root) == ingested
 
 
-def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
+def test_shards_contain_exactly_the_good_samples(ingested: Manifest) -> None:
     good = {index for index in range(PAIRS) if fault_of(SCENES, index) not in REASONS}
     captions = pq.read_table(Path(ingested.root) / "plan" / "part-00000.parquet", columns=["caption"])["caption"]
     found = {}
@@ -116,7 +116,7 @@ def test_shards_hold_exactly_the_good_samples(ingested: Manifest) -> None:
         assert json.loads(parts["json"])["url"].endswith(f"/{index}.jpg")
 
 
-def test_two_workers_with_one_folder_make_the_same_set(world: World, ingested: Manifest, tmp_path: Path) -> None:
+def test_two_workers_on_one_folder_produce_the_same_dataset(world: World, ingested: Manifest, tmp_path: Path) -> None:
     with pytest.raises(PartDone, match="1 of 3 shards are still with the other 1"):
         download(world.config(tmp_path, workers=2, worker=0))
     assert not (tmp_path / "manifest.json").exists()
@@ -130,7 +130,7 @@ def test_report_and_datasheet_account_for_every_url(ingested: Manifest) -> None:
         assert f"<td>{reason}<" in page
         assert f"| {reason} | {count} |" in sheet
     assert page.count("<figure>") == 18
-    assert "src=" not in page.replace('src="data:', ""), "the page needs nothing from elsewhere"
+    assert "src=" not in page.replace('src="data:', ""), "the page is self-contained"
     assert ingested.digest in page
     assert ingested.digest in sheet
     census = take_census(Folder(Path(ingested.root)))
@@ -149,7 +149,7 @@ def test_damaged_shards_are_rebuilt_to_the_same_bytes(world: World, ingested: Ma
     assert verification.verify(root) == []
 
 
-def test_meta_says_what_became_of_every_url(ingested: Manifest) -> None:
+def test_meta_records_the_outcome_of_every_url(ingested: Manifest) -> None:
     rows = [
         row for path in sorted(Path(ingested.root).glob("meta/*.parquet")) for row in pq.read_table(path).to_pylist()
     ]

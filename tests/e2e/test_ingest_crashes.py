@@ -1,7 +1,7 @@
-"""A kill or a full disk at any publishing step, then the same command again: the bytes of an undisturbed run.
+"""A kill or a full disk at any publishing step, then the same command again: same bytes as an uninterrupted run.
 
-The steps are those of docs/data.md, "When it is killed". The work is done by forked copies of this process, without
-img2dataset's processes, so that each of the many cases takes a fraction of a second; the last tests run all of it.
+The steps are those of docs/data.md, "When it is killed". The work runs in forks of this process, without img2dataset's
+worker processes, so that each of the many cases takes a fraction of a second; the last tests run the whole program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VARIES = ("staging", "sessions.jsonl", "report.html", "datasheet.md")
 
 
 class Place:
-    """A web site, a data set's folder, and the four commands that change it."""
+    """A web site, a dataset folder, and the four commands that change it."""
 
     def __init__(self, site: Site, folder: Path) -> None:
         self.site, self.root, self.is_busy = site, folder / "data", False
@@ -84,7 +84,7 @@ class Place:
         write_report(self.root)
 
     def contents(self) -> dict[str, bytes]:
-        """All files whose bytes are determined."""
+        """Return all files whose bytes are deterministic."""
         files = (path for path in self.root.rglob("*") if path.is_file())
         named = {str(path.relative_to(self.root)): path for path in files}
         return {name: path.read_bytes() for name, path in named.items() if not name.startswith(_VARIES)}
@@ -92,7 +92,7 @@ class Place:
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine's workers do, in this process."""
+    """Run the work of the engine's workers in this process."""
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output))
@@ -114,7 +114,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def begin(place: Place, command: str) -> None:
-    """The state in which the command is given."""
+    """Prepare the state in which the command is run."""
     if command == "download":
         return
     place.is_busy = command == "retry"
@@ -129,7 +129,11 @@ def begin(place: Place, command: str) -> None:
 
 
 def forked(work: Callable[[], None], fault: str, once: Path) -> int:
-    """Run in a copy of this process with a fault. Returns: how it ended, as `waitpid` says."""
+    """Run `work` with a fault in a fork of this process.
+
+    Returns:
+        The exit status as reported by `waitpid`.
+    """
     child = os.fork()
     if child == 0:
         os.environ[fault_points.VARIABLE], os.environ[fault_points.ONCE] = fault, str(once)
@@ -162,7 +166,7 @@ STEPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", STEPS)
-def test_killed_at_any_step_and_given_again(place: Place, tmp_path: Path, command: str) -> None:
+def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Path, command: str) -> None:
     begin(place, command)
     before = tmp_path / "before"
     if place.root.exists():
@@ -175,7 +179,7 @@ def test_killed_at_any_step_and_given_again(place: Place, tmp_path: Path, comman
         if before.exists():
             shutil.copytree(before, place.root)
         ended = forked(getattr(place, command), f"{action}@{step}", tmp_path / f"once-{number}")
-        assert (tmp_path / f"once-{number}").exists(), f"{command} never came to {step}"
+        assert (tmp_path / f"once-{number}").exists(), f"{command} never reached {step}"
         if action == "kill":
             assert os.WIFSIGNALED(ended), step
         getattr(place, command)()
@@ -185,7 +189,7 @@ def test_killed_at_any_step_and_given_again(place: Place, tmp_path: Path, comman
         assert verify(place.root) == [], (action, step)
 
 
-def test_a_killed_removal_is_finished_by_the_next_download(place: Place, tmp_path: Path) -> None:
+def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Path) -> None:
     place.download()
     shutil.copytree(place.root, tmp_path / "before")
     place.remove()
@@ -233,12 +237,14 @@ def test_the_whole_program_survives_a_fault_in_a_worker(place: Place, tmp_path: 
         ended = run(command_of(place))
     assert ended.returncode == 0, ended.stderr
     found = place.contents()
-    same = {name for name in expected if name != "download.yaml"}  # the command line gives a relative default or two
+    same = {
+        name for name in expected if name != "download.yaml"
+    }  # the command line sets one or two relative default paths
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 
 
 @pytest.mark.slow
-def test_an_image_that_kills_its_worker_twice_is_left_alone(place: Place) -> None:
+def test_an_image_that_kills_its_worker_twice_is_quarantined(place: Place) -> None:
     ended = run(command_of(place), NEUCLIP_FAULT="die@decode:/8")
     assert ended.returncode == 0, ended.stderr
     assert "quarantined" in ended.stdout
@@ -248,12 +254,12 @@ def test_an_image_that_kills_its_worker_twice_is_left_alone(place: Place) -> Non
     assert verify(place.root) == []
     again = run([*command_of(place), "--retry-failed"])
     assert again.returncode == 0
-    assert folder.read_record(1).failures["quarantined"] == 1, "also not by a retry"
+    assert folder.read_record(1).failures["quarantined"] == 1, "a retry does not fetch it either"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_disk_that_is_full_for_good_ends_with_a_sentence_and_damages_nothing(place: Place, tmp_path: Path) -> None:
+def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place: Place, tmp_path: Path) -> None:
     place.download()
     expected = place.contents()
     shutil.rmtree(place.root)
@@ -276,7 +282,7 @@ def test_a_disk_that_is_full_for_good_ends_with_a_sentence_and_damages_nothing(p
         subprocess.run(["umount", str(place.root)], check=True)
 
 
-def test_settings_may_change_until_the_first_shard_and_not_after_it(place: Place) -> None:
+def test_settings_can_change_only_before_the_first_shard_is_written(place: Place) -> None:
     smaller = replace(place.config, image=replace(place.config.image, size=64))
     ingest.prepare(place.config)
     ingest.prepare(smaller)
@@ -292,10 +298,10 @@ def test_settings_may_change_until_the_first_shard_and_not_after_it(place: Place
             ingest.download(other)
     assert (place.root / "manifest.json").read_bytes() == manifest
     ingest.download(replace(smaller, guard=replace(smaller.guard, contact="other@example.org", host_connections=2)))
-    assert (place.root / "manifest.json").read_bytes() == manifest, "how politely it asks is no matter of the samples"
+    assert (place.root / "manifest.json").read_bytes() == manifest, "politeness settings do not affect the samples"
 
 
-def test_a_changed_table_is_noticed_and_a_missing_one_is_not_needed(place: Place) -> None:
+def test_a_changed_table_is_detected_and_a_missing_one_is_not_needed(place: Place) -> None:
     place.download()
     manifest = (place.root / "manifest.json").read_bytes()
     table = Path(str(place.config.source.table))

@@ -1,4 +1,4 @@
-"""The same list through every distributor of img2dataset gives the same bytes."""
+"""The same list gives the same bytes with every distributor of img2dataset."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ ROWS, SHARD = 60, 10
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distributor", ["pyspark", "ray"])
-def test_distributor_gives_the_same_manifest(distributor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_distributor_gives_the_same_manifest(
+    distributor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(distributor, reason="needs the extra `scale`")
     if distributor == "pyspark" and not (shutil.which("java") or os.environ.get("JAVA_HOME")):
         pytest.skip("Spark needs a Java (17 or later)")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")  # a machine's own name need not resolve
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's host name might not resolve
     with serve() as site:
         for k in range(ROWS):
             site.image(f"/{k}", jpeg(side=16 + k))

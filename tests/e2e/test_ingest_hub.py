@@ -1,4 +1,4 @@
-"""Metadata from the hub: pinned, streamed, and read offline from the cache; in processes of its own."""
+"""Metadata from the hub: pinned, streamed, and read offline from the cache; tested in separate processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan_only(hub: Hub, folder: Path, *words: str, offline: bool = False) -> sub
     return subprocess.run([*command, *settings], env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
+def test_metadata_is_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
     ended = plan_only(hub, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "60 of 60 rows in 3 shards" in ended.stdout
@@ -75,11 +75,11 @@ def test_streamed_at_a_pinned_commit(hub: Hub, tmp_path: Path) -> None:
     hub.asked.clear()
     again = plan_only(hub, tmp_path)
     assert again.stdout == ended.stdout
-    assert hub.asked == [], "the plan is there: nothing is asked of the hub"
+    assert hub.asked == [], "the plan exists: no requests are sent to the hub"
 
 
 @pytest.mark.slow
-def test_offline_reads_the_cache_and_says_when_it_is_empty(hub: Hub, tmp_path: Path) -> None:
+def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub: Hub, tmp_path: Path) -> None:
     missing = plan_only(hub, tmp_path, offline=True)
     assert missing.returncode == 2
     assert "A local copy is read with" in " ".join(missing.stderr.split())

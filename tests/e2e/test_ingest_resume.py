@@ -1,4 +1,4 @@
-"""Stopping, killing, pausing and retrying: nothing is lost, and the end is always the same."""
+"""Stopping, killing, pausing and retrying: nothing is lost, and the final result is always the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def site() -> Iterator[Site]:
 
 
 def table_of(site: Site, path: Path, *, delay: float = 0.0) -> Path:
-    """A table of images that each take `delay` seconds; every tenth is missing."""
+    """Write a table of images that each take `delay` seconds to serve; every tenth is missing."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         time.sleep(delay)
@@ -64,7 +64,7 @@ def settings(output: Path, table: Path, *, monitor: dict | None = None, **fetch:
 
 
 @pytest.mark.slow
-def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_ends_with_the_same_manifest(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     words = [
         f"output={tmp_path / 'killed'}",
@@ -93,7 +93,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
     assert 2 <= len(finished) < ROWS // SHARD
     assert not (tmp_path / "killed" / "manifest.json").exists()
     for shard in range(ROWS // SHARD):
-        assert folder.tar(shard).exists() == (shard in finished), "a tar has its final name only when it is whole"
+        assert folder.tar(shard).exists() == (shard in finished), "a tar gets its final name only when it is complete"
     asked = len(site.agents)
 
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -107,7 +107,7 @@ def test_killed_run_continues_and_ends_with_the_same_manifest(site: Site, tmp_pa
 
 
 @pytest.mark.slow
-def test_dead_worker_is_noticed_and_the_engine_restarted(site: Site, tmp_path: Path) -> None:
+def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.05)
     config = settings(tmp_path / "out", table)
     folder = Folder(tmp_path / "out")
@@ -126,7 +126,7 @@ def test_dead_worker_is_noticed_and_the_engine_restarted(site: Site, tmp_path: P
     assert manifest.n == 108
 
 
-def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) -> None:
+def test_a_collapse_of_the_success_rate_pauses_the_run_without_using_up_the_list(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet", delay=0.02)
     down = [False]
     good = dict(site.answers)
@@ -148,7 +148,7 @@ def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) ->
         download(config, on_progress=ban)
     assert "the same command continues" in str(caught.value)
     kept = folder.finished()
-    assert all(folder.read_record(shard).samples == 18 for shard in kept), "spoilt shards were taken back"
+    assert all(folder.read_record(shard).samples == 18 for shard in kept), "affected shards were withdrawn"
     assert len(kept) < ROWS // SHARD
 
     down[0] = False
@@ -157,7 +157,7 @@ def test_collapse_pauses_without_burning_the_list(site: Site, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_retry_asks_only_for_passing_failures_and_ends_as_if_they_had_never_happened(
+def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occurred(
     site: Site, tmp_path: Path
 ) -> None:
     table = table_of(site, tmp_path / "urls.parquet")
@@ -179,7 +179,7 @@ def test_retry_asks_only_for_passing_failures_and_ends_as_if_they_had_never_happ
     assert len(asked) == ROWS
 
     again = download(config, retry_failed=True)
-    assert len(asked) == ROWS + passing, "only what may pass is asked again"
+    assert len(asked) == ROWS + passing, "only transient failures are requested again"
     assert "http 503" not in again.failures
     assert again.n == 108
     assert again.attempted == first.attempted == ROWS
@@ -191,7 +191,7 @@ def test_retry_asks_only_for_passing_failures_and_ends_as_if_they_had_never_happ
     ]
 
 
-def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_path: Path) -> None:
+def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(site: Site, tmp_path: Path) -> None:
     table = table_of(site, tmp_path / "urls.parquet")
     config, plan = prepare(settings(tmp_path / "out", table))
     assert (plan.rows, plan.shards) == (ROWS, ROWS // SHARD)
@@ -209,7 +209,7 @@ def test_two_runs_in_one_folder_and_other_settings_are_refused(site: Site, tmp_p
 
 
 def outcomes(folder: Folder) -> list[str]:
-    """How the sessions of a folder ended, in order."""
+    """Return the outcomes of a folder's sessions, in order."""
     return [json.loads(line)["outcome"] for line in folder.sessions.read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""The ways a run is started on a cluster: two nodes under deepspeed, Slurm with pre-emption, the container file."""
+"""Starting runs on a cluster: two nodes with deepspeed, Slurm with preemption, the container file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLUSTER = ROOT / "jobs" / "cluster"
 SBATCH = CLUSTER / "train.sbatch"
 STEPS, BATCH = 8, 8
 
-# Stands for Slurm on one machine: two tasks of one node; what it starts is noted, so that the test can signal it.
+# Simulates Slurm on one machine: two tasks on one node; it records their process ids so that the test can signal them.
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 export SLURM_NTASKS=2
@@ -66,7 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `srun` and `scontrol` are ours."""
+    """Return an environment in which `srun` and `scontrol` are the fakes above."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         path = tmp_path / name
         path.write_text(text)
@@ -77,7 +77,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def _job_id() -> int:
-    """A number of a job whose port (the template's rule: 20000 + number) nobody listens on."""
+    """Return a job id whose port (by the template's rule, 20000 + id) is free."""
     for number in range(os.getpid() % 10_000, 20_000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 20_000 + number)) != 0:
@@ -91,7 +91,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_nodes_under_deepspeed(base: Path, tmp_path: Path) -> None:
+def test_two_nodes_with_deepspeed(base: Path, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     launcher = str(Path(sys.executable).parent / "deepspeed")
@@ -120,7 +120,7 @@ def test_two_nodes_under_deepspeed(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_requeues_after_a_signal_and_finishes(base: Path, slurm: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_requeues_after_a_signal_and_the_run_finishes(base: Path, slurm: dict[str, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     long = f"samples={4000 * BATCH}"
     job = ["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={run}", "telemetry.progress=lines"]
@@ -146,10 +146,10 @@ def test_slurm_requeues_after_a_signal_and_finishes(base: Path, slurm: dict[str,
 
 @pytest.mark.parametrize(("code", "checkpoint", "requeued"), [(75, False, True), (1, False, False), (1, True, True),
                                                                (2, True, False), (0, True, False)])  # fmt: skip
-def test_what_slurm_queues_again(
+def test_which_exit_codes_are_requeued(
     code: int, checkpoint: bool, requeued: bool, base: Path, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    """The template's decision alone: srun is replaced by a script that ends as told."""
+    """Tests only the template's decision: srun is replaced by a script with a given exit code."""
     write = f"mkdir -p {tmp_path}/run/checkpoints; echo step-00000005 > {tmp_path}/run/checkpoints/latest"
     (tmp_path / "srun").write_text(f"#!/bin/bash\n{write if checkpoint else ':'}\nexit {code}\n")
     done = subprocess.run(["bash", str(SBATCH), str(base / "recipe.yaml"), f"output={tmp_path / 'run'}"], env=slurm,
@@ -158,7 +158,7 @@ def test_what_slurm_queues_again(
     assert (tmp_path / "requeued").exists() == requeued, done.stdout
 
 
-def test_the_template_is_sound_and_dry_runs(base: Path) -> None:
+def test_the_template_is_valid_and_supports_dry_runs(base: Path) -> None:
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)
     settings = ["output=/shared/a b", "optimizer.lr=1e-3"]
     for bind, bound in ((None, []), ("/shared", ["--bind", "/shared"])):
@@ -178,7 +178,7 @@ def test_the_template_is_sound_and_dry_runs(base: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "There is no recipe r.yaml.\n")
 
 
-def test_the_container_file_copies_what_exists_and_what_is_needed() -> None:
+def test_the_container_file_copies_existing_and_all_required_files() -> None:
     text = (CLUSTER / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
@@ -186,7 +186,7 @@ def test_the_container_file_copies_what_exists_and_what_is_needed() -> None:
     assert text.count("--constraint constraints.txt") == text.count("pip install")
 
 
-def test_the_example_hostfile_is_read_by_deepspeed() -> None:
+def test_deepspeed_can_read_the_example_hostfile() -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
     assert dict(fetch_hostfile(str(CLUSTER / "train-hostfile"))) == {"node-a": 8, "node-b": 8}

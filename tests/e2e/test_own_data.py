@@ -1,4 +1,4 @@
-"""The first commands of docs/own-data.md, run as they stand, on 64 pictures and a tiny model."""
+"""The first commands of docs/own-data.md, run unchanged, on 64 images and a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "own-data.md"
 
 
 @pytest.mark.slow
-def test_the_pages_commands_lead_from_pictures_to_an_exported_model(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     rows = [(f"{number:02d}.jpg", f"picture number {number}") for number in range(65)]
     for number, (name, _) in enumerate(rows[:64]):

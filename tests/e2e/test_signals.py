@@ -1,4 +1,4 @@
-"""What becomes of a run when its launcher or a rank gets a signal: the table of docs/cluster.md."""
+"""How a run ends when its launcher or a rank receives a signal: the table of docs/cluster.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def launch(launcher: str, arguments: list[str]) -> list[str]:
 
 
 def wait_for_step(run: Path, process: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the ranks once the run has taken five steps."""
+    """Wait until the run has taken five steps, and return the process ids of the ranks."""
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or '"step": 5,' not in metrics.read_text():
         assert process.poll() is None, process.communicate()[0][-3000:]
@@ -49,7 +49,7 @@ def wait_for_step(run: Path, process: subprocess.Popen[str]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

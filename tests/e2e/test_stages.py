@@ -1,4 +1,4 @@
-"""A run in stages: the same order as without, and exact resumption inside a stage and on its boundary."""
+"""A run in stages: same sample order as without stages, and exact resumption within a stage and at its boundary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def whole(base: Path) -> Path:
 
 
 def lr(step: int) -> float:
-    """Of update `step` (from 1): the run's schedule, halved in the first stage."""
+    """Return the learning rate of update `step` (from 1): the run's schedule, halved in the first stage."""
     run = load_recipe(None, settings(Path(), "x"))
     share = lr_scale(run.schedule, step=step - 1, total_steps=STEPS)
     return run.optimizer.lr * share * (0.5 if step <= FIRST else 1.0)
@@ -52,13 +52,13 @@ def order_hashes(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_images_and_texts_grow_and_the_order_stays(whole: Path, base: Path) -> None:
+def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole: Path, base: Path) -> None:
     rows = records(whole)
     assert sorted(rows) == list(range(1, STEPS + 1))
     flops = {step: row["mfu"] / row["samples_per_second"] for step, row in rows.items()}
     early = [value for step, value in flops.items() if step <= FIRST]
     late = [value for step, value in flops.items() if step > FIRST]
-    assert max(early) < 0.5 * min(late)  # a quarter of the patches, half of which are dropped
+    assert max(early) < 0.5 * min(late)  # a quarter of the patches, of which half are dropped
     assert [row["lr"] for row in rows.values()] == pytest.approx([lr(step) for step in rows])
     boundary, last = weights(whole, FIRST), weights(whole)
     assert boundary["visual.positional_embedding"].shape[0] == 5
@@ -85,7 +85,7 @@ def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base
 
 
 @pytest.mark.slow
-def test_an_architecture_that_cannot_be_resized_is_refused_before_any_work(base: Path) -> None:
+def test_an_architecture_that_cannot_be_resized_is_rejected_before_any_work(base: Path) -> None:
     arch = base / "convnext.json"
     vision = {
         "timm_model_name": "vit_tiny_patch16_224",

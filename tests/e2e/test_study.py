@@ -31,13 +31,13 @@ def test_every_study_runs_and_renders(name: str, place: Path) -> None:
         measured = run["result"]["normalizers"]
         assert bool(measured) == (name != "overhead")
         assert all(m["rows"] == 128 for m in measured)
-        if run["result"]["ranks"] > 1:  # [b, d] features of both sides and five numbers an anchor, in fp32
+        if run["result"]["ranks"] > 1:  # [b, d] features of both sides and five numbers per anchor, in fp32
             local, dim = run["result"]["batch_size"] // run["result"]["ranks"], 64
             assert run["result"]["traffic_bytes_per_step"]["all_gather"] == 4 * local * (2 * dim + 5)
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(place: Path) -> None:
+def test_finished_runs_are_not_repeated(place: Path) -> None:
     unit = units_of("gamma", size="smoke")[0]
     launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place), timeout=900)
     result = folder_of(unit, place) / "result.json"
@@ -48,8 +48,8 @@ def test_what_is_done_is_not_done_again(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_named_and_the_rest_is_rendered(tmp_path: Path, place: Path) -> None:
-    # A launcher that fails on purpose: the first word is a program that exits with 1.
+def test_a_failed_run_is_reported_and_the_rest_is_rendered(tmp_path: Path, place: Path) -> None:
+    # A launcher that fails deliberately: the first word is a program that exits with 1.
     done = launch(
         "jobs.study", "gamma", "--size", "smoke", "--output", str(tmp_path), "--launcher", "false", check=False
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The training job as a user starts it: any number of ranks, stopped and resumed, on another layout, with bad input."""
+"""The training job as a user starts it: any world size, stopped and resumed, on another layout, with bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settings(base: Path, output: str, *more: str) -> list[str]:
         f"samples={STEPS * BATCH}",
         f"batch_size={BATCH}",
         "schedule.warmup_steps=3",
-        # Attention's key biases have no gradient but rounding noise, which Adam would blow up to full steps.
+        # The gradient of attention's key biases is only rounding noise, which Adam would amplify to full steps.
         "optimizer.eps=1e-5",
         "objective.prototypes=16",
         "objective.restart_every=5",
@@ -69,14 +69,14 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def two_ranks(base: Path) -> Path:
-    """An undisturbed run on two ranks."""
+    """An uninterrupted run on two ranks."""
     run("jobs.train", *settings(base, "two"), ranks=2)
     return base / "two"
 
 
 @pytest.fixture(scope="module")
 def one_rank(base: Path) -> Path:
-    """The same run as one plain process."""
+    """The same run in one plain process."""
     run("jobs.train", *settings(base, "one"))
     return base / "one"
 
@@ -93,7 +93,7 @@ def test_one_rank_equals_two(one_rank: Path, two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_on_the_same_layout_changes_no_bit(base: Path, two_ranks: Path) -> None:
+def test_resuming_on_the_same_layout_is_bit_identical(base: Path, two_ranks: Path) -> None:
     resumed = base / "two-resumed"
     shutil.copytree(two_ranks, resumed)
     shutil.rmtree(resumed / "checkpoints" / f"step-{STEPS:08d}")
@@ -104,7 +104,7 @@ def test_resuming_on_the_same_layout_changes_no_bit(base: Path, two_ranks: Path)
             folder / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors" for folder in (resumed, two_ranks)
         ]
         assert equal(*map(load_file, files)), name
-    # Records of the steps taken again replace the old ones.
+    # Records of repeated steps replace the old ones.
     assert list(records(resumed)) == list(range(1, STEPS + 1))
 
 
@@ -125,7 +125,7 @@ def test_resuming_on_another_stage_and_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_interrupted_run_checkpoints_and_continues(base: Path, one_rank: Path) -> None:
+def test_an_interrupted_run_writes_a_checkpoint_and_can_be_resumed(base: Path, one_rank: Path) -> None:
     arguments = settings(base, "stopped")
     process = subprocess.Popen(
         command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
@@ -145,7 +145,7 @@ def test_interrupted_run_checkpoints_and_continues(base: Path, one_rank: Path) -
 
 
 @pytest.mark.slow
-def test_killed_run_continues_to_the_same_bits(base: Path, one_rank: Path) -> None:
+def test_a_killed_run_resumes_bit_identically(base: Path, one_rank: Path) -> None:
     arguments = settings(base, "killed", "checkpoint.every=1")
     process = subprocess.Popen(
         command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
@@ -162,7 +162,7 @@ def test_killed_run_continues_to_the_same_bits(base: Path, one_rank: Path) -> No
 
 
 @pytest.mark.slow
-def test_compiled_run_is_the_same_run_and_resumes_to_the_bit(base: Path, one_rank: Path) -> None:
+def test_a_compiled_run_gives_the_same_results_and_resumes_bit_identically(base: Path, one_rank: Path) -> None:
     """Compiled towers and normalizer network, with micro-batches and checkpointed gradients."""
     options = (
         "model.compile=true",
@@ -183,7 +183,7 @@ def test_compiled_run_is_the_same_run_and_resumes_to_the_bit(base: Path, one_ran
 
 
 @pytest.mark.slow
-def test_refused_before_any_work(base: Path, two_ranks: Path) -> None:
+def test_invalid_starts_are_rejected_before_any_work(base: Path, two_ranks: Path) -> None:
     again = run("jobs.train", *settings(base, two_ranks.name), check=False)
     assert again.returncode == 2
     assert "--resume latest" in again.stderr
@@ -197,7 +197,7 @@ def test_refused_before_any_work(base: Path, two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None:
+def test_every_objective_trains_and_resumes_bit_identically(base: Path) -> None:
     kept = [
         s
         for s in settings(base, "unused", "samples=48", "checkpoint.every=3")
@@ -212,7 +212,7 @@ def test_every_objective_trains_and_resumes_to_the_same_bits(base: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero0_fp32", "zero1_bf16"])
-def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, stage: str) -> None:
+def test_non_finite_steps_are_skipped_recorded_and_limited(base: Path, stage: str) -> None:
     out = base / f"poisoned-{stage}"
     kept = [
         s for s in settings(base, "unused", f"engine.deepspeed={stage}") if not s.startswith(("objective.", "output="))
@@ -220,7 +220,7 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
     run("tests.e2e.poisoned_run", str(out), *kept)
     found = json.loads((out / "found.json").read_text())
     assert found["untouched"]
-    assert found["asked"] == [0, 1, 2, 2, 2]  # a restart that is due is made by the next step that is applied
+    assert found["asked"] == [0, 1, 2, 2, 2]  # a pending restart happens at the next step that is applied
     assert found["moved"]
     assert "3 steps in a row" in found["stopped"]
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"event"' in line]
@@ -230,7 +230,7 @@ def test_steps_that_are_not_finite_are_skipped_recorded_and_limited(base: Path, 
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_changes_no_bit(base: Path) -> None:
+def test_activation_checkpointing_is_bit_identical(base: Path) -> None:
     common = ("engine.deepspeed=zero1_bf16", "model.patch_dropout=0.5", "engine.micro_batch=4")
     for name, wanted in (("kept", "false"), ("again", "true")):
         run("jobs.train", *settings(base, name, *common, f"model.grad_checkpointing={wanted}"))
@@ -238,7 +238,7 @@ def test_activation_checkpointing_changes_no_bit(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_histograms_utilization_and_a_profile_can_be_read_back(base: Path) -> None:
+def test_images_histograms_utilization_and_a_profile_can_be_read_back(base: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wanted = (
@@ -280,9 +280,9 @@ def test_pictures_histograms_utilization_and_a_profile_can_be_read_back(base: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [("zero0_fp32", 0), ("zero2_bf16", 2)])
-def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, ranks: int) -> None:
+def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path, stage: str, ranks: int) -> None:
     out = base / f"back-{stage}"
-    write_shards(out / "shards", [100, 100])  # one epoch: no sample comes twice
+    write_shards(out / "shards", [100, 100])  # one epoch: no sample is repeated
     more = (f"engine.deepspeed={stage}", f"data.sources={out / 'shards'}")
     kept = [s for s in settings(base, "unused", *more) if not s.startswith(("objective.", "output="))]
     run("tests.e2e.rolled_back_run", str(out), *kept, ranks=ranks)
@@ -292,7 +292,7 @@ def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, 
     assert "as often as max_rollbacks allows" in found["stopped"]
     lines = list(map(json.loads, (out / "itself" / "metrics.jsonl").read_text().splitlines()))
     (event,) = [line for line in lines if line["kind"] == "event" and "rollbacks" in line]
-    # The checkpoint at step 8 was written between bad steps, so the one before them counts.
+    # The checkpoint at step 8 was written between bad steps, so the one before them is used.
     assert (event["checkpoint"], event["step"]) == ("step-00000006", 10)
     figures = {line["step"]: (line["rollbacks"], line["skipped_steps"]) for line in lines if line["kind"] == "train"}
     assert list(figures) == list(range(1, STEPS + 1))
@@ -300,7 +300,7 @@ def test_a_run_goes_back_and_on_behind_poisoned_batches(base: Path, stage: str, 
 
 
 @pytest.mark.slow
-def test_evaluation_in_training_gives_the_checkpoints_scores(base: Path) -> None:
+def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Path) -> None:
     from data_prep.scenes import ScenesConfig, write_suite
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
@@ -313,7 +313,7 @@ def test_evaluation_in_training_gives_the_checkpoints_scores(base: Path) -> None
     assert list(scores) == [6, 12]
     tasks = {entry.task.key for entry in open_suite(base / "suite").entries}
     assert tasks <= scores[12].keys()
-    # The checkpoint's own evaluation finds every result done.
+    # A separate evaluation of the checkpoint finds all results already computed.
     (again,) = evaluate(str(base / "watched" / "checkpoints" / f"step-{STEPS:08d}"), suite=base / "suite")
     assert set(again.reused) == tasks
     assert {task: result.score for task, result in again.results.items()} == {

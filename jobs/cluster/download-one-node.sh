@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Ingestion on one node: every core fetches, decodes and writes.
+# Ingestion on one node: every core downloads, decodes and writes.
 #
 #   RECIPE=jobs/recipes/download/cc3m.yaml OUTPUT=/data/cc3m jobs/cluster/download-one-node.sh source.table=/data/cc3m.tsv
 #
-# Run the same command again after any interruption. DRY_RUN=1 prints the commands instead of running them.
-# A local resolver (knot or unbound, not the cloud's) is what a large list needs most: see the reasons "dns" and
-# "timeout" in the report.
+# Run the same command again after an interruption. DRY_RUN=1 prints the commands instead of running them.
+# For a large list, the most important thing is a local DNS resolver (knot or unbound, not the cloud's): check the reasons
+# "dns" and "timeout" in the report.
 set -euo pipefail
 : "${RECIPE:?set RECIPE to a file of jobs/recipes/download}" "${OUTPUT:?set OUTPUT to the folder of the data set}"
 run() { if [[ -n "${DRY_RUN:-}" ]]; then echo "$*"; else "$@"; fi; }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ingestion on a Ray cluster: shards are Ray tasks of one core each; nodes write into a file system that all see.
+# Ingestion on a Ray cluster: shards are Ray tasks of one core each; all nodes write to a shared file system.
 #
 #   ray start --head                       # on the head node, and `ray start --address=head:6379` on the others
 #   RECIPE=jobs/recipes/download/datacomp.yaml OUTPUT=/shared/pool jobs/cluster/download-ray.sh

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Ingestion as a Slurm array: each of WORKERS nodes takes every WORKERS-th shard, into one folder on a shared file system.
+# Ingestion as a Slurm array: each of WORKERS nodes processes every WORKERS-th shard; all write to one shared folder.
 #
 #   WORKERS=16 RECIPE=jobs/recipes/download/dfn-14m.yaml OUTPUT=/shared/dfn-14m jobs/cluster/download-slurm.sh
 #
-# Submits three steps: lay out the URL list once; the array (the worker that ends last writes the manifest); verify.
-# A task that was stopped is simply submitted again. Options of your site go into SBATCH_OPTIONS (partition, account).
+# Submits three steps: prepare the URL list once; run the array (the last worker to finish writes the manifest); verify.
+# If a task was stopped, submit it again. Set site-specific options (partition, account) in SBATCH_OPTIONS.
 # DRY_RUN=1 prints the commands instead of submitting them.
 set -euo pipefail
 : "${RECIPE:?set RECIPE to a file of jobs/recipes/download}" "${OUTPUT:?set OUTPUT to a folder that all nodes see}"

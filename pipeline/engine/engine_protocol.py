@@ -1,7 +1,7 @@
-"""What training needs of an engine. `DeepSpeedEngine` is one; another one is another class with these methods.
+"""The interface of an engine. `DeepSpeedEngine` implements it; another engine is a class with the same methods.
 
 Per step, training calls `forward` (features with their graph), `backward` (gradients of these features) and `step`
-(reduce, clip, update). An engine knows no objective.
+(reduce, clip, update). An engine is independent of the objective.
 """
 
 from __future__ import annotations

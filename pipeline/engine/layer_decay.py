@@ -1,4 +1,4 @@
-"""Layer-wise learning-rate decay: parameters learn the slower, the nearer to the input they are (BEiT, 2106.08254)."""
+"""Layer-wise learning-rate decay: layers closer to the input have smaller learning rates (BEiT, 2106.08254)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BEFORE = re.compile(
 
 
 def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
-    """Each parameter's share of the learning rate.
+    """The learning-rate factor of each parameter.
 
-    In either tower the last layers (projection, final norm) have 1, the last block `decay`, the one before `decay`^2,
+    In both towers the last layers (projection, final norm) have 1, the last block `decay`, the one before it `decay`^2,
     and so on down to the embeddings.
 
     Args:
-        names: parameters by open_clip's names; those of the image tower begin with `visual.`.
-        decay: factor from one block to the one before it, in (0, 1].
+        names: Parameters by open_clip's names; those of the image tower begin with `visual.`.
+        decay: Factor from one block to the one before it, in (0, 1].
     """
     places = {name: _place(name) for name in names}
     shares = {}

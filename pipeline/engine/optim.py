@@ -145,6 +145,6 @@ def gradient_in_moment(config: OptimizerConfig) -> tuple[str, float, float]:
 
 
 def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:
-    """What the optimizer adds to a parameter's gradient before updating its moment: sgd's weight decay, else 0."""
+    """The term added to a parameter's gradient before its moment is updated: weight decay for sgd, else 0."""
     decays = config.name == "sgd" and parameter.dim() >= 2  # as in `parameter_groups`
     return parameter.detach() * (config.weight_decay if decays else 0.0)

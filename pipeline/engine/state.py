@@ -36,7 +36,7 @@ class DeepSpeedState:
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside whatever the engine wrapped around it."""
+        """The torch optimizer inside the engine's wrappers."""
         optimizer = self._engine.optimizer
         while not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer.optimizer

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, the sinks they go to, and model FLOP utilization."""
+"""Telemetry of a run: metrics, the sinks they are written to, and model FLOPs utilization."""

@@ -1,4 +1,4 @@
-"""What a run reports, on rank 0 only: the same records to every sink."""
+"""Logging of a run's metrics and events on rank 0; every sink gets the same records."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class Telemetry:
                     )
 
     def train(self, *, step: int, scalars: Mapping[str, float]) -> None:
-        """Metrics of training after `step` steps."""
+        """Log training metrics after `step` steps."""
         self._each(lambda sink: sink.scalars("train", step=step, values=scalars))
 
     def evaluation(self, *, step: int, scores: Mapping[str, float]) -> None:
-        """Scores of the weights after `step` steps."""
+        """Log evaluation scores of the weights after `step` steps."""
         self._each(lambda sink: sink.scalars("evaluation", step=step, values=scores))
 
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
-        """Distributions of the finite values. values: CPU tensors of any shape; those without any are left out."""
+        """Log the distributions of the finite values of CPU tensors; tensors without finite values are skipped."""
         if not self._sinks:
             return
         found = {}
@@ -102,11 +102,11 @@ class Telemetry:
         self._each(lambda sink: sink.distributions(step=step, levels=QUANTILES, values=found))
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        """One uint8 [H, W, 3] picture of some of the batch, and its captions."""
+        """Log a uint8 [H, W, 3] picture of some samples of the batch, and their captions."""
         self._each(lambda sink: sink.pictures(step=step, grid=grid, captions=captions))
 
     def event(self, message: str, **facts: Any) -> None:
-        """Something that happened; `facts` are added to its record."""
+        """Log an event; `facts` are added to its record."""
         self._each(lambda sink: sink.event(message, facts=facts))
 
     def rewind(self, step: int) -> None:

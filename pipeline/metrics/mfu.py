@@ -12,7 +12,7 @@ from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import why_not_trimmed
 
-# Dense bf16 TFLOP/s of the makers' data sheets (no sparsity), by words in torch's name of the device; first hit wins.
+# Dense bf16 TFLOP/s (no sparsity) from the vendors' data sheets, by substring of torch's device name; first match wins.
 PEAK_BF16_TFLOPS = (
     (("B200",), 2250.0),
     (("GH200",), 989.0),
@@ -34,7 +34,7 @@ PEAK_BF16_TFLOPS = (
 
 
 def known_peak(device_name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a GPU by torch's name for it; None for one that is not in the table."""
+    """Dense bf16 TFLOP/s of a GPU by torch's device name; None if it is not in the table."""
     words = device_name.replace("-", " ").split()
     for key, peak in PEAK_BF16_TFLOPS:
         if all(part in words for word in key for part in word.split()):
@@ -73,14 +73,14 @@ class Utilization:
     def __init__(
         self, model: ModelConfig, *, device: torch.device, ranks: int, bf16: bool, peak_tflops: float | None
     ) -> None:
-        """Look up what is needed.
+        """Look up the peak and the FLOPs of the model.
 
         Args:
-            model: the recipe's `model` section.
-            device: of this rank.
-            ranks: the world size.
-            bf16: whether the towers compute in bf16, for which the table of peaks holds.
-            peak_tflops: of one device, given by the user; None: the table's, for a GPU and bf16.
+            model: The recipe's `model` section.
+            device: The device of this rank.
+            ranks: The world size.
+            bf16: Whether the towers compute in bf16; the table of peaks is for bf16.
+            peak_tflops: Peak of one device, set by the user; None: from the table, for a GPU in bf16.
         """
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
@@ -88,12 +88,12 @@ class Utilization:
         self._tokens, self._steps = 0.0, 0
 
     def count(self, *, text_tokens: float) -> None:
-        """Count a step in which the text tower computed so many tokens per text."""
+        """Count a step in which the text tower computed `text_tokens` tokens per text."""
         self._tokens += text_tokens
         self._steps += 1
 
     def scalars(self, samples_per_second: float) -> dict[str, float]:
-        """{"mfu": share of the peak} over the steps since the last call, or {} where no peak is known."""
+        """{"mfu": share of the peak} over the steps since the last call, or {} if the peak is unknown."""
         tokens = self._tokens / self._steps if self._steps else None
         self._tokens, self._steps = 0.0, 0
         if self._peak is None:

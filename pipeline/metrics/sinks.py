@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: one class per destination.
+"""Sinks for the metrics of a run: one class per destination.
 
 To add a tracker, add a class with the methods of `Sink` and register it under a name; `telemetry.trackers` turns it on.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 
 METRICS_NAME = "metrics.jsonl"
 STEPWISE = ("train", "evaluation", "distribution")
-"""Kinds of records that belong to a step. A run that continues from an earlier step writes them again."""
+"""Record kinds that belong to a step. A run that continues from an earlier step writes them again."""
 
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink is made from."""
+    """The arguments of a sink."""
 
     run: Path
     """The run's folder."""
@@ -49,13 +49,13 @@ class Sink(Protocol):
         """Metrics of kind "train", or scores of kind "evaluation"."""
 
     def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        """Distributions over a batch or of the objective's state. levels: of the quantiles, in [0, 1]."""
+        """Distributions over a batch or of the objective's state; `levels` are those of the quantiles, in [0, 1]."""
 
     def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        """Some of a batch: one uint8 [H, W, 3] picture, and the captions."""
+        """Some samples of a batch: one uint8 [H, W, 3] picture, and the captions."""
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        """Something that happened."""
+        """An event."""
 
     def rewind(self, step: int) -> None:
         """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
@@ -68,7 +68,7 @@ S = TypeVar("S", bound=Callable[[SinkContext], Sink])
 
 
 def register_sink(name: str) -> Callable[[S], S]:
-    """Class decorator: make a sink known under a name."""
+    """Class decorator that registers a sink under a name."""
 
     def add(make: S) -> S:
         assert name not in SINKS, f"two sinks are called {name}"
@@ -79,7 +79,7 @@ def register_sink(name: str) -> Callable[[S], S]:
 
 
 class QuietSink:
-    """Ignores everything: the base of sinks that take only a part."""
+    """Ignores all records: the base class of sinks that handle only some of them."""
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         pass
@@ -102,7 +102,7 @@ class QuietSink:
 
 @register_sink("jsonl")
 class JsonLines(QuietSink):
-    """RUN/metrics.jsonl: one JSON object per line, which reports and plots read."""
+    """RUN/metrics.jsonl: one JSON object per line, read by reports and plots."""
 
     def __init__(self, context: SinkContext) -> None:
         self._path = context.run / METRICS_NAME
@@ -132,7 +132,7 @@ class JsonLines(QuietSink):
 
 
 def _continue_at(path: Path, first_step: int) -> TextIO:
-    """Open the records for appending, without those of later steps and without a line that a crash cut short."""
+    """Open the records for appending, after removing those of later steps and a line truncated by a crash."""
     kept: list[str] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -181,7 +181,7 @@ class TensorBoard(QuietSink):
 
 @register_sink("progress")
 def progress(context: SinkContext) -> Sink:
-    """The terminal: a bar where there is one, else plain lines, as `telemetry.progress` says."""
+    """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""
     if context.progress == "quiet":
         return QuietSink()
     brief = context.progress == "brief"
@@ -191,7 +191,7 @@ def progress(context: SinkContext) -> Sink:
 
 
 class ProgressBarSink(QuietSink):
-    """A progress bar with the most important metrics; without events it vanishes at the end."""
+    """A progress bar with the most important metrics; without events it is cleared at the end."""
 
     def __init__(self, context: SinkContext, *, events: bool = True) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -250,7 +250,7 @@ class ProgressLines(QuietSink):
 
 
 def headline(scalars: Mapping[str, float]) -> str:
-    """The metrics of the progress line, as far as they are given."""
+    """The available metrics of the progress line."""
     shown = (
         ("samples_per_second", "{:,.0f} samples/s"),
         ("loss", "loss {:.4f}"),

@@ -1,4 +1,4 @@
-"""Reports: what a run's folder says, as one HTML page, as markdown, and as tables of several runs.
+"""Reports: one run as an HTML page and markdown, or a comparison of several runs with tables.
 
     from pipeline.report import write_report
     page = write_report(["runs/demo"])                # runs/demo/report.html, report.md
@@ -14,18 +14,18 @@ from pathlib import Path
 
 
 def write_report(runs: Sequence[str | Path], *, output: str | Path | None = None, mixed: bool = False) -> Path:
-    """Write the report of one run, or the comparison of several, the first of them being the baseline.
+    """Write the report of one run, or a comparison of several runs with the first as the baseline.
 
     Args:
         runs: Folders of runs.
         output: Folder to write into; by default the run's own, or `comparison` for several.
-        mixed: Compare runs that were evaluated with different settings or on different data, too.
+        mixed: Allow runs that were evaluated with different settings or on different data.
 
     Returns:
-        The HTML page; the other files are beside it.
+        The path of the HTML page; the other files are in the same folder.
 
     Raises:
-        UserError: A folder is not a run's, or the runs were not evaluated alike.
+        UserError: A folder is not a run, or the runs were evaluated differently.
     """
     from pipeline.report.run_data import read_run
 

@@ -1,6 +1,6 @@
-"""Paired bootstrap over a task's samples: how far the difference of two runs could be luck of the test set.
+"""Paired bootstrap over a task's samples: the uncertainty of a difference of two runs due to the finite test set.
 
-The interval says nothing about the luck of the training seed: for that, repeat runs with other seeds.
+The interval does not include the variation between training seeds; repeat runs with other seeds to measure that.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Statistic = Callable[[np.ndarray], float]
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of scores and its confidence interval; the interval is None where outcomes were not kept."""
+    """A difference of scores and its confidence interval, which is None if per-sample outcomes were not stored."""
 
     value: float
     interval: tuple[float, float] | None = None
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarray | None:
-    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run sees the same samples.
+    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
 
-    Returns: None when outcomes are missing, or the runs were scored on other data, or the metric is not known here.
+    Returns None if outcomes are missing, the runs were evaluated on different data, or the metric is not supported.
     """
     if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
         return None
@@ -79,7 +79,7 @@ def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
 
 
 def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
-    """Mean R@1 of both directions; an image is drawn together with all its captions."""
+    """Mean R@1 of both directions; an image is resampled together with all its captions."""
     owner = outcomes["caption_owner"]
     image = (outcomes["image_rank"] < 1).astype(np.float64)
     captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
@@ -96,7 +96,7 @@ def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
 
 
 def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
-    """Metrics over classes and groups, with the evaluation's own definitions."""
+    """Metrics over classes and groups, computed by the evaluation's own functions."""
     from pipeline.evaluation.datasets.datacomp import TASKS
     from pipeline.evaluation.protocols import groups
 

@@ -1,4 +1,4 @@
-"""Which charts a run's page has: from what was read to curves, bars and small multiples."""
+"""The charts of a run's page: curves, bars and small multiples from the data that was read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLD = "normalizer_gap_cold"
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with a title, a sentence on how to read them, and what they show in words."""
+    """Curves with a title, a note on how to read them, and a summary in words."""
 
     title: str
     svg: str
@@ -30,20 +30,20 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bar:
-    """One horizontal bar with its text and a fainter remark."""
+    """One horizontal bar with its text and a muted remark."""
 
     label: str
     value: float
     text: str
     remark: str = ""
     mark: float | None = None
-    """A tick on the same scale, for example the score of guessing."""
+    """A tick on the same scale, for example chance level."""
     colour: str = "series-1"
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars, the first at the top; `limit` is the value of a full bar."""
+    """Horizontal bars, the first at the top; `limit` is the value of a full-width bar."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -62,7 +62,7 @@ def training_charts(run: Run) -> list[Chart]:
 
 
 def constants(run: Run) -> list[tuple[str, str]]:
-    """Values that never changed: one line says what a chart would."""
+    """(title, value) of logged values that never changed; they are listed instead of plotted."""
     drawn = {*_varying(run), *MAIN, "normalizer_gap", COLD}
     others = [key for key in run.scalars() if key not in drawn]
     return [(quantity(key).title, rounded(float(run.curve(key)[1][0]))) for key in others]
@@ -91,7 +91,7 @@ def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Char
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
-    """Curves as a chart with its description in words; options as of `line_chart`."""
+    """Curves as a chart with a summary in words; `options` are passed to `line_chart`."""
     drawing = line_chart(lines, percent=percent, **options)
     ends = [f"{line.label + ' ' if line.label else ''}{_value(line.y[-1], percent)}" for line in lines]
     reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"
@@ -103,7 +103,7 @@ def _value(value: float, percent: bool) -> str:
 
 
 def score_chart(scores: Sequence[Score]) -> Bars:
-    """Scores of tasks on one scale, each with a tick where guessing would be."""
+    """Scores of tasks on one scale, each with a tick at chance level."""
     best = sorted(scores, key=lambda s: (-(s.times_chance or 0), s.task))
     bars = [Bar(s.label, s.score, f"{100 * s.score:.1f} %", remark=_times(s.times_chance), mark=s.chance) for s in best]
     return Bars("Zero-shot accuracy", tuple(bars), 1.0, "The tick marks chance: what guessing would score.")
@@ -116,7 +116,7 @@ def _times(value: float | None) -> str:
 
 
 def progress_charts(run: Run) -> list[Chart]:
-    """Small multiples: every task over samples seen, aggregates first; empty with fewer than two checkpoints."""
+    """Small multiples: every task over samples seen, aggregates first; empty for fewer than two checkpoints."""
     evaluated = [e for e in run.evaluations if e.samples is not None]
     if len(evaluated) < 2:
         return []
@@ -135,7 +135,7 @@ def _progress(title: str, points: list, chance: float | None) -> Chart:
 
 
 def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
-    """Recall at 1, 5 and 10 in both directions. named: with the task's name, where there are several."""
+    """Recall at 1, 5 and 10 in both directions; with `named`, the title includes the task's name."""
     bars = []
     for direction, prefix, colour in (("image → text", "text", "series-1"), ("text → image", "image", "series-3")):
         for k in (1, 5, 10):
@@ -149,7 +149,7 @@ def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
 
 
 def failure_chart(run: Run) -> Bars | None:
-    """Why URLs gave no sample."""
+    """Reasons why URLs gave no sample."""
     failures = sorted(run.failures.items(), key=lambda item: (-item[1], item[0]))
     if not failures:
         return None
@@ -163,7 +163,7 @@ def failure_chart(run: Run) -> Bars | None:
 
 
 def stage_chart(run: Run) -> Bars | None:
-    """How long every stage took."""
+    """Duration of every stage."""
     if not run.stages:
         return None
     total = sum(run.stages.values()) or 1.0
@@ -175,7 +175,7 @@ def stage_chart(run: Run) -> Bars | None:
 
 
 def duration(seconds: float) -> str:
-    """75.3 -> 1 min 15 s."""
+    """A duration as text: 75.3 -> 1 min 15 s."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

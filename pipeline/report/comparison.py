@@ -1,4 +1,4 @@
-"""Several runs held against each other: shared tasks, aggregates, differences with intervals, means over seeds."""
+"""Comparison of several runs: shared tasks, aggregates, differences with intervals, means over seeds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
 SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
-"""What scores that are compared have in common."""
+"""Evaluation inputs that must be equal for scores to be comparable."""
 NOT_OFFICIAL = "not the official data"
-SEED_KEYS = ("seed", "output", "name")  # settings in which repetitions of one run may differ
+SEED_KEYS = ("seed", "output", "name")  # settings that may differ between repetitions of a run
 
 
 @dataclass(frozen=True)
 class Row:
-    """One task or aggregate: a score per run (None: not there) and its difference to the first run."""
+    """One task or aggregate: a score per run (None: missing) and its difference from the first run."""
 
     name: str
     scores: tuple[float | None, ...]
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Method:
-    """Runs that differ only in their seed: mean and, from two on, standard deviation of each aggregate."""
+    """Runs that differ only in their seed: mean of each aggregate and, for two or more runs, standard deviation."""
 
     name: str
     runs: int
@@ -44,7 +44,16 @@ class Method:
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: the first is the baseline. labels: one short, distinct name per run."""
+    """The comparison of several runs.
+
+    Attributes:
+        runs: The runs; the first is the baseline.
+        labels: One short, distinct name per run.
+        aggregates: Rows of the aggregates.
+        tasks: Rows of the tasks.
+        methods: Runs grouped over seeds.
+        notes: Remarks about missing or differing data.
+    """
 
     runs: tuple[Run, ...]
     labels: tuple[str, ...]
@@ -59,7 +68,7 @@ def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
 
     Args:
         runs: The first is the baseline.
-        mixed: Compare scores of different settings or data, too, and say so.
+        mixed: Allow scores from different settings or data; the notes list the differences.
 
     Raises:
         UserError: A task was evaluated with different settings or on different data, and `mixed` is not given.
@@ -91,7 +100,7 @@ def compare(runs: Sequence[Run], *, mixed: bool = False) -> Comparison:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Folder names; with as much of the path as it takes to tell them apart."""
+    """Folder names, with as many parent folders as needed to make them distinct."""
     paths = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         found = ["/".join(path[-depth:]) for path in paths]
@@ -101,7 +110,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple[str, ...]]:
-    """The aggregates to show: the official ones that some run has all tasks of; else means over the tasks all share."""
+    """The aggregates to show: official ones for which some run has all tasks, else means over the shared tasks."""
     have = [{score.task for score in e.scores} if e else set() for e in evaluations]
     official = {name: keys for name, keys in AGGREGATES.items() if any(set(keys) <= tasks for tasks in have)}
     if official:
@@ -116,13 +125,13 @@ def groups_of(evaluations: Sequence[StoredEvaluation | None]) -> dict[str, tuple
 
 
 def _noted(name: str, keys: Sequence[str], evaluations: Sequence[StoredEvaluation | None]) -> str:
-    """An official aggregate's name, with a note where some of the data is not the official one."""
+    """An official aggregate's name, with a note if some of the data is not the official data."""
     scores = [e.score(key) for e in evaluations if e for key in keys]
     return name if all(score.official for score in scores if score is not None) else f"{name} ({NOT_OFFICIAL})"
 
 
 def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> list[str]:
-    """One sentence per task that was not evaluated alike in all runs."""
+    """One sentence per difference in how the runs evaluated a task."""
     found = []
     for key in dict.fromkeys(score.task for e in latest if e for score in e.scores):
         scores = {name: e.score(key) for name, e in zip(labels(runs), latest, strict=True) if e is not None}
@@ -137,7 +146,7 @@ def _different_settings(runs: Sequence[Run], latest: Sequence[StoredEvaluation |
 
 
 def mean_score(evaluation: StoredEvaluation | None, keys: Sequence[str]) -> float | None:
-    """The mean over `keys`; None unless all of them are there."""
+    """The mean over `keys`; None if any of them is missing."""
     scores = [evaluation.score(key) for key in keys] if evaluation else []
     found = [score.score for score in scores if score is not None]
     return math.fsum(found) / len(keys) if found and len(found) == len(keys) else None
@@ -191,7 +200,7 @@ def _methods(runs: Sequence[Run], aggregates: Sequence[Row]) -> list[Method]:
 
 
 def method_name(runs: Sequence[Run], group: Sequence[int]) -> str:
-    """The objective's name where it is one group's alone, else the runs' own labels."""
+    """The objective's name if no other group uses it, else the labels of the runs."""
     names = [str(run.setting("objective.name", "")) for run in runs]
     mine = names[group[0]]
     others = [name for k, name in enumerate(names) if k not in group]

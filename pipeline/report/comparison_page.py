@@ -23,7 +23,7 @@ from pipeline.report.run_page import render
 
 
 def write_comparison(runs: Sequence[Run], output: Path, *, mixed: bool = False) -> Path:
-    """Write `comparison.html`, `.md`, `.csv` and `.tex` into `output`. Returns: the page."""
+    """Write `comparison.html`, `.md`, `.csv` and `.tex` to `output`. Returns the path of the page."""
     comparison = compare(runs, mixed=mixed)
     context = {
         "c": comparison,
@@ -58,7 +58,7 @@ def change(value: Difference | None) -> str:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """One line per task and run: values are shares, not percent; empty where there is none."""
+    """One line per task and run; values are fractions, not percent; empty if missing."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["kind", "task", "run", "score", "difference", "ci_low", "ci_high", "chance"])
@@ -148,7 +148,7 @@ def _performance_curves(comparison: Comparison) -> list[Chart]:
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference in points with its place on an axis that all rows share, in percent of its width."""
+    """A difference in points, and its position on the common axis of all rows in percent of the width."""
 
     label: str
     text: str
@@ -160,7 +160,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Differences of one run to the first, the largest first; `zero` is the place of no difference."""
+    """Differences of one run from the first, the largest first; `zero` is the position of no difference."""
 
     title: str
     rows: tuple[Interval, ...]
@@ -168,7 +168,7 @@ class Intervals:
 
 
 def _difference_charts(comparison: Comparison) -> list[Intervals]:
-    """Per run, how far every task is from the first run; coloured where the interval leaves out zero."""
+    """Per run, the difference of every task from the first run; coloured if the interval excludes zero."""
     made = []
     for k, label in enumerate(comparison.labels[1:], 1):
         deltas = [(row.name, row.differences[k]) for row in comparison.tasks]
@@ -195,7 +195,7 @@ def _intervals(title: str, deltas: Sequence[tuple[str, Difference]]) -> Interval
 
 
 def different_settings(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs differ, with the value of each run; a key that a run has not is a dash."""
+    """The settings in which the runs differ, with the value of each run; a dash if a run does not have the key."""
     trees = [dict(flat(run.config)) for run in comparison.runs]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     rows = [(key, [tree.get(key, "–") for tree in trees]) for key in keys]

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG whose colours are CSS variables, so that one picture serves light and dark pages.
+"""Line charts as inline SVG whose colours are CSS variables, so that they work in light and dark mode.
 
 One unit of the SVG is about one pixel on a phone, so that text of 12 units can be read there.
 """
@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# matplotlib draws in these stand-ins; each becomes a CSS variable of the page.
+# Placeholder colours for matplotlib; each is replaced by a CSS variable of the page.
 COLOURS = {
     "ink": "#010203",
     "muted": "#010204",
@@ -50,11 +50,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture and what its pointer shows."""
+    """An SVG and the data that the page shows under the pointer."""
 
     svg: str
     hover: dict[str, Any]
-    """Position of the axes in the SVG, their limits, and the drawn points of every line; for the page's script."""
+    """Position of the axes in the SVG, their limits, and the plotted points of every line, for the page's script."""
 
 
 def line_chart(
@@ -70,8 +70,8 @@ def line_chart(
 
     Args:
         lines: What to draw; labels make a legend.
-        percent: The values are shares.
-        log: Logarithmic values.
+        percent: The values are fractions, shown in percent.
+        log: Logarithmic value axis.
         zero: The value axis starts at 0.
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
@@ -93,7 +93,7 @@ def line_chart(
 
 
 def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
-    """A legend in even rows above the axes; a blank title keeps its place."""
+    """A legend in even rows above the axes; a blank title reserves the space."""
     fit = max(1, int(width / (7.2 * max(map(len, labels)) + 34)))
     rows = -(-len(labels) // fit)
     legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=-(-len(labels) // rows), columnspacing=1.2)
@@ -102,7 +102,7 @@ def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
 
 
 def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a line. Returns: the points of the strong curve, at most `MAX_POINTS`."""
+    """Draw a line. Returns the points of the main curve, at most `MAX_POINTS`."""
     colour = COLOURS[line.colour]
     x, y = pooled(line.x, line.y)
     if line.smooth and len(x) > 20:
@@ -114,12 +114,12 @@ def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(text: str) -> str:
-    """A label as it is: $ would begin mathematics, and a leading underscore hides it from the legend."""
+    """Escape a label for matplotlib: $ starts math mode, and a leading underscore hides it from the legend."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def pooled(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Means of equally long stretches, so that a long run does not make a heavy page."""
+    """Average over intervals of equal length, to limit the size of the page for long runs."""
     if len(x) <= limit:
         return x, y
     edges = np.linspace(0, len(x), limit + 1).astype(int)
@@ -128,7 +128,7 @@ def pooled(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.nd
 
 
 def smoothed(y: np.ndarray, span: float = 0.05) -> np.ndarray:
-    """Centred moving average over about `span` of the curve; windows that reach over an end are cut there."""
+    """Centred moving average over about the fraction `span` of the curve; windows are truncated at the ends."""
     half = max(1, round(span * len(y) / 2))
     total = np.concatenate([[0.0], np.cumsum(y)])
     low, high = np.maximum(np.arange(len(y)) - half, 0), np.minimum(np.arange(len(y)) + half + 1, len(y))
@@ -136,7 +136,7 @@ def smoothed(y: np.ndarray, span: float = 0.05) -> np.ndarray:
 
 
 def short(value: float) -> str:
-    """1234567 -> 1.23M."""
+    """A number in short form: 1234567 -> 1.23M."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"
@@ -157,7 +157,7 @@ def _style(axes: Axes, *, small: bool) -> None:
 
 @contextmanager
 def _axes(size: tuple[int, int]) -> Iterator[tuple[Axes, Any]]:
-    """Axes in the page's style, and a function that gives the finished drawing."""
+    """Axes in the page's style, and a function that returns the finished drawing."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -212,7 +212,7 @@ def _points(lines: Sequence[Line], drawn: Sequence[tuple[np.ndarray, np.ndarray]
 
 
 def _for_page(svg: str) -> str:
-    """Only the <svg> element, scaling with its container, with CSS variables for colours and the page's font."""
+    """The bare <svg> element: it scales with its container and uses the page's font and CSS variables for colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
@@ -221,7 +221,7 @@ def _for_page(svg: str) -> str:
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
     svg = svg.replace('xlink:href="', 'href="')
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids of groups would repeat from chart to chart
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # group ids would not be unique across charts
     for name, stand_in in COLOURS.items():
         svg = svg.replace(stand_in, f"var(--{name})")
     return svg

@@ -1,4 +1,4 @@
-"""The few figures that a report opens with, and the table of scores: shared by the page and the markdown."""
+"""The headline figures of a report and the table of scores, used by both the page and the markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.report.run_data import Run
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure: its name, the value, and what it should be held against."""
+    """One figure: its name, its value, and a reference to compare it with."""
 
     label: str
     value: str
@@ -24,7 +24,7 @@ class Tile:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Headline figures, only those whose inputs are there."""
+    """The headline figures whose inputs are available."""
     found = [*_scores(run), *_training(run), *_data(run)]
     if run.stages:
         found.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
@@ -86,13 +86,13 @@ def _data(run: Run) -> list[Tile]:
 
 
 def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:
-    """The mean of a scalar over the last tenth of the run: single lines are noisy."""
+    """The mean of a scalar over the last tenth of the run, because single values are noisy."""
     _, y = run.curve(key)
     return float(y[-max(1, math.ceil(share * len(y))) :].mean()) if len(y) else None
 
 
 def score_rows(run: Run) -> list[dict[str, str]]:
-    """The table of all scores of the latest checkpoint, in the order of the suite."""
+    """The table of all scores of the latest checkpoint, in suite order."""
     rows = []
     for score in run.latest.scores if run.latest else ():
         times = f"{score.times_chance:.1f}×" if score.times_chance is not None else "–"
@@ -110,7 +110,7 @@ def score_rows(run: Run) -> list[dict[str, str]]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A tree of plain values as dotted keys and texts, in its own order."""
+    """A tree of plain values as (dotted key, text), in the order of the tree."""
     found: list[tuple[str, str]] = []
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else str(key)

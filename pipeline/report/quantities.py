@@ -1,4 +1,4 @@
-"""The logged quantities in words: title, unit and how to read them. Others are shown under their own names."""
+"""Titles, units and explanations of logged quantities. Unknown quantities are shown under their own names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Kind = Literal["number", "share"]
 
 @dataclass(frozen=True)
 class Quantity:
-    """How a logged value is shown."""
+    """How a logged value is displayed."""
 
     title: str
-    """Plain title, with the unit where there is one."""
+    """Title, with the unit if there is one."""
     note: str = ""
-    """How to read it, in a sentence."""
+    """One sentence on how to read it."""
     kind: Kind = "number"
-    """A share is shown in percent."""
+    """A "share" is shown in percent."""
     zero: bool = False
     """The axis starts at zero."""
     smooth: bool = True
@@ -71,7 +71,7 @@ KNOWN: dict[str, Quantity] = {
 
 
 def quantity(key: str) -> Quantity:
-    """How `key` is shown; an unknown key under its own name."""
+    """How `key` is displayed; an unknown key has its own name as the title."""
     return KNOWN.get(key) or Quantity(key.replace("_", " ")[:1].upper() + key.replace("_", " ")[1:])
 
 

@@ -1,4 +1,4 @@
-"""Reading a run's folder: whatever is there, and in plain words what is not. Needs no torch."""
+"""Reads a run's folder: everything that is available, and notes on what is missing. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """The contents of a run's folder.
 
-    config: the resolved configuration, {} when missing. rows: the training lines of metrics.jsonl in the order of
-    their steps, one per step (a resumed run writes some steps again; the last line counts). events: the other lines
-    that carry a message. stages: seconds by name. manifests: of the sources of the data. evaluations: by samples seen.
-    notes: what is missing or damaged.
+    Attributes:
+        folder: The run's folder.
+        config: The resolved configuration, {} if missing.
+        rows: The training lines of metrics.jsonl in order of steps, one per step (a resumed run logs some steps again;
+            the last line is used).
+        events: The other lines that have a message.
+        stages: Seconds by stage name.
+        manifests: The manifests of the data sources.
+        evaluations: The evaluations in order of samples seen.
+        notes: What is missing or damaged.
     """
 
     folder: Path
@@ -50,7 +56,7 @@ class Run:
 
     @property
     def latest(self) -> StoredEvaluation | None:
-        """The evaluation of the checkpoint that has seen most samples."""
+        """The evaluation of the checkpoint that has seen the most samples."""
         return self.evaluations[-1] if self.evaluations else None
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -63,19 +69,23 @@ class Run:
         return value
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Samples seen and a scalar, of the training lines that have it as a finite number."""
+        """Samples seen and the values of a scalar, from the training lines where it is a finite number."""
         pairs = [(row["samples"], row[key]) for row in self.rows if _is_finite(row.get(key))]
         points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
         return points[:, 0], points[:, 1]
 
     def scalars(self) -> list[str]:
-        """The names of all numbers in the training lines, in order of appearance."""
+        """The names of all numeric values in the training lines, in order of appearance."""
         names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _is_finite(value))
         return [name for name in names if name not in ("step", "samples", "time", "epoch")]
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run. Raises: UserError when the folder is not there or holds nothing of a run."""
+    """Read a run.
+
+    Raises:
+        UserError: The folder does not exist or contains no files of a run.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"There is no run at {folder}: give the folder that `neuclip train` or `neuclip demo` wrote.")
@@ -98,7 +108,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def samples_at(rows: list[Row], config: Mapping[str, Any]) -> Any:
-    """A function from a step to the samples seen by then, None when nothing tells."""
+    """A function that maps a step to the samples seen by then, or None if unknown."""
     seen = {row["step"]: row["samples"] for row in rows}
     per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None
 
@@ -170,7 +180,7 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
 
 
 def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
-    """The folder that relative paths of the configuration start from: the run's own place without its `output`."""
+    """The folder that relative paths in the configuration refer to: the run's folder without its `output` suffix."""
     output = Path(str(config.get("output", folder.name)))
     parts = folder.resolve().parts
     if not output.is_absolute() and parts[-len(output.parts) :] == output.parts:

@@ -16,18 +16,18 @@ from pipeline.report.stored_scores import Classes, Described, Example
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 WHOLE_MATRIX, CONFUSIONS = 16, 15
-"""Most classes of a confusion matrix that is shown whole, and confusions that are listed of a larger one."""
+"""Up to how many classes a confusion matrix is shown in full, and how many confusions are listed otherwise."""
 
 
 def write_page(run: Run, output: Path) -> Path:
-    """Write `report.html` and `report.md` into `output`. Returns: the page."""
+    """Write `report.html` and `report.md` to `output`. Returns the path of the page."""
     context = _context(run)
     write_text(output / MARKDOWN_NAME, render("run.md", context))
     return write_text(output / HTML_NAME, render("run.html", context))
 
 
 def render(template: str, context: Mapping[str, Any]) -> str:
-    """Fill in a template of this folder; what stands for something in HTML or in a table of markdown is escaped."""
+    """Render a template of this folder; values are escaped for HTML or for markdown tables."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -42,7 +42,7 @@ def render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def in_markdown(value: Any) -> Any:
-    """Text as it stands in a cell of a table."""
+    """Text escaped for a cell of a markdown table."""
     return value.replace("|", "\\|").replace("<", "&lt;") if isinstance(value, str) else value
 
 
@@ -76,7 +76,7 @@ def _context(run: Run) -> dict[str, Any]:
 
 
 def _confusions(classes: Classes) -> dict[str, Any]:
-    """A small matrix whole, of a larger one the most frequent confusions."""
+    """A small matrix in full, or the most frequent confusions of a larger one."""
     whole = classes.matrix is not None and len(classes.names) <= WHOLE_MATRIX
     matrix = [[cell / max(1, sum(row)) for cell in row] for row in classes.matrix or ()] if whole else None
     known = [accuracy for accuracy in classes.accuracy if accuracy is not None]
@@ -116,7 +116,7 @@ def _subtitle(run: Run) -> Iterable[str]:
 
 
 def _data_facts(run: Run) -> list[tuple[str, str]]:
-    """The figures of every source of the data."""
+    """The statistics of every data source."""
     rows = []
     for manifest in run.manifests:
         rows += [
@@ -130,7 +130,7 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:
-    """What the latest scores were computed with, where all tasks agree on it."""
+    """The settings that all of the latest scores were computed with."""
     if run.latest is None or not run.latest.scores:
         return []
     inputs = [score.inputs for score in run.latest.scores]
@@ -144,7 +144,7 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
 
 
 def _embedded(example: Example) -> dict[str, Any]:
-    """An example with its images as data URIs; the own image is added where it is not among the best."""
+    """An example with its images as data URIs; the correct image is added if it is not among the best."""
     found = any(image.right for image in example.images)
     return {
         "caption": example.caption,
@@ -155,7 +155,7 @@ def _embedded(example: Example) -> dict[str, Any]:
 
 
 def _data_uri(path: Path) -> str | None:
-    """None where the thumbnail is not there: the page then shows an empty frame."""
+    """None if the thumbnail is missing; the page then shows an empty frame."""
     try:
         return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
     except OSError:

@@ -1,4 +1,4 @@
-"""A few pairs of the training data as they are in the shards, for a person to look at."""
+"""A few pairs of the training data as stored in the shards, for visual inspection."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class SamplePair:
 
 
 def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: int = COUNT) -> list[SamplePair]:
-    """Pairs at even distances through all local shards; those that cannot be read are left out.
+    """Pairs sampled at even intervals from all local shards; unreadable ones are skipped.
 
     Args:
-        manifests: The sources of the data.
+        manifests: The manifests of the data sources.
         caption: `data.caption` of the run.
-        count: How many, at most.
+        count: Maximum number of pairs.
     """
     try:
         field = CaptionField.parse(caption)

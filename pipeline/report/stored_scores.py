@@ -1,4 +1,4 @@
-"""Reading RUN/evaluation/<checkpoint>/: one score per task, per-sample outcomes, and retrieval examples."""
+"""Reads RUN/evaluation/<checkpoint>/: one score per task, per-sample outcomes, and retrieval examples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
 
 @dataclass(frozen=True)
 class Score(TaskScore):
-    """One task's result, read from `path`. inputs: what it was computed with."""
+    """One task's result, read from `path`; `inputs` are the settings and data it was computed with."""
 
     inputs: Mapping[str, Any]
     path: Path
     official: bool = False
-    """Whether the data has the official counts."""
+    """Whether the sample counts are those of the official data."""
 
     @property
     def label(self) -> str:
-        """The short name: without the suite's prefix when the task has no name of its own."""
+        """The short name; if the task has no name, its key without the suite's prefix."""
         return self.task.rpartition("/")[2] if self.name == self.task else self.name
 
     @property
@@ -38,7 +38,7 @@ class Score(TaskScore):
         return self.score / self.chance if self.chance else None
 
     def outcomes(self) -> dict[str, np.ndarray] | None:
-        """Per-sample outcomes, from which every metric can be computed again; None when they were not kept."""
+        """Per-sample outcomes, from which every metric can be recomputed; None if they were not stored."""
         path = self.path.with_suffix(".outcomes.npz")
         if not path.is_file():
             return None
@@ -48,7 +48,7 @@ class Score(TaskScore):
 
 @dataclass(frozen=True)
 class Retrieved:
-    """An image that a caption found. right: it is the caption's own."""
+    """An image retrieved for a caption; `right` if it is the caption's own image."""
 
     file: Path
     score: float | None
@@ -78,20 +78,20 @@ class Described:
 
 @dataclass(frozen=True)
 class Classes:
-    """What a classification task's classes were taken for."""
+    """The confusions of a classification task."""
 
     task: str
     names: tuple[str, ...]
     accuracy: tuple[float | None, ...]
     matrix: tuple[tuple[int, ...], ...] | None
-    """Rows are true classes, columns predictions; None with many classes."""
+    """Rows are true classes, columns predictions; None if there are many classes."""
     confusions: tuple[tuple[str, str, int], ...]
-    """True class, predicted class, count; the most frequent first."""
+    """(true class, predicted class, count), the most frequent first."""
 
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """All results of one checkpoint; failures: what went wrong, by task."""
+    """All results of one checkpoint; `failures` are error messages by task."""
 
     checkpoint: str
     step: int | None
@@ -200,7 +200,7 @@ def _examples(folder: Path, notes: list[str]) -> list[Example]:
 
 def _described(folder: Path, notes: list[str]) -> list[Described]:
     path = folder / "images.json"
-    if not path.is_file():  # of an evaluation by an older version
+    if not path.is_file():  # written by an older version
         return []
     try:
         return [

@@ -1,4 +1,4 @@
-"""Scores of a run's checkpoints as TensorBoard scalars, beside those that training wrote."""
+"""Adds the scores of a run's checkpoints as TensorBoard scalars to those written by training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def update_scores(folder: str | Path) -> None:
 
 
 def write_scores(run: Run) -> Path:
-    """Write every score and complete aggregate at the checkpoint's step; what was written before is replaced.
+    """Write every score and complete aggregate at the checkpoint's step, replacing earlier ones.
 
-    Returns: the folder, a sub-run of RUN/tensorboard.
+    Returns:
+        The folder, a sub-run of RUN/tensorboard.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""Budgets as small runs state them: epochs instead of samples, warm-up as a share of the run.
+"""Alternative units for budgets: epochs instead of samples, and warm-up as a fraction of the run.
 
 Both are keys of a recipe (`epochs`, `schedule.warmup_share`) that become `samples` and `schedule.warmup_steps` when the
 recipe is read, so that a run's stored configuration always holds plain numbers.
@@ -16,16 +16,16 @@ from pipeline.errors import UserError
 
 
 def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe under its overrides, with `epochs` and `schedule.warmup_share` replaced by what they amount to.
+    """Merge a recipe with its overrides and convert `epochs` and `schedule.warmup_share` to samples and steps.
 
-    An epoch is what the data's manifests give; while they are missing, `plan.dataset_size` samples.
+    The size of an epoch comes from the data's manifests or, if they are missing, from `plan.dataset_size`.
 
     Args:
-        recipe: the recipe's tree.
-        above: the overrides' tree; a budget given there replaces the recipe's of the other kind.
+        recipe: The recipe's tree.
+        above: The overrides' tree; a budget given there replaces the recipe's budget, also one in the other unit.
 
     Raises:
-        UserError: when both kinds of a budget are given in one place, or a value is out of range.
+        UserError: A budget is given in both units in one place, or a value is out of range.
     """
     _one_of("epochs", "samples", recipe, above)
     _one_of("warmup_share", "warmup_steps", _section(recipe, "schedule"), _section(above, "schedule"))
@@ -49,12 +49,12 @@ def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
 
 
 def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
-    """Samples in so many epochs of whole batches."""
+    """The number of samples in `epochs` epochs of whole batches."""
     count = _number(epochs, "epochs", low=0.0, high=1e6)
     batch = _whole(tree, "batch_size")
     n = _epoch_samples(tree)
     streams = DataConfig.streams if (given := _section(tree, "data").get("streams")) is None else given
-    # As `make_layout` lays an epoch out: streams of equal length, whole batches.
+    # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
     steps = n // streams // max(1, batch // streams) if isinstance(streams, int) and streams > 0 else n // batch
     if steps < 1:
         raise UserError(
@@ -65,7 +65,7 @@ def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
 
 
 def _epoch_samples(tree: Mapping[str, Any]) -> int:
-    """Samples in an epoch, by the manifests of `data.sources`, or by `plan.dataset_size` while these are missing."""
+    """Samples per epoch, from the manifests of `data.sources` or, if these are missing, from `plan.dataset_size`."""
     config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
     try:
         return load_mixture(config).epoch_samples

@@ -102,7 +102,7 @@ class GradientCheck:
         }
         self._plain, self._before = None, {}
         del weights
-        if self._world.device.type == "cuda":  # the memory figures of the run are to be without the copy
+        if self._world.device.type == "cuda":  # exclude the copy from the run's memory statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return compare_gradients(applied, expected, tolerance=TOLERANCE[self._engine.bf16])

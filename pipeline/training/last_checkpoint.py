@@ -59,7 +59,7 @@ def save_again(
 
 
 def _problem(writer: CheckpointWriter, snapshot: Snapshot, agreed: Callable[[Any], Any]) -> str:
-    """Write a snapshot and wait for it. Returns: why it could not be written, or nothing."""
+    """Write a snapshot and wait for it. Returns the reason for a failure, or an empty string."""
     writer.save(snapshot)
     writer.wait()
     return str(agreed(writer.problem))

@@ -15,7 +15,7 @@ from pipeline.metrics.logger import Telemetry, TelemetryConfig
 from pipeline.training.step import StepResult
 
 CELL, LINES, COLUMNS = 160, 3, 4
-"""Pixels of an image's side in the grid, lines of caption below it, images in a row."""
+"""Side of an image in the grid in pixels, lines of caption below it, images per row."""
 
 
 class Observer:

@@ -51,11 +51,11 @@ class PeriodicEvaluation:
         self._suite = open_suite(config.suite or "")
         self._run, self._world = run, world
         self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
-        # Attention as `neuclip evaluate` computes it: a score must not depend on who computed it.
+        # The same attention as in `neuclip evaluate`, so that both compute the same scores.
         self._model = replace(without_weights(model), packed_attention=False)
 
     def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
-        """Scores by task, and by aggregate where all its tasks are there. Collective.
+        """Scores by task, and by aggregate if all of its tasks were evaluated. Collective.
 
         The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them.
 

@@ -1,4 +1,4 @@
-"""The next batch is prepared while the device is busy, instead of after the step, when it is idle."""
+"""Fetches the next batch while the device is busy, instead of after the step, when the device is idle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrefetchedBatches:
         self._ahead: Batch | Exception | None = None
 
     def next(self) -> Batch:
-        """The next batch, fetched ahead or now. Raises: what the loader raised."""
+        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here."""
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead

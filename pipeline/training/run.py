@@ -1,4 +1,4 @@
-"""Training a run: `setup` checks everything and builds the parts; `train` is all of it on one rank."""
+"""Training a run: `setup` checks everything and builds the parts; `train` runs one rank from start to end."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
 
 
 def stage_trainers(run: RunConfig, *, resume: str | None = None) -> Generator[Trainer]:
-    """A trainer for each remaining stage of a run, to be fitted before the next one is asked for.
+    """Yield a trainer for each remaining stage of a run; fit each trainer before requesting the next one.
 
     Stops after a trainer that was not fitted to the end of its stage.
     """
@@ -198,12 +198,12 @@ def _collectives_limit(run: RunConfig) -> float:
 
 
 def train(run: RunConfig, *, resume: str | None = None) -> int:
-    """Train one run on this rank to its last checkpoint. Returns: the exit code."""
+    """Train one run on this rank to its last checkpoint. Returns the exit code."""
     code = EXIT_DONE
     with closing(stage_trainers(run, resume=resume)) as trainers:
         for trainer in trainers:
             code = trainer.fit()
-            del trainer  # its memory is needed for the next stage's
+            del trainer  # free its memory for the next stage's trainer
             if code != EXIT_DONE:
                 break
     return code

@@ -50,7 +50,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
 
 
 def _lock(file: IO[str], folder: Path) -> str:
-    """Take the lock, waiting for a run that is ending or has died. Returns: the problem if another run keeps it."""
+    """Take the lock, waiting for a run that is ending or has died. Returns an error message if it remains locked."""
     for second in range(LOCK_SECONDS):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this kind of lock

@@ -21,10 +21,10 @@ from pipeline.training.recipe import RunConfig
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run at one cost."""
+    """A part of a run with its own `model` section."""
 
     number: int
-    """From 0."""
+    """Number of the stage, from 0."""
     first: int
     """Its first step."""
     end: int
@@ -67,7 +67,7 @@ def check_stages(run: RunConfig) -> None:
     """Check on shapes that every stage's towers can be built and can start from the weights of the stage before.
 
     Raises:
-        UserError: an architecture whose weights cannot be resized, or whose texts cannot be cut.
+        UserError: The architecture's weights cannot be resized, or its texts cannot be cut.
     """
     if not run.schedule.stages:
         return

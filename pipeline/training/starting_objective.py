@@ -1,4 +1,4 @@
-"""Where a fine-tuned model's temperature starts: where the pretrained weights left it."""
+"""The initial temperature of a fine-tuned model: that of the pretrained weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
     """The run's objective with the temperature (and bias) of the pretrained weights as its initial values.
 
     A temperature outside the objective's bounds starts at the nearest bound. Objectives with a fixed temperature keep
-    it: it is a setting there.
+    theirs, which is a setting.
 
     Args:
-        run: the run's configuration.
-        logit: log(1/tau) and bias of the pretrained weights; None without any.
+        run: The run's configuration.
+        logit: log(1/tau) and bias of the pretrained weights; None without pretrained weights.
     """
     config = run.objective
     if logit is None or not run.model.pretrained_temperature:
@@ -35,7 +35,7 @@ def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None)
 
 
 def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> str:
-    """What a run starts from, for its log; nothing without pretrained weights."""
+    """A log message about the weights a run starts from; empty without pretrained weights."""
     if logit is None:
         return ""
     tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"

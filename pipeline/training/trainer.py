@@ -1,4 +1,4 @@
-"""The training loop: load, step, record, save, validate. It names no objective and no dataset."""
+"""The training loop: load, step, record, save, evaluate. It is independent of the objective and the dataset."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Trainer:
         return self.state.step
 
     def fit(self) -> int:
-        """Train until the stage ends (the last one: the sample budget) or a signal arrives. Returns: the exit code."""
+        """Train until the end of the stage (the last one: the sample budget) or a signal. Returns the exit code."""
         limit = 60 * self.run.engine.timeout_minutes
         stop, batch = False, None
         with (
@@ -176,7 +176,7 @@ class Trainer:
             self.writer.save(self.state.snapshot(batch))
 
     def _validate(self, *, stop: bool) -> None:
-        """Evaluate the weights if that is due. Not after a signal: the machine is taken away within minutes."""
+        """Evaluate the weights if that is due. Not after a signal, because the job is killed within minutes."""
         done = self.step == self.run.total_steps
         due = done or (self.step % self.run.evaluation.every == 0 and not stop)
         if self.evaluation is not None and due:
@@ -185,7 +185,7 @@ class Trainer:
             self.telemetry.evaluation(step=self.step, scores=scores)
 
     def _finish(self, batch: Batch | None, *, stop: bool) -> bool:
-        """Wait for the last checkpoint on every rank, and try again if it failed. Returns: whether it is on disk."""
+        """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""
         self.phases.mark("last checkpoint")
         self.writer.wait()
         if batch is None or not self._agreed(self.writer.problem):  # every rank waits here until rank 0 has written
@@ -287,7 +287,7 @@ class Trainer:
         }
 
     def _report_epoch(self, batch: Batch) -> None:
-        """Report what was seen and what was left out in the epoch that ends with this batch."""
+        """Log the samples that were seen and skipped in the epoch that ends with this batch."""
         report = self.loader.report(batch.position)
         self.telemetry.event(
             f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "

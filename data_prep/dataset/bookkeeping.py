@@ -1,4 +1,4 @@
-"""Checks of what `neuclip download` keeps beside its shards: plan, records, meta files, manifest, sessions."""
+"""Checks of the files that `neuclip download` keeps with the shards: plan, records, meta files, manifest, sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARD_COLUMNS = ["row", "status", "reason"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with one file of a data set; `shard` is its path below the folder."""
+    """One problem with one file of a data set; `shard` is its path below the folder."""
 
     shard: str
     kind: str
@@ -34,7 +34,7 @@ class Problem:
 
 
 def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Problem]:
-    """What is wrong with the files beside the shards."""
+    """Problems of the files besides the shards."""
     if folder.pending_removal.exists():
         yield Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted")
     for shard in folder.numbered("meta", ".commit"):
@@ -56,7 +56,7 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
 
 
 def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
-    """The rows of the meta file that belongs to a tar, by key; nothing where it cannot be read, which is reported."""
+    """The rows of the meta file that belongs to a tar, by key; empty if it cannot be read (reported elsewhere)."""
     if not tar.stem.isdigit():
         return {}
     try:
@@ -83,7 +83,7 @@ def _check_shards(folder: Folder, plan: Plan) -> Iterator[Problem]:
 
 
 def _check_meta(folder: Folder, plan: Plan, record: ShardRecord) -> str:
-    """What is wrong with a shard's meta file, measured by its record and the plan."""
+    """Problems of a shard's meta file, compared with its record and the plan."""
     try:
         rows = read_meta(folder, record.shard, _SHARD_COLUMNS).to_pylist()
         digest = sha256_of(folder.meta(record.shard))
@@ -98,14 +98,14 @@ def _check_meta(folder: Folder, plan: Plan, record: ShardRecord) -> str:
 
 
 def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[Problem]:
-    """The manifest and the report, against what plan and records say."""
+    """Compare the manifest and the report with the plan and the records."""
     try:
         expected = expected_manifest(folder, plan)
     except UserError as error:
         yield Problem(MANIFEST_NAME, "contradicts", str(error))
         return
     stated = json.loads((folder.root / MANIFEST_NAME).read_bytes())
-    # As JSON: what was written has lists where there are tuples.
+    # Compared as JSON, which has lists in place of tuples.
     for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
         if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
             yield Problem(MANIFEST_NAME, name, "it is not what the plan and the shards' records say")

@@ -1,6 +1,6 @@
-"""Canonical tars: the same samples give the same bytes, on every machine and in every order of arrival.
+"""Canonical tars: the same samples give the same bytes, on every machine and in any order of arrival.
 
-Members are sorted by name, have no owner and date 0, and plain USTAR headers (no PAX records, which every reader would
+Members are sorted by name and have no owner, date 0 and plain USTAR headers (no PAX records, which every reader would
 have to skip).
 """
 
@@ -20,7 +20,7 @@ _PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"
 
 
 class TarWriter:
-    """Writes members in the order given and hashes on the way; the caller sorts."""
+    """Writes members in the given order and hashes the archive; the caller sorts."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -59,7 +59,13 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     try:
         yield from _samples(path)
-    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:  # tarfile's, of damaged headers
+    except (
+        ValueError,
+        OverflowError,
+        EOFError,
+        MemoryError,
+        RecursionError,
+    ) as error:  # for damaged headers
         raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
 
 
@@ -71,7 +77,7 @@ def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 continue
             folder, slash, name = member.name.rpartition("/")
             stem, _, suffix = name.partition(".")
-            if not stem or stem == name:  # belongs to no sample, as webdataset sees it
+            if not stem or stem == name:  # belongs to no sample, by the rules of webdataset
                 continue
             if folder + slash + stem != key and parts:
                 yield key, parts

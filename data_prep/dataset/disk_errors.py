@@ -25,7 +25,7 @@ _ADVICE = {
 
 @contextmanager
 def explained(root: str | Path) -> Iterator[None]:
-    """Turn what the file system refuses inside the block into a UserError that says where, why and what to do."""
+    """Convert file system errors inside the block to a UserError that says where, why and what to do."""
     try:
         yield
     except UserError:

@@ -1,7 +1,8 @@
 """Exact and near duplicates in a finished data set.
 
 Exact: the same hash of the bytes as served. Near: difference hashes (64 bits: is each pixel of a 9 x 8 thumbnail darker
-than its right neighbour) that differ in few bits; candidates to look at, not proof: plain pictures can agree by chance.
+than its right neighbour) that differ in few bits; these are candidates, not proof: plain images can match by
+chance.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError
 
-# Five blocks of the 64 bits: at most three flipped bits leave at least two blocks untouched, so that every pair within
+# Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
 # three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.
 _BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
 MAX_DISTANCE = 3
@@ -41,18 +42,18 @@ class Duplicates:
 def find_duplicates(
     root: str | Path, *, distance: int = MAX_DISTANCE, on_shard: Callable[[int], None] = lambda shards: None
 ) -> Duplicates:
-    """Look through all samples of a data set.
+    """Find duplicates among all samples of a data set.
 
     Memory, estimated and not measured: about 100 bytes a sample for keys and hashes while they are collected, and about
     200 more for the table of exact hashes. Ten million samples take some 3 GB.
 
     Args:
         root: The data set's folder.
-        distance: Bits that near duplicates may differ in, 0 to 3.
+        distance: Number of bits in which near duplicates may differ, 0 to 3.
         on_shard: Called with the number of shards done so far.
 
     Raises:
-        UserError: `distance` is outside that.
+        UserError: `distance` is out of range.
     """
     if not 0 <= distance <= MAX_DISTANCE:
         raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
@@ -91,7 +92,7 @@ def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DIS
 
 
 def exact_groups(folder: Folder) -> list[list[str]]:
-    """Groups of keys whose bytes as served have the same hash, from what was recorded when they were fetched."""
+    """Groups of keys whose bytes as served have the same hash, according to their records."""
     first: dict[bytes, str] = {}
     groups: dict[str, list[str]] = {}
     for shard in folder.finished():
@@ -109,7 +110,7 @@ def exact_groups(folder: Folder) -> list[list[str]]:
 
 
 def near_groups(hashes: np.ndarray, *, distance: int) -> list[list[int]]:
-    """Groups of indices connected by pairs of hashes that differ in at most `distance` bits; singles are left out."""
+    """Groups of indices connected by pairs of hashes that differ in at most `distance` bits; singles are omitted."""
     parent = np.arange(len(hashes))
 
     def find(i: int) -> int:

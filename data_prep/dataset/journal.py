@@ -1,4 +1,4 @@
-"""`sessions.jsonl`: when and where each run of a download worked, also the ones that were killed."""
+"""`sessions.jsonl`: when and where each run of a download took place, including killed ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _KEYS = {"started", "seconds", "host", "worker", "distributor", "outcome"}
 class Journal:
     """One session, as a context manager: its line is written when it ends.
 
-    Until then its state is in the worker's staging folder; what a killed session left there becomes its line when the
-    next one begins. Only for the holder of the worker's lock. A disk too full for the journal stops no download.
+    Until then its state is in the worker's staging folder; the next session writes the line of a killed one. The caller
+    must hold the worker's lock. A disk too full for the journal does not stop the download.
     """
 
     def __init__(self, folder: Folder, fetch: FetchConfig) -> None:
@@ -44,7 +44,7 @@ class Journal:
         }
 
     def beat(self) -> None:
-        """Note how long the session has lasted; cheap to call often."""
+        """Record the duration of the session; cheap enough to be called often."""
         if time.monotonic() - self._last_beat >= _BEAT_SECONDS:
             self._write_state()
 
@@ -61,7 +61,7 @@ class Journal:
             outcome = "finished"
         else:
             outcome = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}".strip()
-        with contextlib.suppress(OSError):  # the state stays, and becomes the line of the next session
+        with contextlib.suppress(OSError):  # the state is kept, and the next session writes its line
             self._append({**self._line, "seconds": self._seconds(), "outcome": outcome})
             self._state.unlink(missing_ok=True)
 
@@ -74,7 +74,7 @@ class Journal:
             write_json(self._state, {**self._line, "seconds": self._seconds()})
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Add a line; one that was cut by a kill or a full disk before it is ended first."""
+        """Append a line; a truncated line before it (after a kill or a full disk) is terminated first."""
         reach("journal")
         with self._folder.sessions.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)

@@ -1,6 +1,6 @@
 """Locks that keep programs from changing the same part of a data set at the same time.
 
-Downloads share the folder's lock and each hold one for their own part; removal and rebuilding hold the folder's alone.
+Downloads share the folder's lock and each hold one for their own part; removal and rebuilding lock it exclusively.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[No
     """Hold the lock of one part of the work.
 
     Raises:
-        UserError: Another process has it, and `wait` is not set.
+        UserError: Another process holds the lock, and `wait` is not set.
     """
     with _locked(folder, part, fcntl.LOCK_EX, wait=wait):
         yield
@@ -28,10 +28,10 @@ def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[No
 
 @contextmanager
 def one_of_several(folder: Folder) -> Iterator[None]:
-    """Keep removal and rebuilding out, while other downloads may work in the folder, too.
+    """Hold the folder's shared lock: no removal or rebuild can start, but other downloads can.
 
     Raises:
-        UserError: One of these is at work.
+        UserError: A removal or a rebuild is running.
     """
     with _locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False):
         yield
@@ -39,10 +39,10 @@ def one_of_several(folder: Folder) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(folder: Folder) -> Iterator[None]:
-    """Keep all others out.
+    """Hold the folder's exclusive lock.
 
     Raises:
-        UserError: A download, a removal or a rebuild is at work.
+        UserError: A download, a removal or a rebuild is running.
     """
     folder.locks.mkdir(parents=True, exist_ok=True)
     with _locked(folder, _WHOLE, fcntl.LOCK_EX, wait=False):

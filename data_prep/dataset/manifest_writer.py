@@ -1,4 +1,4 @@
-"""The manifest of a finished data set: what its shards hold and where they came from."""
+"""The manifest of a finished data set: the contents and the origin of its shards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None
 
 
 def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
-    """What the shards came from. No dates, durations or machine names: the same inputs give the same manifest."""
+    """The origin of the shards, without dates, durations or machine names: the same inputs give the same manifest."""
     source = {k: v for k, v in plan.settings["source"].items() if v not in (None, [], {})}
     return {
         "source": source,

@@ -1,4 +1,4 @@
-"""Take samples out of a data set, for good: opt-outs, duplicates, overlap with evaluation sets."""
+"""Permanently remove samples from a data set: opt-outs, duplicates, overlap with evaluation sets."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _NAMES = ("uid", "url", "key", *HASH_KINDS)
 
 @dataclass(frozen=True)
 class Removal:
-    """What a removal did."""
+    """Result of a removal."""
 
     asked: int
     """Names on the list."""
     found: int
-    """Names that any row of the data set has."""
+    """Names that match a row of the data set."""
     samples: int
-    """Samples taken out."""
+    """Samples removed."""
     shards: int
     """Shards rewritten."""
 
 
 def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]:
-    """Take out every sample whose uid, URL, hash or key is in `names`; shards without any are not touched.
+    """Remove every sample whose uid, URL, hash or key is in `names`; other shards are not changed.
 
-    The names are kept in `removed.txt`, so that no later resume, retry or rebuild brings the samples back. After a
-    kill the same call finishes the work; so does `neuclip download`.
+    The names are stored in `removed.txt`, so that no later resume, retry or rebuild restores the samples. After a kill,
+    the same call finishes the removal; so does `neuclip download`.
 
     Returns:
-        What was done, and the new manifest; None while the download is not finished, which then writes it.
+        The result and the new manifest, which is None if the download is unfinished; the download then writes it.
 
     Raises:
-        UserError: Nothing would be left; another program works in the folder; a file is damaged.
+        UserError: No sample would be left, another process is using the folder, or a file is damaged.
     """
     folder = Folder(Path(root))
-    load_config(folder.root)  # says so if the folder was not made by `neuclip download`
+    load_config(folder.root)  # fails if the folder was not made by `neuclip download`
     with whole_folder(folder):
         recover(folder, range(load_plan(folder).shards))
         done = _remove(folder, names)
@@ -60,10 +60,10 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
 
 
 def finish_removal(folder: Folder) -> bool:
-    """Finish a removal that was killed. Only for the holder of the folder's lock.
+    """Finish a removal that was killed. The caller must hold the folder's lock.
 
     Returns:
-        Whether there was one.
+        Whether there was an unfinished removal.
     """
     if not folder.pending_removal.exists():
         return False
@@ -91,7 +91,7 @@ def _remove(folder: Folder, names: set[str]) -> Removal:
 
 
 def _begin(folder: Folder, names: set[str]) -> None:
-    """Note what is to be removed before anything is, so that a killed removal is known and can be finished."""
+    """Record the names before anything is removed, so that a killed removal can be detected and finished."""
     pending = sorted(names | read_lines(folder.pending_removal))
     reach("removal.begin")
     write_text(folder.pending_removal, "".join(f"{line}\n" for line in pending), durable=True)
@@ -113,7 +113,7 @@ def _new_manifest(folder: Folder) -> Manifest | None:
 
 
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
-    """Rows of a shard to take out; `found` collects the names that any row of the list has."""
+    """Rows of a shard to remove; `found` collects the names that match a row."""
     table = read_meta(folder, shard, ["row", "status", *_NAMES])
     present = [name for name in _NAMES if name in table.column_names]
     hit = set()

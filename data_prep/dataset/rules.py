@@ -1,4 +1,4 @@
-"""The settings that decide over a shard's samples: all shards of a set must be made with the same ones."""
+"""The settings that determine a shard's samples; all shards of a set must be made with the same ones."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from data_prep.dataset.dataset_folder import ShardRecord
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 
-# How a server is asked, not what is taken from it; may change between runs. (The user agent is not among them: opt-outs
-# may address it.)
+# Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
+# opt-outs may address it.)
 _MANNERS = ("contact", "host_connections", "backoff", "max_backoff")
 _TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
 
 
 def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
-    """The sections of the configuration that decide over samples, without what may change between runs."""
+    """The sections of the configuration that determine the samples, without settings that may change between runs."""
     guard = {name: value for name, value in to_tree(config.guard).items() if name not in _MANNERS}
     return {"image": to_tree(config.image), "guard": guard}
 
 
 def digest_of(rules: Mapping[str, Any]) -> str:
-    """A short name for rules."""
+    """A digest of the rules."""
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two trees of sections, in words."""
+    """Describe the differences between two trees of sections."""
     found = []
     for section in sorted({*old, *new}):
         before, after = old.get(section, {}), new.get(section, {})
@@ -43,7 +43,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions, here and now, of the packages that decide over a sample's bytes."""
+    """Installed versions of the packages that determine a sample's bytes."""
     return {name: importlib.metadata.version(name) for name in _TOOLS}
 
 

@@ -1,4 +1,4 @@
-"""What of a published shard can be kept when some of its files are damaged."""
+"""Which parts of a published shard can be kept when some of its files are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = dict[int, dict[str, Any]]
 
 
 def settled_rows(folder: Folder, shard: int) -> Rows:
-    """Rows that a retry does not ask for again: samples, and failures that will last.
+    """Rows that a retry does not request again: samples and permanent failures.
 
     Raises:
         UserError: The meta file is damaged.
@@ -31,9 +31,9 @@ def settled_rows(folder: Folder, shard: int) -> Rows:
 
 
 def intact_rows(folder: Folder, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows:
-    """Rows that a rebuild does not ask for again: failures, and samples whose image and caption are as stored.
+    """Rows that a rebuild does not request again: failures, and samples whose image and caption are intact.
 
-    Without a readable meta file, samples count as intact if the whole tar is what the record or the manifest says.
+    Without a readable meta file, samples are intact if the tar matches the record or the manifest.
 
     Args:
         folder: The data set.
@@ -57,7 +57,7 @@ def _is_intact(row: Mapping[str, Any], parts: Mapping[str, str]) -> bool:
 
 
 def _readable_meta(folder: Folder, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows | None:
-    """The meta file's rows, if it can be read and is the one of this shard."""
+    """The meta file's rows, if it is readable and belongs to this shard."""
     try:
         rows = {row["row"]: row for row in read_meta(folder, shard).to_pylist()}
         alike = set(rows) == set(planned) and all(rows[n]["url"] == planned[n]["url"] for n in rows)

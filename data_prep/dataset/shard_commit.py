@@ -1,11 +1,11 @@
-"""Publishing a shard: its tar, its meta file and its record change together, whenever the program is killed.
+"""Publishing a shard: its tar, meta file and record change together, even if the program is killed.
 
 1. The tar and the meta file are written beside the published ones, as `.new`, and flushed to the disk.
-2. The new record is written as `meta/00000.commit`, in one step. From here on the shard is the new one.
-3. Tar, meta file and record are renamed to their names.
+2. The new record is written as `meta/00000.commit`, in one step. From then on the new shard is valid.
+3. Tar, meta file and record are renamed to their final names.
 
-Before step 2 the published shard is untouched; after it, `recover` finishes step 3, which nothing but a rename can
-stop. Every command that changes a folder begins with `recover`.
+Before step 2 the published shard is unchanged; after it, `recover` finishes step 3, which can fail only in a rename.
+Every command that changes a folder begins with `recover`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def publish(
 
     Args:
         folder: The data set.
-        record: What became of the shard's rows; sizes and digests of its files are filled in.
+        record: Outcomes of the shard's rows; sizes and digests of its files are filled in.
         members: The tar's members, sorted by name.
         rows: The meta file's rows, in order.
 
@@ -45,7 +45,7 @@ def publish(
         The record as written.
 
     Raises:
-        UserError: The members are not the samples that the rows speak of. Nothing was changed.
+        UserError: The members do not match the rows. Nothing was changed.
     """
     tar, meta = folder.staged_tar(record.shard), folder.staged_meta(record.shard)
     tar.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def publish(
     reach("shard.meta", str(record.shard))
     meta_digest = _write_meta(folder, record.shard, rows)
     record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
-    # The names of both must be on the disk before a commit speaks of them.
+    # The names of both must be on the disk before the commit refers to them.
     flush(tar.parent)
     flush(meta.parent)
     reach("shard.commit", str(record.shard))
@@ -67,10 +67,10 @@ def publish(
 
 
 def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
-    """Finish what was committed for these shards, and remove what was not. Only for who may write them.
+    """Finish committed changes to these shards, and remove uncommitted ones. The caller must hold the lock.
 
     Returns:
-        The shards that were finished.
+        The shards whose commit was finished.
     """
     wanted = set(shards)
     committed = [shard for shard in folder.numbered("meta", ".commit") if shard in wanted]
@@ -87,7 +87,7 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
 def _checked(
     folder: Folder, shard: int, members: Iterable[tuple[str, bytes]], rows: list[dict[str, Any]]
 ) -> Iterator[tuple[str, bytes]]:
-    """The members, compared with the rows on the way: keys, captions, and hashes of the images."""
+    """Pass on the members and compare them with the rows: keys, captions, and hashes of the images."""
     expected = iter([row for row in rows if row["status"] == "success"])
     row: dict[str, Any] = {"key": ""}
     try:
@@ -109,7 +109,7 @@ def _checked(
 
 
 def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
-    """How one part of a sample differs from what its row in the meta file says; empty if it does not."""
+    """How one part of a sample differs from what its row in the meta file says; empty if they agree."""
     if suffix == "txt":
         return "" if payload == str(row["caption"]).encode() else "the caption is another one"
     if suffix == "json" or not row.get(STORED_HASH):  # recorded since 0.2
@@ -118,11 +118,11 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
 
 
 def _finish(folder: Folder, shard: int) -> None:
-    """Step 3, which may be repeated after a kill at any place."""
+    """Step 3, which can be repeated after a kill at any point."""
     commit = folder.commit(shard)
     try:
         record = json.loads(commit.read_text(encoding="utf-8"))
-    except ValueError:  # damaged on the disk: the older record, if any, decides, and `neuclip verify` sees the rest
+    except ValueError:  # damaged on disk: the older record, if any, is used, and `neuclip verify` reports the rest
         commit.unlink()
         return
     if not record["samples"]:
@@ -151,7 +151,7 @@ def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
 
     known = {"row": pa.int64(), **dict.fromkeys(_TEXTS, pa.string()), **dict.fromkeys(_INT32, pa.int32())}
     present = {name for row in rows for name in row}
-    # In a fixed order: after a retry the same bytes as if it had not been needed.
+    # In a fixed order, so that a retry gives the same bytes as a run that needed none.
     names = [*(name for name in known if name in present), *sorted(present - set(known))]
     columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
     sink = pa.BufferOutputStream()

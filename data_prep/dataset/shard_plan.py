@@ -1,7 +1,7 @@
 """The plan: the URL list after subsetting, laid out so that any shard's rows are one row group of a parquet file.
 
-Made once, in one streaming pass with bounded memory; everything later (resuming, retrying, rebuilding, many machines)
-refers to its rows.
+It is made once, in a streaming pass with bounded memory. All later operations (resuming, retrying, rebuilding, several
+machines) refer to its rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARDS_PER_PART = 100
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be fetched."""
+    """The list of what to fetch."""
 
     rows: int
     """Rows of the subset."""
@@ -38,15 +38,15 @@ class Plan:
     shard_size: int
     columns: tuple[str, ...]
     digest: str
-    """Names the list."""
+    """Digest that identifies the list."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Source, subset and shard size that the list was made from: another list needs another folder."""
+    """Source, subset and shard size that the list was made from; another list needs another folder."""
     skipped: int = 0
     """Rows of the source that could not be read."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Size, date and SHA-256 of a local table's files; empty before 0.2."""
     rules: dict[str, Any] = field(default_factory=dict)
-    """Settings that decide over the samples, see rules.py; empty before 0.2."""
+    """Settings that determine the samples, see rules.py; empty before 0.2."""
 
     @property
     def shards(self) -> int:
@@ -65,10 +65,10 @@ def make_plan(
     rules: dict[str, Any] | None = None,
     on_rows: Callable[[int], None] = lambda seen: None,
 ) -> Plan:
-    """Read the source once and write the plan, or return the one that is there if it was made from the same settings.
+    """Read the source once and write the plan, or return the existing one if it was made from the same settings.
 
     Raises:
-        UserError: The folder holds the plan of other settings, or no row is left.
+        UserError: The folder has a plan with other settings, or no row is left.
     """
     settings = {"source": to_tree(source), "subset": to_tree(subset), "shard_size": shard_size}
     path = folder.plan / "plan.json"
@@ -94,7 +94,7 @@ def make_plan(
 
 
 def write_plan(folder: Folder, plan: Plan) -> None:
-    """Write `plan.json`, which makes the plan count."""
+    """Write `plan.json`, which marks the plan as complete."""
     reach("plan")
     write_json(folder.plan / "plan.json", asdict(plan), durable=True)
 
@@ -103,7 +103,7 @@ def load_plan(folder: Folder) -> Plan:
     """The folder's plan.
 
     Raises:
-        UserError: There is none, or it is damaged.
+        UserError: There is no plan, or it is damaged.
     """
     path = folder.plan / "plan.json"
     try:
@@ -167,7 +167,7 @@ def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:
 
 
 def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    """`(rows read, RecordBatch of the rows that belong)` with the plan's column names."""
+    """`(rows read, RecordBatch of the selected rows)` with the plan's column names."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -193,7 +193,7 @@ def _selected(source: SourceConfig, subset: Subset, on_skipped: Callable[[int], 
 
 
 class _PlanWriter:
-    """Collects rows into row groups of one shard each, a hundred to a file."""
+    """Collects rows into row groups of one shard each, a hundred per file."""
 
     def __init__(self, folder: Folder, shard_size: int) -> None:
         self._folder, self._shard_size = folder, shard_size

@@ -1,4 +1,4 @@
-"""Counts over everything a data set has met: reasons, hosts, image sizes, captions; one pass, bounded memory."""
+"""Statistics of a whole data set: reasons, hosts, image sizes, captions; one pass, bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORD_EDGES = np.array([0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 1 << 31])
 
 @dataclass
 class Census:
-    """What the meta files of all shards say. Histograms count by `SIDE_EDGES` (pixels) and `WORD_EDGES` (words)."""
+    """Statistics over the meta files. Histograms count by `SIDE_EDGES` (pixels) and `WORD_EDGES` (words)."""
 
     urls: int = 0
     samples: int = 0
@@ -88,7 +88,7 @@ def _counts(column: Any) -> dict[str, int]:
 
 
 def _forget_rare_hosts(census: Census) -> None:
-    """Keep the busiest hosts: the page shows a few, and a crawl has millions."""
+    """Keep only the most frequent hosts: the page shows a few, and a crawl has millions."""
     if len(census.hosts) <= 2 * _HOSTS_KEPT:
         return
     kept = dict(census.hosts.most_common(_HOSTS_KEPT))
@@ -98,7 +98,7 @@ def _forget_rare_hosts(census: Census) -> None:
 
 
 def _languages(captions: list[str]) -> Counter[str]:
-    """Guessed ISO codes. Guesses on a few words are rough: a share of some per cent of a language may be none."""
+    """Guessed ISO codes. Guesses from a few words are rough: a language with a few per cent may not occur."""
     import py3langid
 
     return Counter(str(py3langid.classify(caption)[0]) for caption in captions if caption.strip())

@@ -1,4 +1,4 @@
-"""`neuclip verify`: is what the manifest promises really there."""
+"""`neuclip verify`: check that a data set matches its manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. `manifest` is None where it cannot be read."""
+    """What `verify` found. `manifest` is None if it cannot be read."""
 
     problems: list[Problem]
     manifest: Manifest | None
@@ -35,7 +35,7 @@ def verify(
     seed: int = 0,
     on_shard: Callable[[int], None] = lambda shards: None,
 ) -> list[Problem]:
-    """What is wrong with a data set; see `inspect`."""
+    """Find the problems of a data set; see `inspect`."""
     return inspect(root, decode=decode, seed=seed, on_shard=on_shard).problems
 
 
@@ -46,20 +46,20 @@ def inspect(
     seed: int = 0,
     on_shard: Callable[[int], None] = lambda shards: None,
 ) -> Verdict:
-    """Check every shard of a manifest: presence, size, SHA-256, that it is a whole tar of the promised samples, and
-    that some of its images decode.
+    """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected
+    samples, and that some of its images decode.
 
-    Of a folder made by `neuclip download` the other files are checked as well, and each image and caption is compared
-    with what was recorded when it was fetched.
+    In a folder made by `neuclip download`, the other files are checked as well, and each image and caption is compared
+    with its record from fetching.
 
     Args:
         root: The folder.
-        decode: Images per shard that are decoded, chosen by `seed`.
+        decode: Number of images per shard to decode, chosen by `seed`.
         seed: See `decode`.
         on_shard: Called with the number of shards done so far.
 
     Raises:
-        UserError: The manifest cannot be read or restored, or shards are elsewhere than on this machine.
+        UserError: The manifest cannot be read or restored, or shards are not on this machine.
     """
     folder = Folder(Path(root))
     is_own = "://" not in str(root) and folder.config.exists()
@@ -99,7 +99,7 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
         yield Problem(shard.name, "size", f"{size:,} bytes instead of {shard.bytes:,}")
     digest = canonical_tar.sha256_of(path)
     if digest == shard.sha256:
-        # The bytes are those that were published: only what was published can still be wrong.
+        # The bytes are those that were published, so only the published content can still be wrong.
         rows = readable_rows(own, path) if own else {}
         yield from _check_samples(path, shard, rows, decode=decode, seed=seed)
         return

@@ -1,1 +1,1 @@
-"""The evaluation sets: where they are published, and copies of them that are verified."""
+"""The evaluation sets: where they are published, and verified copies of them."""

@@ -1,6 +1,6 @@
 """Fetch the evaluation sets from the hub or a local mirror, and verify every digest and count.
 
-What was fetched is written to `evalsets.json` beside the sets: repository, commit, size and SHA-256 of every file.
+The fetched files are recorded in `evalsets.json` beside the sets: repository, commit, size and SHA-256 of every file.
 Later calls use the same commits and fetch only what is missing or damaged; checking needs no network at all.
 """
 
@@ -35,12 +35,12 @@ class SetSource:
 
 @dataclass
 class FetchOutcome:
-    """What became of each set."""
+    """Outcome of each set."""
 
     good: dict[str, int] = field(default_factory=dict)
     """Number of samples, by key."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by key."""
+    """Error messages, by key."""
 
 
 def fetch_evalsets(
@@ -59,7 +59,7 @@ def fetch_evalsets(
         on_note: Called with a line per set.
 
     Raises:
-        UserError: A key is unknown, or the mirror is not there.
+        UserError: A key is unknown, or the mirror does not exist.
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)

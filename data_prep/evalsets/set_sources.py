@@ -29,7 +29,7 @@ def fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[st
         chosen: The set.
         target: Its folder in the suite.
         mirror: A folder of `neuclip evalsets`, of the benchmark's download_evalsets.py (with its `hf_cache/`), or of
-            copies under the names that people give them.
+            copies under other common names.
         known: What the mirror's own evalsets.json says about the set.
 
     Returns:
@@ -91,7 +91,7 @@ def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: di
         tree = api.list_repo_tree(chosen.repo, recursive=True, revision=commit, repo_type="dataset")
         published = {item.path: item for item in tree if hasattr(item, "size")}
         names = _wanted(chosen, list(published))
-        # The hub's client trusts files that are there already, so damaged ones are removed first.
+        # The hub's client trusts existing files, so damaged ones are removed first.
         for name in names:
             if (target / name).exists() and not _is_published(target / name, published[name]):
                 (target / name).unlink()
@@ -105,7 +105,7 @@ def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: di
         )
     except UserError:
         raise
-    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+    except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
         raise UserError(f"{chosen.repo} cannot be fetched: {in_a_line(error)}") from error
     wrong = [name for name in names if not _is_published(target / name, published[name])]
     if wrong:

@@ -1,4 +1,4 @@
-"""Watches a running engine through the files its workers keep: progress, collapse of success, stalls, dead workers."""
+"""Monitors a running engine through its workers' files: progress, collapse of success, stalls, dead workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 
 @dataclass
 class Counts:
-    """What became of the URLs so far."""
+    """Outcomes of the URLs so far."""
 
     samples: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -33,9 +33,9 @@ class Counts:
 
 
 class Monitor:
-    """Reads records and live files on each `poll`; `done` counts finished shards, `now` adds those under way.
+    """Reads records and live files on each `poll`; `done` counts finished shards, `now` adds those in progress.
 
-    A shard that has a record already (in a retry or a rebuild) is finished when its record has changed.
+    A shard that already has a record (in a retry or a rebuild) is finished when its record has changed.
     """
 
     def __init__(self, folder: Folder, shards: tuple[int, ...]) -> None:
@@ -47,14 +47,14 @@ class Monitor:
                 if stamp:
                     self._old[shard] = folder.read_record(shard)
         self.waiting = set(shards)
-        # Finished shards in order, with the number of URLs that were done when it was noticed.
+        # Finished shards in order, with the number of URLs done at the time this was noticed.
         self.finished: list[tuple[int, int]] = []
         self.done = Counts()
         self.now = Counts()
         self._live: dict[int, dict[str, Any]] = {}
 
     def poll(self) -> None:
-        # Live files first: a worker removes its own only when the record is there, so that no shard is missed.
+        # Live files first: a worker removes its own only once the record exists, so that no shard is missed.
         live = {int(path.stem): state for path in self._folder.staging.glob("*.live") if (state := _read(path))}
         new = []
         for shard in self._folder.finished():
@@ -71,9 +71,9 @@ class Monitor:
         self.finished.extend((shard, self.now.attempted) for shard in new)
 
     def _outcome(self, shard: int) -> Counts | None:
-        """What this session's requests for a shard gave: in a retry, the difference to the older record.
+        """The outcome of this session's requests for a shard: in a retry, the difference to the older record.
 
-        None when the record is gone by now.
+        None when the record has disappeared.
         """
         try:
             record = self._folder.read_record(shard)
@@ -86,17 +86,17 @@ class Monitor:
         return Counts(max(0, record.samples - self._old[shard].samples), failures - lasting)
 
     def dead_workers(self) -> list[int]:
-        """Process ids on this machine that were in the middle of a shard and are gone."""
+        """Process ids on this machine that died while processing a shard."""
         return sorted({self._live[shard]["pid"] for shard in self.abandoned()})
 
     def abandoned(self) -> list[int]:
-        """Shards that such a process was working on."""
+        """Shards that dead processes were working on."""
         here = socket.gethostname()
         return sorted(n for n, s in self._live.items() if s["host"] == here and not _is_alive(s["pid"]))
 
 
 class SuccessWindow:
-    """Says when the latest URLs hardly ever give a sample: DNS is down, the network is, or we were banned."""
+    """Detects that the latest URLs hardly ever give a sample: DNS or the network is down, or we were banned."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self._config = config
@@ -105,7 +105,7 @@ class SuccessWindow:
         self.suspect_from = 0
 
     def collapse(self, now: Counts) -> str | None:
-        """A sentence that says what happened, or None while all is well."""
+        """A sentence that describes the collapse, or None."""
         if now.attempted > self._history[-1].attempted:
             self._history.append(now)
         window = self._config.window
@@ -125,12 +125,12 @@ class SuccessWindow:
         )
 
     def _before(self, attempted: int) -> Counts:
-        """The latest snapshot with at most that many URLs, or the first there is."""
+        """The latest snapshot with at most that many URLs, or the first one."""
         return next((counts for counts in reversed(self._history) if counts.attempted <= attempted), self._history[0])
 
 
 def _stamp(folder: Folder, shard: int) -> int:
-    """When the shard's record was written, in nanoseconds; 0 where there is none."""
+    """When the shard's record was written, in nanoseconds; 0 if there is none."""
     try:
         return folder.record(shard).stat().st_mtime_ns
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
-        return None  # finished or replaced while we looked
+        return None  # finished or replaced in the meantime
     return tree
 
 

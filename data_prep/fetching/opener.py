@@ -1,4 +1,4 @@
-"""The opener that img2dataset's `urlopen` calls go through: guarded, polite, bounded in bytes and seconds."""
+"""The opener that img2dataset's `urlopen` calls go through: guarded, polite, and limited in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Connect = Callable[..., socket.socket]
 
 
 class Fetched:
-    """A finished answer: what img2dataset needs of a response (`headers`, `read`), with the body already here."""
+    """A complete response with the interface that img2dataset needs (`headers`, `read`); the body is in memory."""
 
     def __init__(self, headers: Message, body: bytes) -> None:
         self.headers = headers
@@ -55,7 +55,7 @@ class Fetched:
 
 @dataclass
 class _Host:
-    """What this process knows about one host: free connections, and until when to leave it alone."""
+    """What this process knows about one host: free connections, and the end of its back-off."""
 
     slots: threading.Semaphore
     strikes: int = 0
@@ -67,11 +67,11 @@ class Opener:
     """Replaces urllib's global opener (`urllib.request.install_opener`).
 
     Args:
-        guard: What is refused. Opt-outs are read from the headers of every answer, before its body.
-        connections: Requests to one host that this process may have under way (the host of the row's URL).
+        guard: What is refused. Opt-outs are read from the headers of every response, before its body.
+        connections: Concurrent requests of this process to one host (the host of the row's URL).
         retries: Further attempts after a transient failure, each after the host's back-off.
         total_seconds: For one attempt, from connecting to the last byte, redirects included. A server that sends its
-            handshake, headers or body byte by byte is given up.
+            handshake, headers or body byte by byte is abandoned.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Opener:
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
         self._blocked: Mapping[str, str] = {}
         self._is_closed = False
-        # Where bodies came from, by their hash: img2dataset hands on a body without its URL.
+        # URLs of bodies by their hash, because img2dataset passes on a body without its URL.
         self._urls: dict[int, str] = {}
         self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}" + (
             f"; +{guard.contact})" if guard.contact else ")"
@@ -155,7 +155,7 @@ class Opener:
 
     def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
         with _turn(host):
-            # A fresh request each time: urllib writes into the one it is given.
+            # A new request each time, because urllib modifies it.
             headers = {**request.headers, "User-Agent": self.user_agent}
             with self._deadlines.attempt() as attempt:
                 try:
@@ -166,7 +166,7 @@ class Opener:
                     failure = self._late() if attempt.is_late else reasons.of_exception(error)
                     self._strike(host, error, failure.reason)
                     raise failure from error
-            if attempt.is_late:  # what was cut can look whole where no length was announced
+            if attempt.is_late:  # a body that was cut off can look complete if no length was announced
                 raise self._late()
         host.strikes = 0
         return fetched
@@ -197,7 +197,7 @@ class Opener:
             yield chunk
 
     def _strike(self, host: _Host, error: Exception, reason: str) -> None:
-        """Leave a host alone for a while when it says that it is asked too much."""
+        """Start a back-off for a host that says that it gets too many requests."""
         if reason not in ("http 429", "http 503"):
             return
         asked = _retry_after(error)
@@ -237,7 +237,7 @@ def _number(text: str) -> int | None:
 
 
 def _check_authority(parts: urllib.parse.SplitResult) -> None:
-    """Refuse what urllib would take for a host's name (`user:password@host`) and ports that do not exist.
+    """Refuse credentials, which urllib would take for a host name (`user:password@host`), and invalid ports.
 
     Credentials found on the web are not used.
     """
@@ -292,7 +292,7 @@ class _HTTPHandler(urllib.request.HTTPHandler):
 class _HTTPSHandler(urllib.request.HTTPSHandler):
     def __init__(self, connect: Connect) -> None:
         super().__init__()
-        # One context for all connections: making one reads the certificate store, about 10 ms each time.
+        # One context for all connections, because creating one reads the certificate store (about 10 ms).
         context = ssl.create_default_context()
         self._secure = functools.partial(_SecureConnection, connect=connect, context=context)
 
@@ -305,21 +305,21 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self._guard = guard
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
-        fp.close()  # urllib would read a redirect's body to its end, however long that takes
+        fp.close()  # urllib would read the whole body of a redirect, however long that takes
         _check_opt_out(headers, self._guard)
         parts = urllib.parse.urlsplit(newurl)
         _check_authority(parts)
         scheme = parts.scheme.lower()
         if scheme not in self._guard.schemes:
             raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
-        # urllib keeps the addresses visited so far on the request itself.
+        # urllib stores the addresses visited so far in the request itself.
         if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
             raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _director(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:
-    """Only http and https: no ftp, file or data handler is there to be reached by a redirect."""
+    """A director for http and https only, so that no redirect can reach an ftp, file or data handler."""
     connect = deadlines.over(AddressFilter(guard.allow_addresses).connect)
     director = urllib.request.OpenerDirector()
     handlers = (

@@ -1,8 +1,8 @@
 """Opt-outs in `X-Robots-Tag` headers.
 
-One header holds directives separated by commas, of which some have values (`unavailable_after: 25 Jun 2010 15:00 GMT`),
-and may hold sections for named crawlers (`otherbot: noindex, nofollow`). Several headers add up, and proxies join them
-with commas. The strictest directive that applies decides.
+A header holds comma-separated directives, some of which have values (`unavailable_after: 25 Jun 2010 15:00 GMT`),
+and may hold sections for named crawlers (`otherbot: noindex, nofollow`). Several headers are combined; proxies join
+them with commas. The strictest applicable directive wins.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _UNAVAILABLE = re.compile(r"unavailable_after\s*:\s*(?:[a-z]{3,9},?\s+)?([^,;]*)
 
 
 def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) -> bool:
-    """Whether the headers of an answer forbid its use.
+    """Whether the headers of a response forbid its use.
 
     Args:
-        headers: Of the answer.
-        user_agent: Our name, by which a section may address us.
+        headers: The headers of the response.
+        user_agent: Our name, which a section may address.
         opt_outs: The directives that count.
     """
     wanted = {directive.lower() for directive in opt_outs}
@@ -42,7 +42,7 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
         if not applies or (colon and name in _WITH_VALUE):
             continue
         if name == "unavailable_after":
-            date = _UNAVAILABLE.search(line, part.start())  # with a weekday it goes on behind the next comma
+            date = _UNAVAILABLE.search(line, part.start())  # a date with a weekday continues after the next comma
             name = "noindex" if date and _is_past(date[1].strip().upper()) else ""
         yield "noindex" if name == "none" else name
 

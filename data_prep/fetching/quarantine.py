@@ -1,4 +1,4 @@
-"""Images that kill the worker that decodes them: after the second time their URL is left alone for good."""
+"""Images that kill the worker that decodes them: after the second time, their URL is never requested again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DEATHS = 2
 
 
 def blame(folder: Folder, shards: Iterable[int]) -> list[str]:
-    """Count the deaths of workers that were in the middle of these shards.
+    """Count the deaths of workers that were processing these shards.
 
     Returns:
-        The URLs whose image each of them was decoding; those that it was the last time for are in `quarantine.txt`.
+        The URLs whose images they were decoding; URLs that reached the limit are added to `quarantine.txt`.
     """
     urls = [url for shard in shards if (url := noted_url(folder.staging / f"{shard:05d}.decoding"))]
     if not urls:

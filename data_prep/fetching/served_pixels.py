@@ -16,9 +16,9 @@ from data_prep.fetching.memory import memory_at_hand
 from data_prep.reasons import FetchError
 
 _EXIF_ORIENTATION = 0x0112
-# Channels and bytes per channel that a decoder needs for a mode of PIL; others are taken as four bytes a pixel.
+# Channels and bytes per channel that a decoder needs for a mode of PIL; others count as four bytes per pixel.
 _BYTES_PER_PIXEL = {"1": 1, "L": 1, "P": 4, "PA": 4, "RGB": 3, "I;16": 2, "I;16B": 2, "I;16L": 2, "LA": 4, "La": 4}
-# Smaller images are decoded without a look at the machine's memory.
+# Smaller images are decoded without checking the machine's memory.
 _SMALL_BYTES = 64 << 20
 # Rows of alpha matting are computed in blocks of about this many pixels, in 16-bit integers.
 _BLOCK_PIXELS = 1 << 20
@@ -33,7 +33,7 @@ class Pixels:
     orientation: int
     """EXIF orientation, 1 to 8; 1 is upright."""
     is_changed: bool
-    """The array is not what the file itself holds: alpha or 16 bits were converted."""
+    """The array differs from the file's own pixels: alpha or 16 bits were converted."""
 
 
 def decode(body: bytes, *, processes: int = 1) -> Pixels:
@@ -43,17 +43,17 @@ def decode(body: bytes, *, processes: int = 1) -> Pixels:
 
     Args:
         body: The file.
-        processes: Processes on this machine that may each decode an image at the same time.
+        processes: Number of processes on this machine that may decode at the same time.
 
     Raises:
         FetchError: undecodable, or too little memory.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about sizes, which are checked, and odd metadata
+        warnings.simplefilter("ignore")  # warnings about sizes, which are checked, and unusual metadata
         with Image.open(io.BytesIO(body)) as image:
             _check_memory(image, body, processes)
             orientation = _orientation(image, body)
-            # OpenCV multiplies alpha into the colours of TIFF, turns it itself, and does not know all of its modes.
+            # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes.
             array = _by_pil(image) if image.format == "TIFF" else None
             kind = "" if array is not None else image.format or ""
     if array is not None:
@@ -124,10 +124,10 @@ def _by_pil(image: Any) -> np.ndarray:
 def _check_memory(image: Any, body: bytes, processes: int) -> None:
     """Refuse an image whose decoding needs more memory than this process may take.
 
-    Counted are the decoder's own planes, the decoded array, and the array without alpha.
+    The estimate includes the decoder's own planes, the decoded array, and the array without alpha.
     """
     plane = image.width * image.height * _BYTES_PER_PIXEL.get(image.mode, 4)
-    if image.format == "PNG" and body[24] == 16 and not image.mode.startswith("I"):  # PIL does not say so
+    if image.format == "PNG" and body[24] == 16 and not image.mode.startswith("I"):  # PIL does not report it
         plane *= 2
     needed = 2 * plane + 3 * image.width * image.height
     if needed <= _SMALL_BYTES:
@@ -141,11 +141,11 @@ def _check_memory(image: Any, body: bytes, processes: int) -> None:
 
 
 def _orientation(image: Any, body: bytes) -> int:
-    """EXIF orientation; 1 where there is none or it makes no sense."""
+    """EXIF orientation; 1 if absent or invalid."""
     if image.format == "TIFF" or ("exif" not in image.info and b"eXIf" not in body[-(1 << 16) :]):
         return 1
     try:
         found = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # damaged metadata raises many kinds; the image is as good as one without any
+    except Exception:  # damaged metadata raises many exception types; the image is treated as having none
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1

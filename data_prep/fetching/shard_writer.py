@@ -1,4 +1,4 @@
-"""What img2dataset writes into: collects the samples of one shard and publishes them when all rows have an outcome."""
+"""The writer for img2dataset: collects the samples of one shard and publishes them when all rows have an outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_text
 
 _HEARTBEAT_SECONDS = 0.5
-# Columns that do not go into a sample's own JSON.
+# Columns that are not stored in a sample's JSON.
 _NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH)
 
 
@@ -34,18 +34,18 @@ class ShardWriter:
     """img2dataset's sample writer interface (`write`, `close`) for one shard.
 
     Payloads go to a spool file in the order they arrive, so that memory holds only the index; `close` writes them
-    sorted. A live file beside it shows the monitor how the shard is doing.
+    sorted. A live file beside it reports the shard's progress to the monitor.
 
-    img2dataset swallows exceptions of `write`. So the first one is kept, ends the fetching, and is raised by `close`:
-    a shard is published whole or not at all.
+    img2dataset swallows exceptions of `write`. The first one is therefore stored, stops fetching, and is raised by
+    `close`: a shard is published completely or not at all.
 
     Args:
-        shard: Its number.
+        shard: The shard's number.
         folder: The data set.
-        plan: The plan it belongs to.
+        plan: The plan that it belongs to.
         rows: All of the shard's rows, as dicts of the plan's columns.
         encode_format: Extension of encoded images.
-        kept: Rows of the published meta file, by number, whose outcomes and samples are taken over.
+        kept: Rows of the published meta file, by number, whose outcomes and samples are kept.
         on_failure: Called at the first exception.
     """
 
@@ -75,7 +75,7 @@ class ShardWriter:
         self._beat()
 
     def write(self, img_str: bytes | None, key: str, caption: str | None, meta: dict[str, Any]) -> None:
-        """Take one row's outcome: the encoded image, or None and `meta["error_message"]`."""
+        """Store one row's outcome: the encoded image, or None and `meta["error_message"]`."""
         if self._failure is not None:
             return
         try:
@@ -88,7 +88,7 @@ class ShardWriter:
         """Publish the shard.
 
         Raises:
-            Exception: Whatever went wrong in a `write`, or now. The published files are as they were.
+            Exception: A `write`, or publishing, failed. The published files are unchanged.
         """
         try:
             if self._failure is not None:
@@ -109,7 +109,7 @@ class ShardWriter:
         if reason is None and self._removed and self._is_removed(row, meta):
             reason = reasons.REMOVED
         if reason is None and not (caption or "").strip():
-            reason = reasons.NO_CAPTION  # training could not use it
+            reason = reasons.NO_CAPTION  # not usable in training
         record = {
             **row,
             "key": key_of(number),
@@ -118,7 +118,7 @@ class ShardWriter:
             "error": meta["error_message"],
             **{name: meta[name] for name in ("width", "height", "original_width", "original_height")},
         }
-        # The hash of the bytes that came; a failed row keeps what the table states, if anything.
+        # The hash of the received bytes; a failed row keeps the table's hash, if any.
         record |= {kind: row.get(kind) if reason else meta[kind] for kind in HASH_KINDS if kind in meta or kind in row}
         if reason is None:
             assert image is not None
@@ -160,14 +160,14 @@ class ShardWriter:
         return not names.isdisjoint(self._removed)
 
     def _complete(self) -> None:
-        """Add rows that were not requested, and count those whose outcome img2dataset lost to its own exceptions."""
+        """Add rows that were not requested, and count those whose outcome img2dataset lost because of an exception."""
         for number, row in self._rows.items():
             if number not in self._meta:
                 lost = {**row, "key": key_of(number), "status": "failed", "reason": reasons.INTERNAL, "error": "lost"}
                 self._meta[number] = self._kept.get(number, lost)
 
     def _samples(self, old: set[int]) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """All samples in order: the new ones, and the `old` ones of the tar that is about to be replaced."""
+        """All samples in order: the new ones, and the `old` ones of the tar that will be replaced."""
         new = ((number, self._spooled(number)) for number in sorted(self._index))
         if not old:
             return new
@@ -192,5 +192,5 @@ class ShardWriter:
             "samples": len(self._index),
             "failures": dict(self._failures),
         }
-        with contextlib.suppress(OSError):  # only for the display; what matters fails elsewhere
+        with contextlib.suppress(OSError):  # only for display; serious errors are raised elsewhere
             write_text(self.live, json.dumps(state))

@@ -1,4 +1,4 @@
-"""One session of fetching: starts the engine, watches it, restarts it when it hangs, pauses when success collapses."""
+"""One fetching session: starts and monitors the engine, restarts it when it hangs, pauses when success collapses."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from pipeline.config import to_tree
 from pipeline.errors import UserError
 
 _POLL_SECONDS = 0.25
-# A look lists the records of all shards, hundreds of thousands in large sets: at most one part in so many of the time.
+# A poll lists the records of all shards, hundreds of thousands in large sets, and may take at most
+# 1 / _POLL_SHARE of the time.
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
 
 
-# Images in a row that may kill workers without a shard being finished in between.
+# Consecutive worker deaths due to images that are tolerated without a finished shard in between.
 _MOST_DEATHS = 20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a session is."""
+    """Progress of a session."""
 
     total: int
     """URLs of the session."""
     counts: Counts
-    """What became of those that are done."""
+    """Outcomes of the URLs done so far."""
     seconds: float
 
 
 class Paused(UserError):
-    """Fetching stopped itself; what was finished stays, and the same command continues."""
+    """Fetching has paused itself; finished shards are kept, and the same command resumes."""
 
 
 def fetch(
@@ -57,21 +58,21 @@ def fetch(
     mode: str = "fetch",
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Fetch these shards, starting the engine as often as it takes.
+    """Fetch these shards, restarting the engine as often as necessary.
 
     Args:
         config: All settings.
-        shards: Their numbers.
-        total: URLs to ask for, for the progress.
+        shards: The numbers of the shards.
+        total: Number of URLs to request, for progress.
         mode: See `downloader.Mode`.
         on_progress: Called a few times a second.
 
     Raises:
-        Paused: Success collapses, or the engine makes no progress any more.
+        Paused: Success collapses, or the engine no longer makes progress.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
     clean(folder, shards)
-    # What is asked again has failed before, or is a few rows: a low success is no sign of a collapse there.
+    # A retry requests rows that failed before, and a rebuild few rows: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
     started, fruitless, deaths = time.monotonic(), 0, 0
@@ -90,7 +91,7 @@ def fetch(
         if len(monitor.finished) > finished:
             fruitless = deaths = 0
         elif killers and deaths < _MOST_DEATHS:
-            deaths += 1  # each image can do so only twice
+            deaths += 1  # each image can do this only twice
         else:
             fruitless += 1
         if monitor.waiting:
@@ -178,7 +179,7 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
 
 
 class FetchEngine:
-    """The engine process and its whole process group; leaving the block ends whatever is still running."""
+    """The engine process and its process group; leaving the block stops all of its processes."""
 
     def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
         self.folder = Folder(Path(config.output), config.fetch.worker)
@@ -199,7 +200,7 @@ class FetchEngine:
         return self._process.poll()
 
     def stop(self) -> None:
-        """Ask the group to end, then end it."""
+        """Ask the process group to stop, then kill it."""
         for how, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, None)):
             try:
                 os.killpg(self._process.pid, how)
@@ -226,7 +227,7 @@ class FetchEngine:
 
 
 def clean(folder: Folder, shards: Iterable[int]) -> None:
-    """Finish what an engine that is gone has committed, and remove what it has left unfinished."""
+    """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
     for pattern in ("*.live", "*.spool", "*.arrow", "*.decoding", "*_stats.json", ".*.tmp"):
         for path in folder.staging.glob(pattern):

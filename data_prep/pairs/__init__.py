@@ -1,1 +1,1 @@
-"""Image-text pairs that are here already, in whatever form, as webdataset shards with a manifest."""
+"""Convert existing image-text pairs in any supported format to webdataset shards with a manifest."""

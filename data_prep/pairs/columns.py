@@ -1,4 +1,4 @@
-"""Which column holds the image and which the caption: named by the user, or found by the names people use."""
+"""Which column holds the image and which the caption: given by the user, or found by common names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def choose_columns(
     """The columns of image and caption.
 
     Args:
-        present: the columns that there are.
-        image: the user's choice, or None to find it.
-        caption: the user's choice, or None to find it.
-        where: what the columns are in, for messages.
-        texts: the columns that can hold a caption, where the source knows their types.
+        present: The existing columns.
+        image: The user's choice, or None to find it.
+        caption: The user's choice, or None to find it.
+        where: What the columns belong to, for messages.
+        texts: The columns that can hold a caption, if the source knows their types.
 
     Raises:
-        UserError: when a named column is not there, none is found, or several could be meant.
+        UserError: A named column does not exist, none is found, or several match.
     """
     names = list(present)
     found_image = image if image is not None else _find(names, IMAGE_NAMES)

@@ -1,4 +1,4 @@
-"""One image on its way into a shard: checked by decoding it, turned upright, resized where that is wanted."""
+"""One image on its way into a shard: checked by decoding, rotated upright, and resized if requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_prep.fetching.content import check_image, extension
 from data_prep.pairs.pair import MISSING_FILE
 from data_prep.reasons import FetchError
 
-_STORED = ("JPEG", "PNG", "WEBP")  # what training reads; anything else is encoded anew
+_STORED = ("JPEG", "PNG", "WEBP")  # formats that training reads; others are re-encoded
 _ORIENTATION = 0x0112
 
 
@@ -23,14 +23,14 @@ class ImageOptions:
     size: int | None = None
     """Shorter side in pixels that larger images are reduced to; None keeps them."""
     quality: int = 95
-    """Of JPEGs that are encoded anew."""
+    """Quality of re-encoded JPEGs."""
     max_pixels: int = 178_956_970
     """Larger images are dropped (decompression bombs)."""
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """What goes into the shard."""
+    """An image as stored in the shard."""
 
     suffix: str
     body: bytes
@@ -55,13 +55,13 @@ def read_image(image: bytes | str) -> bytes:
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:
-    """The image as it is stored: its own bytes where training reads them as they are, a JPEG otherwise.
+    """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG.
 
-    Encoded anew are images that are larger than `options.size`, that EXIF says to turn (training ignores EXIF), and
-    formats other than JPEG, PNG and WebP.
+    Images are re-encoded if they are larger than `options.size`, have an EXIF rotation (training ignores EXIF), or are
+    not JPEG, PNG or WebP.
 
     Raises:
-        FetchError: when it is empty, no image, truncated, too large, or does not decode.
+        FetchError: The body is empty, not an image, truncated, too large, or cannot be decoded.
     """
     from PIL import Image
 

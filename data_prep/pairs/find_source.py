@@ -1,4 +1,4 @@
-"""What a SOURCE is: looked at, named, and opened as rows."""
+"""Detect the kind of a SOURCE and open it as rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to read a source; what does not apply to its kind is refused."""
+    """How to read a source; options that do not apply to its kind are refused."""
 
     image: str | None = None
     """Column of the image; None finds it."""
@@ -86,13 +86,13 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
     """Open a source.
 
     Args:
-        source: file, folder or name on the hub.
-        options: how to read it.
-        listing: where the list of a source without random access is stored.
-        stored: the list, where an interrupted run has made it already.
+        source: File, folder or name on the hub.
+        options: How to read it.
+        listing: Where the list of a source without random access is stored.
+        stored: The list, if an interrupted run has already made it.
 
     Raises:
-        UserError: when it cannot be read, or an option does not apply to its kind.
+        UserError: It cannot be read, or an option does not apply to its kind.
     """
     kind, path = kind_of(source), Path(source)
     _refuse_options(kind, options)

@@ -52,7 +52,7 @@ def open_dataset(
     """Find split and columns of a data set; a hub's is downloaded into the cache of `datasets`.
 
     Raises:
-        UserError: when it cannot be loaded, the split is not named or not there, or columns are not found.
+        UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
     """
     from datasets import Image, Value
 
@@ -102,7 +102,7 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, subset, revision=revision)
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # the hub's client raises many exception types
         raise UserError(
             f"The data set {name} cannot be loaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). "
             "Is it a local path that is missing? A private set needs HF_TOKEN; --subset and --revision choose a part."

@@ -113,7 +113,7 @@ def open_coco(path: Path, *, images: Path | None) -> CocoCaptions:
     """COCO's annotations and the folder of their images: the one named, or the one near the file that has the first.
 
     Raises:
-        UserError: when the file is not of COCO's form, or the images are not found.
+        UserError: The file does not have COCO's format, or the images are not found.
     """
     names = [image.get("file_name") for image in read_coco(path)["images"][:100]]
     first = [name for name in names if isinstance(name, str)]

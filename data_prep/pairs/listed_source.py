@@ -34,7 +34,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Samples of webdataset tars, as the list found them by their headers; payloads are read one sample at a time.
+    """Samples of webdataset tars, as found by their headers; payloads are read one sample at a time.
 
     `caption` is the suffix of the caption's member, or `json:FIELD`.
     """

@@ -1,7 +1,7 @@
 """The list of pairs behind sources whose rows have no natural random access (tables, COCO's JSON, folders, tars).
 
-Made in one streaming pass and stored as parquet in small row groups, so that memory stays bounded and any process can
-begin at any row.
+It is made in one streaming pass and stored as parquet in small row groups, so that memory stays bounded and any process
+can start at any row.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = Tr
     """Store rows as a list, published by rename when complete.
 
     Args:
-        path: the parquet file.
-        rows: in the order of the data set.
-        group_images: neighbouring rows with the same image become one row with all their captions. Apart, each would
-            be the other's wrong negative in a batch.
+        path: The parquet file.
+        rows: The rows in the order of the data set.
+        group_images: Merge neighbouring rows with the same image into one row with all captions. Otherwise they would
+            be false negatives of each other in a batch.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -85,7 +85,7 @@ def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = Tr
 
 
 def _plain(row: Listed) -> dict[str, Any]:
-    """A row as parquet holds it: file names may be any bytes, captions must be UTF-8."""
+    """A row as stored in parquet: file names may be any bytes, captions must be UTF-8."""
     tree: dict[str, Any] = {name: getattr(row, name) for name in _NAMES}
     tree["image"] = os.fsencode(row.image)
     for name in ("place", "detail"):

@@ -15,10 +15,10 @@ NOT_UTF8 = "caption is not UTF-8"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One row of a source. A row that cannot become a sample says why in `problem` (a reason) and `detail`."""
+    """One row of a source. For a row that cannot become a sample, `problem` (a reason) and `detail` say why."""
 
     place: str
-    """Where the row is, for people: file and row."""
+    """Human-readable location of the row: file and row."""
     image: bytes | str = b""
     """The encoded image, or the path of its file."""
     captions: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class PairSource(Protocol):
 
     @property
     def rows(self) -> int:
-        """Number of rows, also of those that will be dropped."""
+        """Number of rows, including those that will be dropped."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -52,7 +52,7 @@ def captions_in(value: Any) -> tuple[str, ...]:
 
 
 def checked(pair: Pair) -> Pair:
-    """The pair, or why its captions cannot be used."""
+    """The pair, or the reason why its captions cannot be used."""
     if pair.problem:
         return pair
     if not pair.captions:

@@ -79,7 +79,7 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
     """A parquet file, or all of a folder in the order of their names.
 
     Raises:
-        UserError: when columns are not found or the files' columns differ.
+        UserError: Columns are not found, or the files' columns differ.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

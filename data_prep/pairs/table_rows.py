@@ -34,7 +34,7 @@ class PairTable:
         return {"kind": "table", "image": self.image, "caption": self.caption}
 
     def rows(self) -> Iterator[Listed]:
-        """Every row of the table, streaming; what cannot be read is a row with a problem."""
+        """Stream every row of the table; unreadable rows have a problem."""
         is_json = self.path.suffix in (".jsonl", ".ndjson")
         with _open(self.path) as file:
             for number, row in _json_rows(file) if is_json else _csv_rows(file, self.path, self.header):
@@ -52,10 +52,10 @@ class PairTable:
 def open_table(
     path: Path, *, images: Path | None, image: str | None, caption: str | None, header: Sequence[str] = ()
 ) -> PairTable:
-    """Look at a table's head: its columns, and that its images can be found.
+    """Read a table's head to find its columns, and check that its images can be found.
 
     Raises:
-        UserError: when the file is empty or unreadable, columns are not found, or none of the first images is there.
+        UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
     """
     is_json = path.suffix in (".jsonl", ".ndjson")
     with _open(path) as file:
@@ -78,7 +78,7 @@ def open_table(
 
 
 def _open(path: Path) -> TextIO:
-    # A broken byte must cost one row and not the table: it becomes a surrogate, and its caption is dropped by reason.
+    # An invalid byte should affect one row only: it becomes a surrogate, and the row is dropped with a reason.
     return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 

@@ -43,10 +43,10 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
 
 
 def find_caption(tars: list[Path], *, wanted: str | None) -> str:
-    """Where the captions are: a member's suffix or `json:FIELD`, as named or as found in the first sample.
+    """Where the captions are: a member's suffix or `json:FIELD`, as given, or as found in the first sample.
 
     Raises:
-        UserError: when no image or no caption is found there, naming what there is.
+        UserError: The sample has no image or no caption; the message lists its members.
     """
     first = next(tar_rows(tars[0].parent, tars), None)
     if first is None:

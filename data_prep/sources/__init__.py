@@ -1,1 +1,1 @@
-"""Where URL tables come from and which rows are taken."""
+"""Reading URL tables and selecting their rows."""

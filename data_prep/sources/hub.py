@@ -33,7 +33,7 @@ def pin(source: SourceConfig) -> SourceConfig:
             return source
         found = HfApi().dataset_info(source.hub, revision=source.revision)
         return replace(source, revision=found.sha)
-    except Exception as error:  # the hub's client raises its own kinds, and those of what it talks through
+    except Exception as error:  # the hub's client raises its own exceptions and those of its HTTP library
         raise _unreachable(source, error) from error
 
 
@@ -57,7 +57,7 @@ def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[
             **options,
         )
         yield from rows.with_format("arrow").iter(batch_size=batch_rows)
-    except Exception as error:  # `datasets` and what it calls raise many kinds
+    except Exception as error:  # `datasets` and its dependencies raise many exception types
         raise _unreachable(source, error) from error
 
 
@@ -69,5 +69,5 @@ def _unreachable(source: SourceConfig, error: Exception) -> UserError:
 
 
 def in_a_line(error: Exception) -> str:
-    """The first line of what an exception says, or its kind where it says nothing."""
+    """The first line of an exception's message, or its type if the message is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

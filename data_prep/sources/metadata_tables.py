@@ -198,7 +198,7 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
 def _parquet(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
     with _open_parquet(path) as file:
         need_columns(columns_of(source), file.schema_arrow.names, str(path))
-        # One row group at a time: over the whole file, what was read stays in memory to the end.
+        # One row group at a time; otherwise all data read stays in memory until the end of the file.
         for group in range(file.num_row_groups):
             yield from file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns_of(source))
 
@@ -209,7 +209,7 @@ def _json_lines(path: Path, source: SourceConfig, kind: str) -> Iterator[Any]:
     yield from pj.open_json(
         path,
         read_options=pj.ReadOptions(block_size=8 << 20),
-        # Other fields are ignored, whatever kinds of values they hold.
+        # Other fields are ignored, whatever their types.
         parse_options=pj.ParseOptions(explicit_schema=_json_schema(path, source), unexpected_field_behavior="ignore"),
     )
 

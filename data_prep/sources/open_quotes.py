@@ -1,4 +1,4 @@
-"""Quotes that are never closed in CSV files: the reader then takes the lines that follow for one value."""
+"""Quotes that are never closed in CSV files: the reader then treats the following lines as one value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Nested subsets: whether a row belongs depends on (seed, its uid or URL) alone.
 
 A row's hash is XXH3-64 of its name with the seed, and a fraction f keeps the hashes below f * 2**64: every machine
-computes the same, rows are looked at once and forgotten, and a larger fraction contains every smaller one.
+computes the same subset, rows are processed in one pass, and a larger fraction contains every smaller one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def hashes(names: Iterable[str], *, seed: int) -> np.ndarray:
 
 
 def _open_index(path: str) -> Any:
-    """The uid index, mapped and not read: it may be tens of gigabytes."""
+    """The uid index, memory-mapped because it may have tens of gigabytes."""
     if not Path(path).is_file():
         raise UserError(f"subset.index = {path!r} does not exist: fetch the published .npy of uids first.")
     index = np.load(path, mmap_mode="r")

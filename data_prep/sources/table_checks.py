@@ -1,4 +1,4 @@
-"""What is checked before the first URL: files, rows, columns, and that the columns hold what they are said to hold."""
+"""Checks before the first URL: files, rows, columns, and that the columns have the expected content."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:
 
 
 def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Compare a table with what was noted when its URL list was made. Files of the same size and date are not read.
+    """Compare a table with its record from when the URL list was made. Files of the same size and date are not read.
 
     Returns:
-        Whether the table is still there at all; the list is kept in the data set's folder, and is enough to continue.
+        Whether the table still exists; the list in the data set's folder is sufficient to continue without it.
 
     Raises:
-        UserError: Files differ, are new, or are gone.
+        UserError: Files were changed, added or removed.
     """
     if source.table is None or not planned:
         return True

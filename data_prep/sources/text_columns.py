@@ -59,7 +59,7 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
     try:
         if kind != pa.string() or not is_text(column.type):
             return column if column.type == kind else column.cast(kind)
-        # Parquet and Arrow take a string column's word for being UTF-8; only the conversion from bytes checks it.
+        # Parquet and Arrow do not check that a string column is UTF-8; only the conversion from bytes does.
         raw = column.cast(pa.large_binary())
         try:
             return raw.cast(pa.large_string()).cast(pa.string())

@@ -36,7 +36,7 @@ from pipeline.errors import UserError
     ],
 )
 def test_invalid_settings_are_refused(tree: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match="refused") as caught:
+    with pytest.raises(UserError, match="configuration is not valid") as caught:
         parse(DownloadConfig, {"output": "x", **tree})
     assert words in str(caught.value)
 

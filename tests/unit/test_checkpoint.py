@@ -139,7 +139,7 @@ def test_full_disk_loses_only_one_checkpoint(tmp_path: Path, towers: Towers, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "save_file", full)
+        patch.setattr(writer_module, "save_tensors", full)
         events = write(tmp_path, towers, [2])
     assert "could NOT be written" in events[0]
     assert "No space left" in events[0]
@@ -228,7 +228,7 @@ def test_last_checkpoint_is_retried_then_written_to_the_fallback(
     run, events = tmp_path / "run", list[str]()
     config = CheckpointConfig(every=1)
     writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
-    monkeypatch.setattr(writer_module, "save_file", failing(failures))
+    monkeypatch.setattr(writer_module, "save_tensors", failing(failures))
     monkeypatch.setattr(last_checkpoint, "PAUSE_SECONDS", 0.01)
     writer.save(snapshot(towers, 5))
     writer.wait()

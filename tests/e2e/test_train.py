@@ -189,7 +189,7 @@ def test_invalid_starts_are_rejected_before_any_work(base: Path, two_ranks: Path
     assert "--resume latest" in again.stderr
     odd = run("jobs.train", *settings(base, "odd", "batch_size=9", "samples=90"), ranks=2, check=False)
     assert odd.returncode != 0
-    assert "batch_size = 9 is not divisible by the 2 ranks" in " ".join(odd.stderr.split())
+    assert "batch_size = 9 and data.streams = 4 do not fit 2 ranks" in " ".join(odd.stderr.split())
     few = run("jobs.train", *settings(base, "few", "batch_size=128", "samples=1280"), check=False)
     assert few.returncode == 2
     assert "65" in few.stderr

@@ -13,6 +13,7 @@ from jobs.recipe_path import TRAINING, RecipePath
 if TYPE_CHECKING:
     from pipeline.data.order.data_costs import DataPlan
     from pipeline.planning.run_plan import RunPlan
+    from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
 
@@ -20,13 +21,20 @@ GIB = 2**30
 @click.command(name="plan")
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of GPUs [the recipe's plan.gpus].")
+@click.option(
+    "--measure", is_flag=True, help="Also run the recipe on this machine for a minute, and forecast from that."
+)
+@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(min=1), help="Duration of --measure.")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_settings)
-def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -> None:
+def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float, overrides: tuple[str, ...]) -> None:
     """Estimate the cost of a recipe: GPU memory per ZeRO stage, steps, FLOPs, GPU hours, data reading and shuffling.
 
     Needs no GPU and only the manifest of the data, or plan.dataset_size if there is none yet. Settings are those of
     `neuclip train`: try engine.micro_batch or model.grad_checkpointing if memory is short, and choose data.streams and
     data.shuffle_buffer now, because they cannot change during a run.
+
+    With --measure, the data must be there: loader, steps, both together, a checkpoint and an evaluation's forward pass
+    are measured on this machine with one rank's share of the batch.
     """
     from pipeline.planning.run_plan import plan_run
     from pipeline.training.recipe import load_recipe
@@ -42,6 +50,40 @@ def command(recipe: str | None, ranks: int | None, overrides: tuple[str, ...]) -
         size = f"{plan.dataset_size:,} samples of about {_size(run.plan.sample_bytes)} expected"
         lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all. {plan.data_missing}")]
     _print_lines(lines)
+    if measure:
+        _print_lines(describe_measurement(run, ranks=plan.gpus, seconds=seconds))
+
+
+def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> list[tuple[str, str]]:
+    """Measure one rank's share on this machine; figures and forecast as lines of (label, text)."""
+    import logging
+
+    from pipeline.planning.measure import forecast, measure
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    found = measure(run, ranks=ranks, seconds=seconds)
+    expected = forecast(found, run)
+    total = sum(found.phases.values())
+    phases = ", ".join(f"{name} {part / total:.0%}" for name, part in found.phases.items())
+    memory = f"host {found.host_gib:.2f} GiB without its workers"
+    if found.device_gib is not None:
+        memory = f"GPU {found.device_gib:.2f} GiB, {memory}"
+    others = "" if ranks == 1 else f"; {ranks} times one rank's, without communication and the larger gathered batch"
+    together = (
+        f"{found.training:,.1f} samples/s ({found.slowest:,.1f} to {found.fastest:,.1f} in quarters of the time), "
+        f"{found.data_wait:.0%} waiting for data"
+    )
+    return [
+        ("MEASURED", f"one rank, {found.local_batch} pairs a step, {found.workers} workers"),
+        ("loader alone", f"{found.loader:,.1f} samples/s"),
+        ("steps alone", f"{found.step:,.1f} samples/s ({phases})"),
+        ("together", together),
+        ("checkpoint", f"training stops for {found.snapshot_seconds:.2f} s; written after {found.write_seconds:.2f} s"),
+        ("evaluation", f"{found.evaluation:,.1f} samples/s through the towers"),
+        ("peak memory", memory),
+        ("FORECAST", f"{expected.samples_per_second:,.1f} samples/s, {expected.hours:,.2f} h{others}"),
+        ("bottleneck", expected.bottleneck),
+    ]  # fmt: skip
 
 
 def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tuple[str, str]]:
@@ -132,7 +174,7 @@ def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
     epochs = total_steps / layout.steps
     per_rank = layout.streams // plan.ranks
     share = per_rank / max(1, plan.workers)
-    place = "local, so skipped" if plan.local else "read"
+    place = "seeked over" if plan.seeks else "read"
     return [
         ("data", f"{plan.samples:,} samples in {plan.shards:,} shards, {_size(plan.bytes)}"),
         ("epoch", f"{layout.steps:,} steps of {layout.global_batch:,}; {layout.dropped:,} samples are in no batch"),

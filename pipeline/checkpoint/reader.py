@@ -67,7 +67,7 @@ class Checkpoint:
             UserError: The checkpoint lacks some of these rows.
         """
         pieces: list[tuple[int, Tensor]] = []
-        for path in sorted(self.path.glob("rows-*.safetensors")):
+        for path in self._row_files(name, start, stop):
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     table, _, first = key.rpartition("/")
@@ -85,32 +85,60 @@ class Checkpoint:
             )
         return rows
 
+    def _row_files(self, name: str, start: int, stop: int) -> list[Path]:
+        """The files that may hold rows [start, stop) of a table, without opening any if `checkpoint.json` lists them.
 
-def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+        At 1,024 ranks, every rank would otherwise open the files of all ranks. Older checkpoints do not list them.
+        """
+        listed = {file: entry for file, entry in self.meta["files"].items() if file.startswith("rows-")}
+        if not all("rows" in entry for entry in listed.values()):
+            return sorted(self.path.glob("rows-*.safetensors"))
+        found = []
+        for file, entry in listed.items():
+            held = entry["rows"]
+            if held["table"] == name and held["first"] < stop and held["first"] + held["count"] > start:
+                found.append(self.path / file)
+        return found
+
+
+def open_checkpoint(path: Path, *, verify: bool = True, world: World | None = None) -> Checkpoint:
     """Open a checkpoint's folder.
 
     Args:
         path: The folder of one step.
         verify: Compare the size and SHA-256 of every file with `checkpoint.json`.
+        world: Ranks that share the work of verifying, all of which call this; by default this process does it alone.
 
     Raises:
         UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
     """
-    problem = damage(path) if verify else None
+    problem = damage(path, world=world) if verify else None
     if problem:
         raise UserError(problem)
     return Checkpoint(path, read_meta(path))
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written."""
+def damage(path: Path, *, world: World | None = None) -> str | None:
+    """What is wrong with a checkpoint's folder, naming the file; None when every file is as it was written.
+
+    Args:
+        path: The folder of one step.
+        world: Ranks that share the files, all of which call this and get the same answer; by default this process
+            checks them alone.
+    """
+    world = world or World()
+    return next(filter(None, world.gather_objects(_damage_of_share(path, rank=world.rank, ranks=world.size))), None)
+
+
+def _damage_of_share(path: Path, *, rank: int, ranks: int) -> str | None:
+    """`damage` of this rank's share of the files."""
     try:
         meta = read_meta(path)
     except (OSError, ValueError) as error:
         return f"{META_NAME} cannot be read ({error})."
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
-    for name, entry in meta["files"].items():
+    for name, entry in _share(meta["files"], rank=rank, ranks=ranks).items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing."
@@ -121,6 +149,18 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def _share(files: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
+    """One rank's files, so that all ranks have about as many bytes."""
+    loads = [0] * ranks
+    share = {}
+    for name, entry in sorted(files.items(), key=lambda item: (-item[1]["bytes"], item[0])):
+        least = min(range(ranks), key=loads.__getitem__)
+        loads[least] += entry["bytes"]
+        if least == rank:
+            share[name] = entry
+    return share
+
+
 def find_checkpoint(
     run: Path,
     which: str,
@@ -128,15 +168,17 @@ def find_checkpoint(
     on_event: Callable[[str], None],
     not_after: int | None = None,
     fallback: str | None = None,
+    world: World | None = None,
 ) -> Checkpoint | None:
     """The checkpoint to resume from, verified.
 
     Args:
         run: The run's folder.
         which: "latest" for the newest undamaged one, or the folder of a checkpoint.
-        on_event: Called with a message for every damaged checkpoint that is skipped.
+        on_event: Called on rank 0 with a message for every damaged checkpoint that is skipped.
         not_after: With "latest", skip checkpoints of later steps than this one.
         fallback: With "latest", the setting `checkpoint.fallback`: the run's folder there is searched, too.
+        world: Ranks that share the work of verifying, all of which call this; by default this process does it alone.
 
     Returns:
         None when "latest" finds no checkpoint at all.
@@ -144,20 +186,23 @@ def find_checkpoint(
     Raises:
         UserError: The named folder is damaged or not a checkpoint, or "latest" finds only damaged ones.
     """
+    world = world or World()
     if which != "latest":
         try:
-            return open_checkpoint(Path(which))
+            return open_checkpoint(Path(which), world=world)
         except UserError as error:
             raise UserError(f"Cannot resume from {which}: {error}") from error
     runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
     found = [path for folder in runs for path in (folder / FOLDER_NAME).glob(f"{PREFIX}*")]
     found.sort(key=step_of, reverse=True)
     found = [path for path in found if not_after is None or step_of(path) <= not_after]
+    found = world.gather_objects(found)[0]  # a rank may see another state of a shared folder for a moment
     for path in found:
         try:
-            return open_checkpoint(path)
+            return open_checkpoint(path, world=world)
         except UserError as error:
-            on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
+            if world.is_main:
+                on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
     if found:
         raise UserError(f"All {len(found)} checkpoints in {run} are damaged. Start again with a new output folder.")
     return None
@@ -172,7 +217,7 @@ def agreed_checkpoint(
     not_after: int | None = None,
     fallback: str | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint that all ranks resume from: rank 0 finds and verifies it. Collective.
+    """The checkpoint that all ranks resume from: rank 0 finds it, and the ranks verify it together. Collective.
 
     Args:
         run: The run's folder.
@@ -185,22 +230,11 @@ def agreed_checkpoint(
     Raises:
         UserError: As `find_checkpoint`, or `resume` is None and the folder has checkpoints. On every rank.
     """
-    found: Checkpoint | None = None
-    problem = ""
-    if world.is_main:
-        try:
-            if resume is not None:
-                found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback)
-            elif any((run / FOLDER_NAME).glob(f"{PREFIX}*")):
-                problem = f"{run} has checkpoints: add --resume latest to continue, or choose another output."
-        except UserError as error:
-            problem = str(error)
-    path, problem = world.gather_objects((str(found.path) if found else None, problem))[0]
-    if problem:
-        raise UserError(problem)
-    if path is None:
-        return None
-    return found or open_checkpoint(Path(path), verify=False)
+    if resume is not None:
+        return find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback, world=world)
+    if world.gather_objects(any((run / FOLDER_NAME).glob(f"{PREFIX}*")))[0]:
+        raise UserError(f"{run} has checkpoints: add --resume latest to continue, or choose another output.")
+    return None
 
 
 def abandon_after(run: Path, step: int) -> None:

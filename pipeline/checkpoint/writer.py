@@ -162,10 +162,12 @@ class CheckpointWriter:
         """Write this rank's files, and a list of them with their sizes and hashes."""
         rank = self._world.rank
         written: list[Path] = []
+        held: dict[str, Any] = {}
         for name, (start, blocks) in snapshot.rows.items():
             for rows in blocks:
                 written.append(temporary / f"rows-{rank:05d}-{len(written):05d}.safetensors")
                 save_tensors({f"{name}/{start}": rows}, written[-1])
+                held[written[-1].name] = {"rows": {"table": name, "first": start, "count": len(rows)}}
                 start += len(rows)
         if self._world.is_main:
             written += self._write_replicated(snapshot, temporary)
@@ -174,7 +176,8 @@ class CheckpointWriter:
         for path in written:
             path.chmod(mode)
             flush(path)
-            entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            facts = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            entries[path.name] = {**facts, **held.get(path.name, {})}
         write_json(temporary / f"done-{rank:05d}.json", entries)
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:

@@ -70,7 +70,7 @@ class DataConfig:
     replacement: bool = False
     """Draw shards with replacement instead of permuting them."""
     workers: int = Field(default=2, ge=0, le=1024)
-    """Decoding processes per rank; 0 decodes in the training process."""
+    """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Batches that each worker keeps ready."""
     timeout_minutes: float = Field(default=20.0, gt=0)

@@ -65,8 +65,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     data, missing = _data(run, gpus=gpus, image_size=image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
     assert dataset_size is not None
-    make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus,
-                workers=run.data.workers)  # fmt: skip
+    make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
     settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=gpus)
     zero = settings.get("zero_optimization", {})
     bf16 = any(settings.get(key, {}).get("enabled", False) for key in ("bf16", "torch_autocast"))

@@ -19,7 +19,7 @@ def test_epochs_match_the_loader(tmp_path: Path, batch: int, streams: int) -> No
     write_shards(tmp_path, [30, 27])
     data = {"sources": str(tmp_path), "streams": streams}
     tree = resolve_budget({"epochs": 3, "batch_size": batch, "data": data}, {})
-    layout = make_layout(samples=57, global_batch=batch, streams=streams, ranks=1, workers=0)
+    layout = make_layout(samples=57, global_batch=batch, streams=streams)
     assert tree["samples"] == 3 * layout.steps * batch
     assert "epochs" not in tree
 

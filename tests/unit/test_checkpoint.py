@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.checkpoint import reader
 from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import finished_checkpoints, name_of, step_of
-from pipeline.checkpoint.reader import abandon_after, damage, find_checkpoint, open_checkpoint
+from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, find_checkpoint, open_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -86,7 +89,72 @@ def test_rows_of_several_ranks_are_joined(tmp_path: Path, towers: Towers) -> Non
     write(tmp_path, towers, [1])
     path = tmp_path / "checkpoints" / "step-00000001"
     save_file({"u/10": torch.arange(10.0, 15.0)}, path / "rows-00001-00000.safetensors")
+    meta = json.loads((path / "checkpoint.json").read_text())
+    for entry in meta["files"].values():
+        entry.pop("rows", None)  # as checkpoints were written before they listed the rows of their files
+    (path / "checkpoint.json").write_text(json.dumps(meta))
     assert open_checkpoint(path, verify=False).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
+
+
+def test_only_files_with_wanted_rows_are_opened(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, towers, [1])
+    checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    listed = {name: entry["rows"] for name, entry in checkpoint.meta["files"].items() if "rows" in entry}
+    assert len(listed) > 1
+    opened: list[str] = []
+    original = reader.safe_open
+    monkeypatch.setattr(reader, "safe_open", lambda path, **how: opened.append(path.name) or original(path, **how))
+    for name, held in listed.items():
+        first, last = held["first"], held["first"] + held["count"]
+        opened.clear()
+        assert len(checkpoint.read_rows(held["table"], first, last)) == held["count"]
+        assert opened == [name]
+
+
+class TogetherWorld(World):
+    """Ranks that are threads of this process."""
+
+    meeting: threading.Barrier
+    given: list[object]
+
+    def gather_objects(self, value: object) -> list[object]:
+        type(self).given[self.rank] = value
+        type(self).meeting.wait(30)
+        gathered = list(type(self).given)
+        type(self).meeting.wait(30)
+        return gathered
+
+
+@pytest.mark.parametrize("broken", [None, "moments.safetensors", "open_clip_model.safetensors"])
+def test_ranks_share_the_hashing_and_agree(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, broken: str | None
+) -> None:
+    write(tmp_path, towers, [1, 2])
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    files = len(json.loads((newest / "checkpoint.json").read_text())["files"])
+    if broken:
+        data = bytearray((newest / broken).read_bytes())
+        data[-1] ^= 1
+        (newest / broken).write_bytes(data)
+    hashed: list[Path] = []
+    original = reader.sha256
+    monkeypatch.setattr(reader, "sha256", lambda path: hashed.append(path) or original(path))
+    TogetherWorld.meeting, TogetherWorld.given = threading.Barrier(3), [None] * 3
+    events: list[str] = []
+
+    def rank(number: int) -> int:
+        world = TogetherWorld(rank=number, size=3)
+        found = agreed_checkpoint(tmp_path, "latest", world=world, on_event=events.append)
+        assert found is not None
+        return found.step
+
+    with ThreadPoolExecutor(3) as pool:
+        steps = list(pool.map(rank, range(3)))
+    assert steps == [1 if broken else 2] * 3
+    assert len(events) == (1 if broken else 0)
+    assert sum(path.parent == newest for path in hashed) <= files, "every file is hashed by one rank"
 
 
 def test_old_checkpoints_are_deleted_except_those_to_keep(tmp_path: Path, towers: Towers) -> None:

@@ -111,10 +111,22 @@ def test_incompatible_settings_are_refused_before_the_first_step(folder: Path) -
     for settings, ranks, message in [
         ({"streams": 3}, 1, "global batch of 8 is not divisible by data.streams = 3.*2 or 4"),
         ({"streams": 4}, 3, "data.streams = 4 is not divisible by 3 ranks"),
-        ({"streams": 4, "workers": 3}, 2, "at most 2 workers"),
     ]:
         with pytest.raises(UserError, match=message):
             loaders(folder, ranks=ranks, **settings)
+
+
+def test_a_rank_uses_at_most_one_worker_for_each_stream(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = run(loaders(folder), 3)
+    group = loaders(folder, ranks=2, workers=3)
+    assert "data.workers = 3, but a rank has 2 streams and uses one worker for each" in caplog.text
+    try:
+        found = run(group, 3)
+        assert all(len(loader._parts._workers) == 2 for loader in group)  # type: ignore[union-attr]
+    finally:
+        for loader in group:
+            loader.close()
+    assert torch.equal(found[0], expected[0])
 
 
 @pytest.fixture(scope="module")

@@ -43,10 +43,11 @@ def reader(manifest: Manifest, *, retries: int = 0) -> SequentialReader:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("skip", [0, 1, 6])
-def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int) -> None:
+@pytest.mark.parametrize("sample_bytes", [0, 10**6])
+def test_records_match_tarfile(tmp_path: Path, dialect: int, skip: int, sample_bytes: int) -> None:
     samples = [sample(i) for i in range(7)]
     write_tar(tmp_path / "a.tar", samples, format=dialect)
-    with open_records(str(tmp_path / "a.tar"), skip=skip) as records:
+    with open_records(str(tmp_path / "a.tar"), skip=skip, sample_bytes=sample_bytes) as records:
         found = list(records)
     assert [(r.image, r.caption) for r in found] == [(s["jpg"], s["txt"]) for s in samples[skip:]]
     with open(tmp_path / "a.tar", "rb") as file:

@@ -76,7 +76,7 @@ def test_reader_holds_about_half_a_buffer() -> None:
 
 
 def test_layout_counts() -> None:
-    layout = make_layout(samples=103, global_batch=12, streams=4, ranks=2, workers=2)
+    layout = make_layout(samples=103, global_batch=12, streams=4, ranks=2)
     assert (layout.rows, layout.stream_length, layout.steps, layout.dropped) == (3, 25, 8, 7)
     with pytest.raises(UserError, match="An epoch has 11 samples, fewer than the global batch of 12"):
         make_layout(samples=11, global_batch=12, streams=4)

@@ -8,6 +8,7 @@ with building the model.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -40,6 +41,7 @@ from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def build_loader(
         tokenize: captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
 
     Raises:
-        UserError: data, batch size, streams, ranks and workers do not fit together, or shards do not match their
+        UserError: data, batch size, streams and ranks do not fit together, or shards do not match their
             manifest.
     """
     mixture = load_mixture(config)
@@ -81,8 +83,14 @@ def build_loader(
         global_batch=global_batch,
         streams=config.streams,
         ranks=world.size,
-        workers=config.workers,
     )
+    share = config.streams // world.size
+    if config.workers > share:
+        if world.is_main:
+            log.warning(
+                "data.workers = %d, but a rank has %d streams and uses one worker for each.", config.workers, share
+            )
+        config = replace(config, workers=share)
     decoder = ImageDecoder(size=image_size, crop=config.crop, mode=config.decoding, max_pixels=config.max_pixels)
     if config.workers:
         _check_picklable(tokenize)
@@ -90,7 +98,6 @@ def build_loader(
         _check_shared_memory(config, world, rows=global_batch // world.size, image_size=image_size)
         _start_forkserver()
     check_shards(mixture.manifest, world)
-    share = config.streams // world.size
     dataset = StreamDataset(
         order=Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer),
         streams=range(world.rank * share, (world.rank + 1) * share),

@@ -66,11 +66,13 @@ class SequentialReader:
 
     def _stretch(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
-        url = self.manifest.url(self.manifest.shards[shard])
+        stored = self.manifest.shards[shard]
+        url = self.manifest.url(stored)
+        suffix, size = self._caption_of(shard).suffix, stored.bytes / stored.samples
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             try:
-                with open_records(url, skip=start, caption_suffix=self._caption_of(shard).suffix) as records:
+                with open_records(url, skip=start, caption_suffix=suffix, sample_bytes=size) as records:
                     self.passed += start
                     for record in records:
                         start += 1

@@ -11,7 +11,7 @@ from pipeline.data.order.canonical_order import Order, planned_ids
 from pipeline.data.order.mixture import Mixture, load_mixture, shared_epoch
 from pipeline.data.order.shuffle_quality import ShuffleQuality, shuffle_quality
 from pipeline.data.order.streams import Layout, make_layout
-from pipeline.data.shards.storage import is_local
+from pipeline.data.shards.storage import SEEKING_PAYS, is_local
 
 SAMPLED_BATCHES = 8
 
@@ -27,14 +27,15 @@ class DataPlan:
     layout: Layout
     ranks: int
     workers: int
-    local: bool
-    """Whether all shards are local files, in which skipped samples cost no reading of their payload."""
+    """Per rank; no more than the rank has streams."""
+    seeks: bool
+    """Whether readers seek over the samples that they skip, as in local files with large samples."""
     epoch_bytes: int
     """Read by all ranks in an epoch."""
     passed_samples: int
     """Samples that streams skip because they start in the middle of a shard."""
     passed_bytes: int
-    """Bytes of these samples; local shards skip them, other storage reads them."""
+    """Bytes of these samples, which are read unless readers seek."""
     resume_bytes: int
     """Read again by all ranks at a resume, on average."""
     buffer_bytes: int
@@ -56,24 +57,25 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         global_batch=global_batch,
         streams=config.streams,
         ranks=ranks,
-        workers=config.workers,
     )
     manifest = mixture.manifest
     order = Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer)
     sample_bytes = manifest.bytes / manifest.n
-    local = manifest.shards.all_relative or all(is_local(manifest.url(shard)) for shard in manifest.shards)
+    seeks = sample_bytes > SEEKING_PAYS and (
+        manifest.shards.all_relative or all(is_local(manifest.url(shard)) for shard in manifest.shards)
+    )
     passed_samples, passed_bytes = _passed(mixture, layout, seed=seed)
     buffered = min(config.shuffle_buffer, layout.stream_length)
-    reread = (0 if local else passed_bytes) + buffered * layout.streams * sample_bytes
+    reread = (0 if seeks else passed_bytes) + buffered * layout.streams * sample_bytes
     return DataPlan(
         samples=manifest.n,
         shards=len(manifest.shards),
         bytes=manifest.bytes,
         layout=layout,
         ranks=ranks,
-        workers=config.workers,
-        local=local,
-        epoch_bytes=round(layout.samples * sample_bytes) + (0 if local else passed_bytes),
+        workers=min(config.workers, layout.streams // ranks),
+        seeks=seeks,
+        epoch_bytes=round(layout.samples * sample_bytes) + (0 if seeks else passed_bytes),
         passed_samples=passed_samples,
         passed_bytes=passed_bytes,
         resume_bytes=round(reread),

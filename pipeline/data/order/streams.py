@@ -49,7 +49,7 @@ class Layout:
         return self.samples - self.steps * self.global_batch
 
 
-def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1, workers: int = 0) -> Layout:
+def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1) -> Layout:
     """The sizes of an epoch.
 
     Raises:
@@ -64,11 +64,6 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
         raise UserError(
             f"data.streams = {streams} is not divisible by {ranks} ranks: every rank owns the same number of streams. "
             f"Use a number of ranks that divides {streams}, or, in a new run, a multiple of {ranks} as data.streams."
-        )
-    if workers > streams // ranks:
-        raise UserError(
-            f"data.workers = {workers}, but each of {ranks} ranks owns only {streams // ranks} of the {streams} "
-            f"streams, and every worker needs at least one: use at most {streams // ranks} workers."
         )
     if samples < global_batch:
         raise UserError(

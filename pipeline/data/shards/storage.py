@@ -11,20 +11,30 @@ from typing import BinaryIO, cast
 from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
 
 BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
+SEEKING_PAYS = 100_000
+"""Bytes of a sample from which on seeking over it is faster than reading it, on a disk that has not cached it."""
 
 
 @contextmanager
-def open_records(url: str, *, skip: int, caption_suffix: str = "txt") -> Iterator[Iterator[TarRecord]]:
+def open_records(
+    url: str, *, skip: int, caption_suffix: str = "txt", sample_bytes: float = 0.0
+) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
-    In a local file only the headers of the skipped members are read. From any other storage all bytes before the sample
-    are read once, in order, which is what object stores and pipes do best.
+    All bytes before that sample are read once, in order, which is what disks, object stores and pipes do best. If
+    samples are large, only the headers of the skipped members of a local file are read.
+
+    Args:
+        url: the shard.
+        skip: samples that are skipped.
+        caption_suffix: of the member with the caption.
+        sample_bytes: mean size of a sample.
 
     Raises:
         OSError: the shard cannot be read.
         DamagedTar: the tar is truncated or damaged.
     """
-    if skip and is_local(url):
+    if skip and is_local(url) and sample_bytes > SEEKING_PAYS:
         with open(url, "rb", buffering=HEADER_BUFFER) as headers:
             offset = record_offset(headers, skip)
         with open_shard(url) as file:

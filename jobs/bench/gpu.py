@@ -1,0 +1,298 @@
+"""Everything that is worth measuring on a machine with a GPU, in 25 minutes, most valuable first, as one JSON file.
+
+    python -m jobs.bench.gpu --output gpu.json
+    python -m jobs.bench.gpu --dry-run                lists the steps
+    python -m jobs.bench.gpu --tiny --output x.json   runs every step in a tiny form on the CPU: tests the suite itself
+
+Needs no network and no data: images are made on the spot. Every step is a command of its own with a time limit, and its
+output is saved as it ends, so an interrupted suite keeps what it has. A step that fails is recorded and the next one
+runs; a step that does not fit into the remaining time is left out and named. Exit code 1: a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipeline.files import write_json
+from pipeline.versions import versions
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+KEPT_LINES = 80
+FIGURES = ("loss", "samples_per_second", "mfu", "data_wait", "memory_gib", "time_")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement. `{work}` in a command is the suite's temporary folder."""
+
+    name: str
+    answers: str
+    """The question that it answers."""
+    seconds: int
+    """How long it takes on an H100, about; it is ended after three times as long."""
+    command: Sequence[str]
+    tiny: Sequence[str]
+    """The same in a tiny form on a CPU."""
+    run: str = ""
+    """Folder of a training run whose figures are read."""
+
+
+@dataclass
+class StepOutcome:
+    """What became of a step."""
+
+    name: str
+    answers: str
+    command: str
+    status: str
+    seconds: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+    """Of a training run: medians over the second half of its records."""
+    files: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
+    """Its last lines."""
+
+
+def bench(name: str, *arguments: str) -> list[str]:
+    return [PYTHON, "-m", f"jobs.bench.{name}", *arguments]
+
+
+def train(output: str, *, arch: str, batch: int, steps: int, settings: Sequence[str] = ()) -> list[str]:
+    """A training run of some steps on the suite's own shards."""
+    return [PYTHON, "-m", "jobs.cli", "train", f"output={{work}}/{output}", f"model.arch={arch}",
+            f"batch_size={batch}", f"samples={batch * steps}", "data.sources={work}/shards",
+            f"schedule.warmup_steps={max(1, steps // 4)}", "telemetry.every=5", "telemetry.progress=quiet",
+            "telemetry.images_every=null", "checkpoint.every=1000000", *settings]  # fmt: skip
+
+
+CPU = ("engine.device=cpu", "engine.deepspeed=zero1_fp32", "data.workers=1", "data.streams=4")
+GPU = ("engine.device=cuda", "engine.deepspeed=zero1_bf16", "data.streams=64")
+TINY = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1")
+B16 = ("--arch", "ViT-B-16", "--batch", "640", "--device", "cuda")
+NEUCLIP = ("objective.name=neuclip", "objective.prototypes=16")
+
+
+def steps() -> list[Step]:
+    """All measurements, most valuable first."""
+    return [
+        Step(
+            "doctor", "Is the machine in order?", 60,
+            [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}"],
+            [PYTHON, "-m", "jobs.cli", "doctor", "--output", "{work}", "--needs-gib", "0.01"],
+        ),
+        Step(
+            "tests of CUDA", "Do the GPU's results agree with the CPU's, and does no step wait for the device?", 90,
+            [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py"],
+            [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py"],
+        ),
+        Step(
+            "shards", "(made for the steps below)", 30,
+            bench("gpu", "--make-shards", "{work}/shards", "--samples", "5120", "--side", "256"),
+            bench("gpu", "--make-shards", "{work}/shards", "--samples", "64", "--side", "40"),
+        ),
+        Step(
+            "200 steps of the demo's model", "Does a small run train on a GPU from end to end?", 45,
+            train("demo", arch="scenes-vit-tiny", batch=128, steps=200, settings=(*GPU, "data.workers=8", *NEUCLIP)),
+            train("demo", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="demo",
+        ),
+        Step(
+            "200 steps of ViT-B/32", "The same at the size of a real model: rate, MFU, waits for data.", 150,
+            train("b32", arch="ViT-B-32", batch=1024, steps=200,
+                  settings=(*GPU, "data.workers=12", "objective.name=neuclip", "objective.prototypes=1024")),
+            train("b32", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="b32",
+        ),
+        Step(
+            "against open_clip_train", "Goal: at least 1.15 times its samples per second.", 150,
+            bench("train", *B16, "--rounds", "5"), bench("train", *TINY, "--batch", "8"),
+        ),
+        Step(
+            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 200,
+            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "both", "--rounds", "5"),
+            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
+        ),
+        Step(
+            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 150,
+            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
+                  "5", "--npn-compile"),
+            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
+        ),
+        Step(
+            "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 220,
+            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3"),
+            bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "accumulation"),
+        ),
+        Step(
+            "network alone", "Time of the inner updates beside their matrix products.", 90,
+            bench("npn", "--rounds", "10"),
+            bench("npn", "--batch", "32", "--dim", "16", "--prototypes", "32", "--steps", "2", "--rounds", "1"),
+        ),
+        Step(
+            "profile", "Which kernels take the time? A trace for https://ui.perfetto.dev.", 90,
+            train("profile", arch="ViT-B-16", batch=640, steps=16,
+                  settings=(*GPU, "data.workers=12", "objective.name=neuclip", "telemetry.profile=[8,12]")),
+            train("profile", arch="scenes-vit-micro", batch=16, steps=4,
+                  settings=(*CPU, *NEUCLIP, "telemetry.profile=[1,2]")), run="profile",
+        ),
+        Step(
+            "forecast", "What `neuclip plan --measure` forecasts for ViT-B/16.", 90,
+            [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "40",
+             *train("plan", arch="ViT-B-16", batch=640, steps=1000, settings=(*GPU, "data.workers=12"))[4:]],
+            [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "2",
+             *train("plan", arch="scenes-vit-micro", batch=16, steps=1000, settings=CPU)[4:]],
+        ),
+        Step(
+            "loader", "Images per second of a core of this machine.", 90,
+            bench("loader", "--shorter", "256", "--rounds", "3"),
+            bench("loader", "--shorter", "64", "--samples", "128", "--rounds", "1"),
+        ),
+    ]  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": versions()}
+    found["capability"] = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["memory_gib"], found["cuda"] = properties.total_memory / 2**30, torch.version.cuda
+    if shutil.which("nvidia-smi"):
+        query = "name,driver_version,power.limit,clocks.max.sm,clocks.max.memory"
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
+        found["nvidia-smi"] = done.stdout.splitlines()
+    return found
+
+
+def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
+    """Run one step to its end or its time limit."""
+    command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
+    outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if tiny:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+                                  timeout=3 * step.seconds + 60)  # fmt: skip
+            if done.returncode:
+                outcome.status = f"failed: exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            outcome.status = f"failed: not done after {3 * step.seconds + 60} s"
+        out.seek(0)
+        outcome.output = [line.rstrip() for line in out][-KEPT_LINES:]
+    outcome.seconds = round(time.monotonic() - start, 1)
+    if step.run:
+        folder = work / step.run
+        outcome.figures = figures(folder)
+        outcome.files = [str(path) for path in sorted((folder / "profile").glob("*"))]
+    return outcome
+
+
+def figures(run: Path) -> dict[str, float]:
+    """Medians of a training run's records, of their second half: the first steps compile and warm up."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if record.get("kind") == "train"]
+    later = records[len(records) // 2 :]
+    found = {}
+    for name in sorted({name for record in later for name in record if name.startswith(FIGURES)}):
+        values = [record[name] for record in later if isinstance(record.get(name), float | int)]
+        if values:
+            found[name] = float(median(values))
+    return found
+
+
+def make_shards(folder: Path, *, samples: int, side: int) -> None:
+    """Webdataset shards of synthetic photos, made by all cores, and their manifest."""
+    from jobs.bench.loader import make_shards as make
+    from pipeline.data.shards.make_manifest import index_shards
+
+    folder.mkdir(parents=True)
+    parts = min(16, max(1, samples // 16))
+    with ProcessPoolExecutor(min(parts, os.cpu_count() or 1)) as pool:
+        jobs = []
+        for part in range(parts):
+            (folder / f"{part:02d}").mkdir()
+            jobs.append(pool.submit(make, folder / f"{part:02d}", shards=1, samples=samples // parts, shorter=side))
+        for job in jobs:
+            job.result()
+    index_shards(folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the results [gpu.json]")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time of all steps [25]")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="steps whose names contain one of these words")
+    parser.add_argument("--dry-run", action="store_true", help="list the steps and their commands")
+    parser.add_argument("--tiny", action="store_true", help="run every step in a tiny form on the CPU")
+    parser.add_argument("--make-shards", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--samples", type=int, default=64, help=argparse.SUPPRESS)
+    parser.add_argument("--side", type=int, default=64, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.make_shards:
+        make_shards(args.make_shards, samples=args.samples, side=args.side)
+        return 0
+    chosen = [
+        step for step in steps() if not args.only or step.name == "shards" or any(w in step.name for w in args.only)
+    ]
+    if not chosen or (args.only and len(chosen) == 1 and "shards" not in args.only):
+        parser.error(f"--only names no step; there are: {', '.join(step.name for step in steps())}")
+    if args.dry_run:
+        for step in chosen:
+            print(f"{step.name} (about {step.seconds} s): {step.answers}\n    {' '.join(step.command[1:])}")
+        return 0
+    return suite(chosen, output=args.output, seconds=60 * args.minutes, tiny=args.tiny)
+
+
+def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -> int:
+    """Run the steps while there is time, and write the results after each."""
+    import torch
+
+    if not tiny and not torch.cuda.is_available():
+        raise SystemExit(
+            f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --dry-run lists the "
+            "steps; --tiny runs each of them in a tiny form on the CPU, which tests the suite and measures nothing."
+        )
+    start, outcomes = time.monotonic(), list[StepOutcome]()
+    facts = {"tiny": tiny, "machine": machine()}
+    with tempfile.TemporaryDirectory(prefix="neuclip-gpu-") as work:
+        for step in chosen:
+            left = seconds - (time.monotonic() - start)
+            if left < step.seconds:
+                outcome = StepOutcome(step.name, step.answers, "", status=f"left out: {left:.0f} s were left")
+            else:
+                print(f"{step.name} ...", flush=True)
+                outcome = take(step, work=Path(work), tiny=tiny)
+            outcomes.append(outcome)
+            for path in outcome.files:  # the temporary folder will be gone
+                shutil.copy(path, output.with_name(f"{output.stem}-{Path(path).name}"))
+            write_json(output, {**facts, "steps": [asdict(each) for each in outcomes]})
+            print(f"{step.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.figures or ''}", flush=True)
+    failed = [outcome.name for outcome in outcomes if outcome.status.startswith("failed")]
+    print(f"{output} is written." + (f" Failed: {', '.join(failed)}." if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

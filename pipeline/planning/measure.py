@@ -1,0 +1,221 @@
+"""Measure a recipe on this machine for a minute, and forecast the run from that."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.loader import Batch
+from pipeline.distributed.world import World, start_world
+from pipeline.errors import UserError
+from pipeline.training.recipe import RunConfig
+from pipeline.training.run import setup
+from pipeline.training.trainer import Trainer
+
+SHARES = {"loader": 0.15, "step": 0.25, "evaluation": 0.05}
+"""Parts of the time for the loader alone, the step alone and an evaluation's forward pass; the rest is for training."""
+WARM_UP = 2
+"""Steps before any that count."""
+WAITING = 0.1
+"""From this share of waiting for data on, data is the bottleneck."""
+
+
+@dataclass(frozen=True)
+class RunMeasurement:
+    """Figures of one rank on this machine; rates are samples per second, times seconds."""
+
+    ranks: int
+    """Ranks that the recipe was planned for; one was measured, with its share of the batch."""
+    local_batch: int
+    workers: int
+    loader: float
+    """Rate of the loader alone."""
+    step: float
+    """Rate of the steps alone, on a batch that is there already."""
+    phases: dict[str, float]
+    """Seconds of a step alone by phase."""
+    training: float
+    """Rate of training, loader and steps together."""
+    slowest: float
+    fastest: float
+    """Lowest and highest rate of training among the parts of the measurement."""
+    data_wait: float
+    """Share of the training time that waited for data."""
+    snapshot_seconds: float
+    """How long training stops for a checkpoint."""
+    write_seconds: float
+    """How long a checkpoint's files take in the background."""
+    evaluation: float
+    """Rate of an evaluation's forward pass."""
+    device_gib: float | None
+    """Peak memory of the GPU."""
+    host_gib: float
+    """Peak memory of the training process, without its workers."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a measurement means for the whole run. Communication between ranks is not in it."""
+
+    samples_per_second: float
+    """Of all ranks."""
+    hours: float
+    bottleneck: str
+
+
+def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> RunMeasurement:
+    """Measure one rank's part of a recipe, with the recipe's model, data, workers and engine.
+
+    Args:
+        run: the recipe. Its data must be there.
+        ranks: of the run that is planned; the one that is measured has its share of batch and streams.
+        seconds: for everything that is repeated; building the model and one checkpoint come on top.
+
+    Raises:
+        UserError: the recipe cannot be trained here, or there is no manifest.
+    """
+    with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=_existing(Path(run.output))) as folder:
+        trial = _trial(run, ranks=ranks, folder=Path(folder))
+        with start_world(device=run.engine.device) as world, setup(trial, world=world, resume=None) as trainer:
+            return _measure(trainer, ranks=ranks, seconds=seconds)
+
+
+def forecast(found: RunMeasurement, run: RunConfig) -> Forecast:
+    """The rate, time and bottleneck of a run."""
+    per_step = found.local_batch / found.training + found.snapshot_seconds / run.checkpoint.every
+    rate = found.local_batch / per_step * found.ranks
+    return Forecast(rate, run.samples / rate / 3600, _bottleneck(found))
+
+
+def _bottleneck(found: RunMeasurement) -> str:
+    """What limits the rate, and what would change it."""
+    gain = found.step / found.training
+    if found.data_wait >= WAITING and gain > 1.05:
+        more = max(1, math.ceil(found.workers * found.step / found.loader) - found.workers)
+        cores = os.cpu_count() or 1
+        if found.workers + 1 >= cores:
+            return (
+                f"data: steps alone are {gain:.1f}x as fast, but this machine's {cores} cores are in use: store "
+                "smaller images, or use more cores per GPU"
+            )
+        return f"data: {more} more workers would give up to {gain:.1f}x"
+    total = sum(found.phases.values())
+    name, longest = max(found.phases.items(), key=lambda item: item[1])
+    text = f"compute: {name} takes {longest / total:.0%} of a step"
+    if gain > 1.05:
+        text += f"; steps alone are {gain:.2f}x as fast, because loader and steps share this machine's cores"
+    return text
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
+    """One rank's share of the recipe, which records nothing and trains for as long as is wanted."""
+    if run.batch_size % ranks or run.data.streams % ranks:
+        raise UserError(
+            f"{ranks} ranks must divide batch_size = {run.batch_size} and data.streams = {run.data.streams}."
+        )
+    silent: dict[str, Any] = {"tensorboard": False, "progress": "quiet", "images_every": None, "histograms_every": None}
+    return replace(
+        run,
+        output=str(folder),
+        batch_size=run.batch_size // ranks,
+        samples=max(run.samples, run.batch_size * 10**6),
+        data=replace(run.data, streams=run.data.streams // ranks),
+        engine=replace(run.engine, probe=False),
+        telemetry=replace(run.telemetry, profile=None, **silent),
+        evaluation=replace(run.evaluation, suite=None),
+    )
+
+
+def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
+    run, world = trainer.run, trainer.world
+    for _ in range(WARM_UP):
+        batch = _train(trainer)
+    loader = run.batch_size / _mean_seconds(lambda: next(trainer.loader), SHARES["loader"] * seconds, world)
+    alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
+    evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)
+    rates, waits, parts = [], [], 4
+    for _ in range(parts):  # in parts, because the spread among them says how far to trust the figure
+        trainer.meter.start()
+        _mean_seconds(lambda: _train(trainer), (1 - sum(SHARES.values())) / parts * seconds, world)
+        read = trainer.meter.read()
+        rates.append(read["samples_per_second"])
+        waits.append(read["data_wait"])
+    snapshot, write = _checkpoint(trainer, batch)
+    return RunMeasurement(
+        ranks=ranks,
+        local_batch=run.batch_size,
+        workers=run.data.workers,
+        loader=loader,
+        step=run.batch_size / alone,
+        phases={name.removeprefix("time_"): share * alone for name, share in phases.items()
+                if name in ("time_forward", "time_objective", "time_backward", "time_optimizer")},
+        training=parts / sum(1 / rate for rate in rates),
+        slowest=min(rates),
+        fastest=max(rates),
+        data_wait=sum(waits) / parts,
+        snapshot_seconds=snapshot,
+        write_seconds=write,
+        evaluation=evaluation,
+        device_gib=torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else None,
+        host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    )  # fmt: skip
+
+
+def _mean_seconds(call: Callable[[], object], seconds: float, world: World) -> float:
+    """Mean time of a call, repeated for some seconds and at least three times."""
+    count, start = 0, time.perf_counter()
+    while count < 3 or time.perf_counter() - start < seconds:
+        call()
+        count += 1
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[float, dict[str, float]]:
+    """Mean seconds of a step on the same batch again and again, and the shares of its phases."""
+    batches = trainer.batches
+    batches._loader, loader = itertools.repeat(batch), batches._loader  # a step fetches the batch after it
+    try:
+        trainer.meter.start()
+        alone = _mean_seconds(lambda: trainer.train_step(batches.next()), seconds, trainer.world)
+        return alone, trainer.meter.read()
+    finally:
+        batches._loader = loader
+
+
+def _train(trainer: Trainer) -> Batch:
+    batch = trainer.batches.next()
+    trainer.train_step(batch)
+    trainer.state.step += 1
+    return batch
+
+
+def _encode(trainer: Trainer, batch: Batch) -> None:
+    device, architecture = trainer.world.device, trainer.architecture
+    image = normalize(batch.image.to(device), mean=architecture.mean, std=architecture.std)
+    with torch.inference_mode():
+        trainer.engine.forward(image, batch.text.to(device))
+
+
+def _checkpoint(trainer: Trainer, batch: Batch) -> tuple[float, float]:
+    start = time.perf_counter()
+    trainer.writer.save(trainer.state.snapshot(batch))
+    stopped = time.perf_counter() - start
+    trainer.writer.wait()
+    return stopped, time.perf_counter() - start

@@ -1,0 +1,71 @@
+"""The suite of GPU measurements: its commands are valid, it needs a GPU, and it keeps what it has measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.bench import gpu
+from tests.documents import Line, check
+
+
+@pytest.mark.parametrize("step", gpu.steps(), ids=lambda step: step.name)
+def test_every_command_parses(step: gpu.Step) -> None:
+    """With the parser of the program that it calls, in both forms."""
+    for command in (step.command, step.tiny):
+        assert command[0] == sys.executable
+        words = [word.replace("{work}", "work") for word in command[1:]]
+        if words[:2] == ["-m", "jobs.cli"]:
+            check(Line("gpu suite", {}, ("neuclip", *words[2:])))
+        elif words[1].startswith("jobs.bench.") and words[1] != "jobs.bench.gpu":
+            check(Line("gpu suite", {}, ("python", *words)))
+
+
+def test_all_steps_fit_into_the_time() -> None:
+    assert sum(step.seconds for step in gpu.steps()) <= 25 * 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"sees no GPU on this machine, so nothing was measured.*--tiny"):
+        gpu.main(["--output", str(tmp_path / "gpu.json")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_dry_run_lists_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert all(step.name in printed and step.answers in printed for step in gpu.steps())
+
+
+def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) -> None:
+    def step(name: str, code: str, seconds: int = 1) -> gpu.Step:
+        command = [sys.executable, "-c", code]
+        return gpu.Step(name, "?", seconds, command, command)
+
+    steps = [step("good", "print('fine')"), step("bad", "raise SystemExit(3)"), step("long", "", seconds=1000)]
+    output = tmp_path / "gpu.json"
+    assert gpu.suite(steps, output=output, seconds=500, tiny=True) == 1
+    written = json.loads(output.read_text())
+    assert [outcome["status"].split(":")[0] for outcome in written["steps"]] == ["done", "failed", "left out"]
+    assert written["steps"][0]["output"] == ["fine"]
+    assert "exit code 3" in written["steps"][1]["status"]
+    assert written["machine"]["versions"]["torch"]
+
+
+def test_figures_are_those_of_the_second_half(tmp_path: Path) -> None:
+    records = [{"kind": "event"}] + [{"kind": "train", "loss": 1.0, "samples_per_second": rate, "lr": 1.0,
+                                      "time_npn": 0.1} for rate in (1, 2, 30, 40, 50)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert gpu.figures(tmp_path) == {"loss": 1.0, "samples_per_second": 40.0, "time_npn": 0.1}
+    assert gpu.figures(tmp_path / "none") == {}
+
+
+@pytest.mark.slow  # minutes: every step as a process of its own
+def test_every_step_runs_in_its_tiny_form(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    assert gpu.main(["--tiny", "--output", str(output)]) == 0, output.read_text()

@@ -65,7 +65,7 @@ def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Pat
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in same)
     stored = json.loads((checkpoint(base, "second") / "open_clip_config.json").read_text())
     assert stored["model_cfg"]["text_cfg"]["context_length"] == 16
-    assert stored["model_cfg"]["vision_cfg"]["image_size"] == 32
+    assert stored["model_cfg"]["vision_cfg"]["image_size"] == [32, 32]
     train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
           "model.context_length=16", "objective.name=openclip", "samples=48", "--resume", "latest")  # fmt: skip
     assert checkpoint(base, "second", 6).is_dir()

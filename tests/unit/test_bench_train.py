@@ -24,5 +24,5 @@ def test_overhead_of_neuclip_is_measured(setting: str) -> None:
     small = ("--ranks", "4", "--prototypes", "8", "--micro-batch", "4", "--setting", setting)
     done = run("jobs.bench.neuclip_overhead", *SMALL[:-2], *small)
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.endswith("%")}
-    expected = {"whole": ["neuclip"], "gathered": ["replicated", "sharded"]}
+    expected = {"whole": ["neuclip"], "gathered": ["replicated", "prototypes", "sharded"]}
     assert list(rows) == expected[setting], done.stdout

@@ -38,8 +38,9 @@ def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path: Path) 
         build_towers(ModelConfig(arch=str(other), pretrained=str(folder)), seed=2)
 
 
-def test_hugging_face_tokenizers_are_refused() -> None:
-    with pytest.raises(UserError, match="tokenizer timm/ViT-B-16-SigLIP from Hugging Face"):
+def test_a_hugging_face_tokenizer_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="The tokenizer of ViT-B-16-SigLIP, timm/ViT-B-16-SigLIP, cannot be loaded"):
         build_towers(ModelConfig(arch="ViT-B-16-SigLIP"), seed=0, device="meta")
 
 

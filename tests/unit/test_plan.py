@@ -93,7 +93,7 @@ def test_without_data_a_size_is_required(arch: str) -> None:
         plan_run(load_recipe(None, settings(arch)), gpus=1)
     plan = plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400", "objective.name=fastclip_v3")), gpus=4)
     assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 2.5, 8)
-    with pytest.raises(UserError, match="not divisible by the 3 ranks"):
+    with pytest.raises(UserError, match="do not fit 3 ranks"):
         plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400")), gpus=3)
 
 

@@ -39,7 +39,10 @@ def configurations() -> dict[str, list[str]]:
 def run(*arguments: str) -> str:
     done = subprocess.run([sys.executable, "-m", "jobs.cli", *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(arguments)} failed with exit code "
+            f"{done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 

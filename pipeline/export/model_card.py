@@ -43,7 +43,7 @@ def model_card(
     parts = [
         _front_matter(form=form, method=method, licence=licence),
         f"# {arch}, trained with {method}",
-        _usage_transformers() if form == "transformers" else _usage(arch, bias=bias, config=config["model"]),
+        _usage_transformers() if form == "transformers" else usage(arch, bias=bias, config=config["model"]),
         "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
     ]
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
@@ -70,7 +70,7 @@ def _front_matter(*, form: str, method: str, licence: str | None) -> str:
     return f"---\nlibrary_name: {form}\npipeline_tag: zero-shot-image-classification\n{stated}tags:\n{tags}\n---"
 
 
-def _usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
+def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
     """A snippet that runs as it is in the export's folder."""
     lines = [
         "import open_clip",

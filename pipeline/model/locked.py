@@ -22,7 +22,8 @@ def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None
         _lock(clip, "image", image)
     if text is not None:
         _lock(clip, "text", text)
-    if not any(p.requires_grad for p in clip.parameters()):
+    learned = (parameter for name, parameter in clip.named_parameters() if not name.startswith("logit_"))
+    if not any(parameter.requires_grad for parameter in learned):  # the logit scale belongs to the objective
         raise UserError("Both towers are locked: nothing is left to train. Unlock one, or some of its last blocks.")
 
 

@@ -23,18 +23,17 @@ TESTS = (
     "tests/unit/test_settings_page.py",
     "tests/e2e/test_train.py::test_every_objective_trains_and_resumes_bit_identically",
 )
-KEPT = ("pipeline", "data_prep", "jobs", "tests", "docs", "ds_configs", "pyproject.toml", "Makefile", "CITATION.cff")
+FOLDERS = ("pipeline", "data_prep", "jobs", "tests", "docs", "ds_configs")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["in_batch_toy.py", "toys/in_batch_toy.py"])
 def test_one_file_adds_a_method(tmp_path: Path, place: str) -> None:
-    names = {*KEPT, *(path.name for path in ROOT.glob("*.md")), *(path.name for path in ROOT.glob("*.txt"))}
-    for name in sorted(names):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, tmp_path / name)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, tmp_path / path.name)
     target = tmp_path / "pipeline" / "objectives" / place
     target.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / "tests" / "toy_objective.py", target)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from jobs import ROOT
 from pipeline.errors import UserError, is_out_of_memory
 
 # Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
@@ -82,6 +83,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     """Run a click command and exit: 0 done, 2 the user can fix it, 70 a bug of the program, 130 interrupted."""
     # OpenMP threads that spin while waiting take CPU cores from data-loading workers and other ranks.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _keep_working_folder_off_the_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -113,6 +115,14 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             EXIT_BUG,
         )
     _leave(result if isinstance(result, int) else 0)
+
+
+def _keep_working_folder_off_the_path() -> None:
+    """Let child processes (`python -m ...`) import our packages, and not a `pipeline.py` of the working folder."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if ROOT.name not in ("site-packages", "dist-packages") and str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *paths])
 
 
 def _fail(message: str, code: int) -> NoReturn:

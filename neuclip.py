@@ -1,0 +1,74 @@
+"""The public interface of NeuCLIP for Python programs.
+
+    import neuclip
+
+    objective = neuclip.build_objective("neuclip", dim=512, batch_size=256, dataset_size=1_000_000)
+    model = neuclip.load("runs/mine")
+    similarities = neuclip.score(model, ["dog.jpg", "cat.jpg"], ["a photo of a dog", "a photo of a cat"])
+    evaluations = neuclip.evaluate("runs/mine", suite="data/suite")
+
+Importing this module is cheap: torch and open_clip are imported by the first use of a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.errors import UserError
+    from pipeline.evaluation import evaluate
+    from pipeline.evaluation.similarity import score
+    from pipeline.model.evaluation_model import load_for_evaluation as load
+    from pipeline.objectives import build_objective
+
+__all__ = ["UserError", "__version__", "build_objective", "evaluate", "load", "score"]
+
+try:
+    __version__ = metadata.version("neuclip")
+except metadata.PackageNotFoundError:  # a copy of the repository that is not installed
+    __version__ = "unknown"
+
+# Public name -> (module, name there).
+_PUBLIC = {
+    "UserError": ("pipeline.errors", "UserError"),
+    "build_objective": ("pipeline.objectives", "build_objective"),
+    "evaluate": ("pipeline.evaluation", "evaluate"),
+    "load": ("pipeline.model.evaluation_model", "load_for_evaluation"),
+    "score": ("pipeline.evaluation.similarity", "score"),
+}
+
+
+def _check_pipeline() -> None:
+    """Check that `pipeline` is this project's package.
+
+    Raises:
+        ImportError: Another module of that name, usually a file in the working folder, comes first.
+    """
+    ours = Path(__file__).resolve().parent / "pipeline" / "__init__.py"
+    loaded = sys.modules.get("pipeline")
+    spec = importlib.util.find_spec("pipeline") if loaded is None else None
+    found = getattr(loaded or spec, "__file__" if loaded else "origin", None)
+    if found is None or Path(found).resolve() != ours:
+        raise ImportError(
+            f"neuclip needs its own package `pipeline` ({ours.parent}), but Python finds {found or 'none'} under that "
+            "name: rename your file or folder, or run your program from another folder."
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'neuclip' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _PUBLIC[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_check_pipeline()

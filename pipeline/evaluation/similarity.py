@@ -1,0 +1,87 @@
+"""Similarities of images and texts under a model: the CLIP score of pairs, or all images against all texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+
+
+def score(
+    model: str | EvaluationModel,
+    images: Sequence[Any],
+    texts: Sequence[str],
+    *,
+    matrix: bool = False,
+    batch_size: int = 64,
+) -> Tensor:
+    """Cosine similarities of images and texts: the CLIP score, without the temperature.
+
+    Args:
+        model: What `load` takes or returns.
+        images: Paths or PIL images, n in all.
+        texts: Captions, m in all.
+        matrix: Compare every image with every text, instead of image i with text i (n = m).
+        batch_size: Images or texts that are encoded at a time.
+
+    Returns:
+        fp32 values in [-1, 1] on the CPU: [n] of the pairs, or [n, m].
+
+    Raises:
+        UserError: The numbers of images and texts differ, or an image cannot be read.
+    """
+    if not matrix and len(images) != len(texts):
+        raise UserError(
+            f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
+            "compare every image with every text."
+        )
+    if isinstance(model, str):
+        model = load_for_evaluation(model)
+    device = next(model.towers.parameters()).device
+    preprocess, size = model.preprocess, max(1, batch_size)
+
+    def image_batch(part: Sequence[Any]) -> Tensor:
+        return torch.stack([preprocess(_open(image)) for image in part])
+
+    image = _encode(images, image_batch, model.encode_image, size=size, device=device, dim=model.dim)
+    tokenize = model.tokenize
+    text = _encode(texts, lambda part: tokenize(list(part)), model.encode_text, size=size, device=device, dim=model.dim)
+    return image @ text.T if matrix else (image * text).sum(1)
+
+
+def _encode(
+    items: Sequence[Any],
+    prepare: Callable[[Sequence[Any]], Tensor],
+    encode: Callable[[Tensor], Tensor],
+    *,
+    size: int,
+    device: torch.device,
+    dim: int,
+) -> Tensor:
+    """[n, d] unit-norm features on the CPU."""
+    batches: Iterator[Sequence[Any]] = (items[start : start + size] for start in range(0, len(items), size))
+    features = [encode(prepare(batch).to(device)).float().cpu() for batch in batches]
+    return torch.cat(features) if features else torch.empty(0, dim)
+
+
+def _open(image: Any) -> Any:
+    """A PIL image in RGB.
+
+    Raises:
+        UserError: The file cannot be read as an image.
+    """
+    from PIL import Image
+
+    if not isinstance(image, str | Path):
+        return image.convert("RGB")
+    try:
+        with Image.open(image) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError) as error:
+        raise UserError(f"The image {image} cannot be read ({error}).") from error

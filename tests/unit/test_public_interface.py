@@ -1,0 +1,60 @@
+"""`import neuclip`: its names, and the similarity of images and texts."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+import neuclip
+from pipeline.errors import UserError
+from tests.shards import jpeg
+from tests.towers import write_tiny
+from tests.unit.test_export import write_run
+
+TEXTS = ["a red square", "two dogs", "the sea"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("public")
+    write_tiny(base)
+    return write_run(base / "run", base, bias=0.0)
+
+
+def test_every_public_name_can_be_used() -> None:
+    assert all(getattr(neuclip, name) is not None for name in neuclip.__all__)
+    assert neuclip.build_objective("openclip", dim=8, batch_size=4).config.name == "openclip"
+    with pytest.raises(AttributeError, match=r"no attribute 'scores'; it has .*score"):
+        _ = neuclip.scores
+
+
+def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(jpeg(number))
+    model = neuclip.load(str(run))
+    folder = run / "checkpoints" / "step-00000010"
+    clip, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    images = torch.stack([preprocess(Image.open(path)) for path in paths])
+    with torch.no_grad():
+        image = clip.eval().encode_image(images, normalize=True)
+        text = clip.encode_text(open_clip.get_tokenizer(f"local-dir:{folder}")(TEXTS), normalize=True)
+    found = neuclip.score(model, paths, TEXTS, batch_size=2)
+    torch.testing.assert_close(found, (image * text).sum(1), rtol=0, atol=1e-5)
+    opened = [Image.open(io.BytesIO(path.read_bytes())) for path in paths]
+    torch.testing.assert_close(neuclip.score(model, opened, TEXTS[:2], matrix=True), image @ text[:2].T, rtol=0,
+                               atol=1e-5)  # fmt: skip
+    assert neuclip.score(str(run), [], []).shape == (0,)
+
+
+def test_score_rejects_unequal_numbers_and_unreadable_images(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "no.jpg").write_text("no image")
+    with pytest.raises(UserError, match="1 images and 3 texts were given"):
+        neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS)
+    with pytest.raises(UserError, match=r"no\.jpg cannot be read"):
+        neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS[:1])

@@ -138,16 +138,16 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
     )
     engine.train()
     take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro))
-    ids = torch.arange(args.batch)
+    sample_ids = torch.arange(args.batch, device=world.device)
     taken = 0
 
     def run(steps: int) -> None:
         nonlocal taken
         for _ in range(steps):
-            image = normalize(data.pixels.to(world.device, non_blocking=True), mean=data.mean, std=data.std)
+            pixels = data.pixels.to(world.device, non_blocking=True)
+            image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype)
             text = data.text.to(world.device, non_blocking=True)
             lengths = trimming.lengths(data.text) if trimming else None
-            sample_ids = ids.to(world.device)
             result = take_step((image, text), sample_ids=sample_ids, step=taken, lr_scale=1e-3, text_lengths=lengths)
             assert result.applied
             taken += 1
@@ -217,13 +217,13 @@ def as_its_main(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    products: Any = torch.backends.cuda.matmul
-    before = products.fp32_precision, torch.backends.cudnn.benchmark
-    products.fp32_precision, torch.backends.cudnn.benchmark = "tf32", True
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
     try:
         yield
     finally:
-        products.fp32_precision, torch.backends.cudnn.benchmark = before
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def seconds(run: Rounds, steps: int, device: torch.device, *, threads: int) -> float:

@@ -87,7 +87,7 @@ class DeepSpeedEngine:
         return towers  # type: ignore[return-value]
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Engine.forward`. With ZeRO's bf16 weights the images are cast to bf16 first."""
+        """See `Engine.forward`; images of another precision than `dtype` are cast."""
         with self._attention():
             features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
         return features

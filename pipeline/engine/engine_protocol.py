@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import torch
 from torch import Size, Tensor
 
 from pipeline.engine.optim import OptimizerConfig
@@ -50,6 +51,8 @@ class Engine(Protocol):
     """Forward, backward and optimizer step of the towers on one rank."""
 
     optimizer_config: OptimizerConfig
+    dtype: torch.dtype
+    """Precision of the weights that compute, and so of the images that `forward` takes."""
     bf16: bool
     """Whether products are computed in bf16, by bf16 weights or by autocast."""
 

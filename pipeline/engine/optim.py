@@ -88,8 +88,8 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     """
     groups, lr = list(groups), config.lr
     if config.name == "adamw":
-        # On a CPU, temporaries the size of DeepSpeed's flat tensors would cost more than the arithmetic.
-        fused = all(p.device.type == "cpu" for group in groups for p in group["params"])
+        # One pass over memory; temporaries the size of DeepSpeed's flat tensors would cost more than the arithmetic.
+        fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused or None)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
@@ -106,6 +106,12 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
         optimizer.register_step_pre_hook(_restore_group_counter)
     optimizer.register_step_post_hook(_count_steps)
     return optimizer
+
+
+def step_counter(optimizer: torch.optim.Optimizer, parameter: Tensor, value: float = 0.0) -> Tensor:
+    """A parameter's number of updates as its optimizer keeps it: fused kernels read it on the parameter's device."""
+    fused = bool(optimizer.defaults.get("fused"))
+    return torch.tensor(value, dtype=torch.float32, device=parameter.device if fused else "cpu")
 
 
 def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World
+from pipeline.engine.optim import step_counter
 from pipeline.errors import UserError
 
 # The entry of torch's optimizer state that is one number per parameter rather than one per weight.
@@ -144,7 +145,7 @@ class DeepSpeedState:
         if self._stage == 0:
             for name, p in named:
                 state = {key: moments[name, key].to(p.device, copy=True) for key in keys}
-                optimizer.state[p] = {COUNTER: torch.tensor(float(counter)), **state}
+                optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
             return
         self._make_states(optimizer, keys)
         self._link_states()
@@ -152,9 +153,9 @@ class DeepSpeedState:
             for name, p in named:
                 value = moments[name, key].to(self._world.device)
                 safe_set_full_optimizer_state(p, value.reshape(-1) if self._stage == 3 else value, key)
-        for state in optimizer.state.values():
+        for master, state in optimizer.state.items():
             if COUNTER in state:
-                state[COUNTER] = torch.full_like(torch.as_tensor(state[COUNTER], dtype=torch.float32), counter)
+                state[COUNTER] = step_counter(optimizer, master, counter)
 
     def _flat_masters(self) -> list[Tensor]:
         """The flat fp32 partitions that the wrapped optimizer steps; each ZeRO wrapper has its own name for them."""
@@ -176,7 +177,7 @@ class DeepSpeedState:
         """Create the optimizer state, which otherwise appears at the first step: a checkpoint is loaded before it."""
         for master in self._flat_masters():
             state = optimizer.state[master]
-            state.setdefault(COUNTER, torch.tensor(0.0))
+            state.setdefault(COUNTER, step_counter(optimizer, master))
             for key in keys:
                 if key not in state:
                     state[key] = torch.zeros_like(master)

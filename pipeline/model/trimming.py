@@ -42,7 +42,7 @@ class TextTrimming:
             return text
         lengths = self.lengths(text)
         ends = text.gather(1, lengths[:, None] - 1)[:, 0]
-        short = text.clone()
+        short = torch.empty_like(text, pin_memory=text.is_pinned()).copy_(text)  # copies to a GPU stay asynchronous
         short[:, self.longest - 1] = torch.where(lengths > self.longest, ends, short[:, self.longest - 1])
         short[:, self.longest :] = 0
         return short

@@ -208,7 +208,8 @@ def _train(trainer: Trainer) -> Batch:
 
 def _encode(trainer: Trainer, batch: Batch) -> None:
     device, architecture = trainer.world.device, trainer.architecture
-    image = normalize(batch.image.to(device), mean=architecture.mean, std=architecture.std)
+    mean, std, dtype = architecture.mean, architecture.std, trainer.engine.dtype
+    image = normalize(batch.image.to(device), mean=mean, std=std, dtype=dtype)
     with torch.inference_mode():
         trainer.engine.forward(image, batch.text.to(device))
 

@@ -68,7 +68,7 @@ class GradientCheck:
         norms = [m for m in self._plain.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
         for index, rows in enumerate(self._chunks):
             with seeded(self._seed, step, self._world.rank, index), frozen_statistics(norms):
-                features = self._plain(inputs[0][rows], inputs[1][rows])
+                features = self._plain(inputs[0][rows].float(), inputs[1][rows])
                 trained = [(f, g[rows]) for f, g in zip(features, gradients, strict=True) if f.requires_grad]
                 torch.autograd.backward([f for f, _ in trained], [g for _, g in trained])
         named = [(name, p) for name, p in self._plain.clip.named_parameters() if p.requires_grad]

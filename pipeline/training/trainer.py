@@ -134,7 +134,8 @@ class Trainer:
             stop: Whether this rank has received a signal to stop.
         """
         device, architecture = self.world.device, self.architecture
-        image = normalize(batch.image.to(device, non_blocking=True), mean=architecture.mean, std=architecture.std)
+        pixels, dtype = self.batches.image(batch), self.engine.dtype
+        image = normalize(pixels, mean=architecture.mean, std=architecture.std, dtype=dtype)
         texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
         text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step(

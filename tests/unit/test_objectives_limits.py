@@ -167,28 +167,37 @@ def test_temperature_learning_rate_follows_the_schedule():
     assert objective.logit_parameters()[0] == pytest.approx(math.log(1 / 0.07), abs=1e-12)
 
 
-@pytest.mark.parametrize("api", ["legacy", "current"])
+@pytest.mark.parametrize("api", ["older", "newer", "all"])
 def test_tf32_in_the_caller_does_not_affect_the_loss(monkeypatch, api):
-    seen, real, matmul = [], pairwise.anchor_statistics, torch.backends.cuda.matmul
+    """The older interface can be read inside, whichever of the two the caller used."""
+    seen, older, real, matmul = [], [], pairwise.anchor_statistics, torch.backends.cuda.matmul
 
     def watching(*args, **kwargs):
         seen.append((matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+        older.append((matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(pairwise, "anchor_statistics", watching)
     before = (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     try:
-        if api == "legacy":
+        if api == "older":
             torch.set_float32_matmul_precision("high")
+        elif api == "all":
+            torch.backends.fp32_precision = "tf32"
         else:
             matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = "tf32", "bf16"
         given = (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
         gradients("neuclip")
         assert (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision) == given
+        assert torch.backends.cudnn.allow_tf32  # torch's default, and its own again
+        if api == "older":
+            assert torch.get_float32_matmul_precision() == "high"
     finally:
+        torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
         matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before
     assert "tf32" in given
+    assert older == [(False, False, "highest")] * 2
     assert seen == [("ieee", "ieee")] * 2
 
 

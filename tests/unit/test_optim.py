@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import parse
 from pipeline.engine.optim import (
@@ -15,6 +16,7 @@ from pipeline.engine.optim import (
     gradient_in_moment,
     parameter_groups,
     set_lr,
+    step_counter,
 )
 from pipeline.errors import UserError
 
@@ -139,3 +141,24 @@ def test_lamb_is_rejected_where_layers_are_flattened(stage):
 def test_the_error_names_an_unknown_optimizer():
     with pytest.raises(UserError, match=r"optimizer\.name = 'adam'"):
         parse(OptimizerConfig, {"name": "adam"}, prefix="optimizer")
+
+
+def test_adamw_is_fused_on_a_gpu_and_its_counters_are_there():
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = build_optimizer(OptimizerConfig(), [{"params": [parameter], "weight_decay": 0.0, "name": "decay"}])
+        assert optimizer.defaults["fused"]
+        loaded = step_counter(optimizer, parameter, 7)
+        optimizer.step()
+        made = optimizer.state[parameter]["step"]
+        assert loaded.device == made.device == parameter.device
+        assert loaded.dtype == made.dtype
+
+
+@pytest.mark.parametrize("name", ["lamb", "lion", "sgd"])
+def test_other_optimizers_count_on_the_host(name):
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(4, 5, device="cuda"))
+        optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": [parameter], "name": "decay"}])
+        assert step_counter(optimizer, parameter, 7).device.type == "cpu"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +67,66 @@ def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
     batches.fetch_ahead(0)
     assert first > 0
     assert meter.read()["data_wait"] > 0
+
+
+class FakeStream:
+    """A CUDA stream that records what is called on it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def record_event(self) -> str:
+        self.calls.append(f"{self.name} records")
+        return "arrived"
+
+    def wait_event(self, event: str) -> None:
+        self.calls.append(f"{self.name} waits until {event}")
+
+
+class FakeImage:
+    """Pinned images that record on which stream they are copied."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> FakeImage:
+        assert non_blocking
+        self.calls.append("copy")
+        return self
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.calls.append(f"memory in use by {stream.name}")
+
+
+def test_images_are_copied_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    own, current = FakeStream("copies", calls), FakeStream("current", calls)
+
+    @contextlib.contextmanager
+    def stream(used: FakeStream) -> Iterator[None]:
+        calls.append(f"on {used.name}")
+        yield
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    phases = Phases(CPU)
+    meter = Meter(1, phases)
+    source: Any = iter([SimpleNamespace(image=FakeImage(calls)) for _ in range(3)])
+    batches = PrefetchedBatches(source, steps=9, meter=meter, phases=phases, device=device)
+    batches._device = CPU  # the meter asks the device for its queued work
+    first = batches.next()
+    batches.image(first)
+    assert calls == ["copy"], "nothing was copied ahead"
+    calls.clear()
+    batches.fetch_ahead(0)
+    assert calls == ["on copies", "copy", "copies records"]
+    calls.clear()
+    batches.image(batches.next())
+    assert calls == ["current waits until arrived", "memory in use by current"]
+    calls.clear()
+    batches.fetch_ahead(1)
+    calls.clear()
+    batches.image(first)
+    assert calls == ["copy"], "another batch than the one copied ahead"

@@ -1,4 +1,4 @@
-"""Reusable buffers."""
+"""Reusable buffers, and copies to a GPU for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ class Workspace:
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
         return buffer[:size].view(shape)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`; from page-locked memory, so that the host does not wait for the GPU."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -19,6 +19,7 @@ from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.network import BothSides, Npn, Prediction
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
 from pipeline.objectives.softmax import AnchorBatch
+from pipeline.objectives.workspace import sent
 
 Parameters = Mapping[str, Tensor]
 
@@ -46,7 +47,7 @@ def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[s
     }
     for norm in ("norm1", "norm2"):
         parameters[f"{norm}.weight"], parameters[f"{norm}.bias"] = torch.ones(2, dim), torch.zeros(2, dim)
-    return {name: value.to(device=context.device, dtype=context.dtype) for name, value in parameters.items()}
+    return {name: sent(value.to(context.dtype), context.device) for name, value in parameters.items()}
 
 
 def forward(parameters: Parameters, features: Tensor) -> Tensor:

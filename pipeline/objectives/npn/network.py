@@ -26,7 +26,7 @@ from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
 from pipeline.objectives.optimizers import AdaGrad, Adam
 from pipeline.objectives.replicated_network import ReplicatedNetwork
 from pipeline.objectives.softmax import AnchorBatch, Component
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.workspace import Workspace, sent
 
 BothSides = tuple[Anchors, Anchors]
 
@@ -318,9 +318,7 @@ class PrototypeNpn(Npn):
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
         chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
-        if self.context.device.type == "cuda":
-            chosen = chosen.pin_memory()  # an asynchronous copy needs it
-        return chosen.to(self.context.device, non_blocking=True)
+        return sent(chosen, self.context.device)
 
 
 def update_mode(config: Any, world: World) -> str:

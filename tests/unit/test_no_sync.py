@@ -1,0 +1,160 @@
+"""No method makes the host wait for the GPU in a step: every objective and every variant of its settings, on fake CUDA.
+
+Values of fake tensors cannot be read: `.item()`, `bool()` and `nonzero` raise. Copies between devices are recorded, and
+are an error unless they are asynchronous. What autograd trains is traced on the meta device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.distributed.world import World
+from pipeline.objectives import build_objective, objective_names
+from pipeline.objectives.npn import kernels
+from pipeline.objectives.registry import parse_objective
+from pipeline.planning.kernel_trace import KernelTrace, fake_gpu
+
+RANKS, LOCAL, DIM, STEPS = 4, 8, 16, 3
+SMALL = {"prototypes": 16, "inner_steps": 2, "restart_every": 2}
+# Settings that a value of another one needs.
+COMPANIONS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("npn", "mlp"): {"restart_every": 0},
+    ("npn_schedule", "simultaneous"): {"inner_steps": 1},
+    ("gamma_schedule", "cosine"): {"gamma_decay_epochs": 2},
+}
+SIZES = {
+    "queue_longer_than_a_batch": {"name": "neuclip", "prototypes": 96},
+    "growing_from_previous": {"name": "neuclip", "prototypes": 96, "restart_with": "previous"},
+    "without_restarts": {"name": "neuclip", "restart_every": 0},
+    "adam_divided": {"name": "neuclip", "npn_optimizer": "adam", "npn_update": "prototypes"},
+    "compiled_replicated": {"name": "neuclip", "npn_compile": True, "npn_update": "replicated"},
+    "compiled_sharded": {"name": "neuclip", "npn_compile": True, "npn_update": "sharded"},
+    "mlp_simultaneous": {"name": "neuclip", "npn": "mlp", "restart_every": 0, "npn_schedule": "simultaneous",
+                         "inner_steps": 1},
+    "mlp_through_alpha": {"name": "neuclip", "npn": "mlp", "restart_every": 0, "stop_gradient": False},
+}  # fmt: skip
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Every method with its defaults, and with each other value of each setting that has a list of values.
+
+    A setting that several methods inherit is varied for the first of them, except where the table is.
+    """
+    found: dict[str, dict[str, Any]] = dict(SIZES)
+    varied = set[tuple[type, str]]()
+    for name in objective_names():
+        config = parse_objective({"name": name})
+        hints = typing.get_type_hints(type(config))
+        found[name] = {"name": name}
+        for field, hint in hints.items():
+            origin = next(base for base in reversed(type(config).__mro__) if field in inspect.get_annotations(base))
+            if (origin, field) in varied and field != "table_on":
+                continue
+            varied.add((origin, field))
+            values = (True, False) if hint is bool else typing.get_args(hint) if is_literal(hint) else ()
+            for value in values:
+                if value != getattr(config, field):
+                    given = {"name": name, field: value, **COMPANIONS.get((field, value), {})}
+                    found[f"{name}-{field}={value}"] = given
+    return found
+
+
+def is_literal(hint: Any) -> bool:
+    return typing.get_origin(hint) is Literal
+
+
+VARIANTS = variants()
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernels, "_compiled", lambda formula, *arguments: formula(*arguments))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def trace(settings: dict[str, Any]) -> KernelTrace:
+    """What some steps would run on a GPU."""
+    defaults = {key: value for key, value in SMALL.items() if settings["name"].startswith("neuclip")}
+    trained = settings["name"] == "amorlip" or settings.get("npn") == "mlp"
+    device = torch.device("meta") if trained else torch.device("cuda", 0)
+    world = World(rank=0, size=RANKS, device=device)
+    with fake_gpu(device.type) as found:
+        objective = build_objective(
+            {"drift_check_every": 0, **defaults, **settings}, dim=DIM, batch_size=RANKS * LOCAL, dataset_size=10**4,
+            steps_per_epoch=2, total_steps=8, world=world, device=device,
+        )  # fmt: skip
+        image, text = (torch.randn(LOCAL, DIM, device=device) for _ in range(2))
+        ids = torch.zeros(LOCAL, dtype=torch.int64, device=device)
+        found.kernels.clear()
+        found.blocking_copies.clear()
+        for step in range(STEPS):  # with the first batch, restarts, and the begin of an epoch
+            objective.prefetch(ids)
+            objective.compute(image, text, sample_ids=ids)
+            if step == 1:
+                objective.discard()
+                objective.compute(image, text, sample_ids=ids)
+            objective.commit(lr_scale=0.5)
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_never_waits_for_the_gpu(name: str) -> None:
+    settings = VARIANTS[name]
+    found = trace(settings)
+    assert found.blocking_copies == []
+    assert len(found.kernels) > 20
+    on_host = hasattr(parse_objective(settings), "table_on") and settings.get("table_on") != "device"
+    assert (found.waits > 0) == on_host, "only tables on the host wait: for copies that began a step earlier"
+
+
+def test_every_npn_variant_is_among_them() -> None:
+    for value in ("mlp", "queue"):
+        assert f"neuclip-npn={value}" in VARIANTS
+    for value in ("replicated", "prototypes", "sharded"):
+        assert f"neuclip-npn_update={value}" in VARIANTS
+    assert {"amorlip", "siglip", "neuclip_literal", "fastclip_v0-table_on=device"} <= VARIANTS.keys()
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x[0, 0]),
+    "bool": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: torch.ones(3).to(x.device),
+    "to_unpinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
+    "copy": lambda x: torch.ones(2, 3).copy_(x),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_is_found(name: str) -> None:
+    with fake_gpu() as found:
+        x = torch.randn(2, 3, device="cuda")
+        try:
+            WAITS[name](x)
+        except (RuntimeError, NotImplementedError):
+            return
+    assert len(found.blocking_copies) == 1
+
+
+def test_asynchronous_copies_and_numbers_of_the_host_are_free() -> None:
+    with fake_gpu() as found:
+        x = torch.randn(2, 3, device="cuda")
+        torch.ones(2, 3).pin_memory().to("cuda", non_blocking=True)
+        torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True)
+        x.mul_(torch.tensor(2.0)).add_(1.0)
+    assert found.blocking_copies == []

@@ -91,8 +91,8 @@ def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
     left = plan.shards - len(folder.finished())
     if left:
         raise PartDone(
-            f"This worker's part is done; {left:,} of {plan.shards:,} shards are still with the other "
-            f"{config.fetch.workers - 1}. The one that ends last writes the manifest."
+            f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the other "
+            f"{config.fetch.workers - 1}. The last worker to finish writes the manifest."
         )
     with alone(folder, "manifest", wait=True):
         return write_manifest(folder, plan)

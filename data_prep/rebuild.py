@@ -52,10 +52,10 @@ def rebuild(
     with explained(folder.root):
         folder.make()
         with whole_folder(folder):
-            plan = _mended_plan(config, folder)
+            plan = _repaired_plan(config, folder)
             recover(folder, range(plan.shards))
             shards = _shards_at_fault(folder, plan, problems)
-            _mend_sessions(folder)
+            _repair_sessions(folder)
             if shards:
                 total = sum(plan.rows_of(shard) for shard in shards)
                 fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
@@ -81,7 +81,7 @@ def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tup
     return tuple(sorted(found))
 
 
-def _mended_plan(config: DownloadConfig, folder: Folder) -> Plan:
+def _repaired_plan(config: DownloadConfig, folder: Folder) -> Plan:
     """The plan, rebuilt from its table if it is damaged."""
     try:
         plan = load_plan(folder)
@@ -111,11 +111,11 @@ def _check_same_list(folder: Folder, plan: Plan) -> None:
         if digest != plan.digest:
             raise UserError(
                 f"The URL list in {folder.plan} is damaged, and its source does not give the same list any more. "
-                "Put the table back that it was made from, and run the same command again."
+                "Restore the table that it was made from, and run the same command again."
             )
 
 
-def _mend_sessions(folder: Folder) -> None:
+def _repair_sessions(folder: Folder) -> None:
     """Keep the readable lines, and a copy of the original file next to them."""
     sessions, damaged = read_sessions(folder)
     if damaged:

@@ -111,7 +111,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
             )
         hint = "" if debug else f" Show where with: {prog_name} --debug ..."
         _fail(
-            f"Unexpected {type(error).__name__}: {error}. This is likely a fault of the program.{hint}",
+            f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}",
             EXIT_BUG,
         )
     _leave(result if isinstance(result, int) else 0)

@@ -74,7 +74,7 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
         return
     made = [data / name for name in ("shards", "suite", "urls.parquet", "port")]
     if any(path.exists() for path in made):
-        click.echo(f"Ingestion: {data} holds a corpus of other settings or another version: it is made anew.")
+        click.echo(f"Ingestion: {data} holds a corpus of other settings or another version; generating it again.")
         manifest = data / "shards" / MANIFEST_NAME
         if run.exists():
             old = json.loads(manifest.read_text())["digest"] if manifest.exists() else uuid.uuid4().hex
@@ -82,7 +82,7 @@ def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
             if aside.exists():
                 aside = run.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
             run.rename(aside)
-            click.echo(f"Training: what was trained on it is now {aside}.")
+            click.echo(f"Training: the run on the old corpus was moved to {aside}.")
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     data.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def show(measurements: list[Measurement], *, title: str) -> None:
     if fresh := [f"{m.samples:,}" for m in measurements if m.fresh]:
         click.echo(
             f"After {', '.join(fresh)} samples the next step restarts the network: what is in use there is fresh. "
-            "Checkpoints between restarts (checkpoint.every no multiple of objective.restart_every) tell of the rest."
+            "To measure between restarts, choose a checkpoint.every that is no multiple of objective.restart_every."
         )
 
 

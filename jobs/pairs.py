@@ -89,7 +89,7 @@ def command(
     field = ""
     if outcome.several_captions:
         field = " data.caption=json:captions"
-        click.echo(f"{outcome.several_captions:,} samples have several captions; each time one of them is shown.")
+        click.echo(f"{outcome.several_captions:,} samples have several captions; one of them is drawn each time.")
     click.echo(f"Train with: neuclip train --recipe own data.sources={output}{field} output=runs/mine")
 
 

@@ -17,8 +17,8 @@ from jobs.completion import complete_settings
 from jobs.recipe_path import TRAINING, RecipePath
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 mistaken input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "
-    "training: after a checkpoint), 76 another rank or a loading worker hangs or is gone (printed: which one, where)."
+    "Exit codes: 0 done, 2 invalid input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "
+    "training: after a checkpoint), 76 another rank or a loading worker hangs or has died (printed: which one, where)."
 )
 
 

@@ -66,9 +66,8 @@ def _check(folder: str, decode: int, *, rebuild: bool) -> int:
     for problem in problems:
         click.echo(str(problem))
     if not problems and manifest is not None:
-        click.echo(
-            f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: all as promised."
-        )
+        size = f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB"
+        click.echo(f"{size}: everything matches.")
         return 0
     shards = len({problem.shard for problem in problems if problem.shard.endswith(".tar")})
     others = len({problem.shard for problem in problems}) - shards
@@ -79,9 +78,9 @@ def _check(folder: str, decode: int, *, rebuild: bool) -> int:
         _rebuild(folder, problems, manifest)
         return 0
     click.echo(
-        "`neuclip verify --rebuild` mends them, and fetches only what is lost."
+        "`neuclip verify --rebuild` repairs them and fetches only what is lost."
         if Folder(Path(folder)).config.exists()
-        else "Fetch them again from where they came; if that changes them, `neuclip manifest --replace`."
+        else "Copy them again from their source; if their contents change, run `neuclip manifest --replace`."
     )
     return EXIT_PROBLEMS
 
@@ -93,10 +92,10 @@ def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> N
     again = rebuild(folder, problems)
     write_report(folder)
     if before is None:
-        click.echo(f"Mended; {again.n:,} samples.")
+        click.echo(f"Repaired; {again.n:,} samples.")
         return
-    same = "the very same bytes" if again.digest == before.digest else "other bytes: the web has changed meanwhile"
-    click.echo(f"Mended, with {same}; {again.n:,} samples now, {before.n:,} before.")
+    same = "bit-identical to the original" if again.digest == before.digest else "with changes, because the web changed"
+    click.echo(f"Repaired, {same}; {again.n:,} samples now, {before.n:,} before.")
 
 
 def _writable(path: str) -> Path:
@@ -104,7 +103,7 @@ def _writable(path: str) -> Path:
     from pipeline.errors import UserError
 
     if not Path(path).absolute().parent.is_dir():
-        raise UserError(f"Cannot write {path}: its folder does not exist. Make it, or name another file.")
+        raise UserError(f"Cannot write {path}: its folder does not exist. Create it, or name another file.")
     if Path(path).is_dir():
         raise UserError(f"Cannot write {path}: it is a folder. Name a file for the list of keys.")
     return Path(path)
@@ -152,10 +151,10 @@ def _remove(folder: str, names: Path) -> None:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
     done, manifest = remove(folder, listed)
     click.echo(
-        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples taken out of {done.shards:,} shards."
+        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
-        click.echo("The download is not finished: `neuclip download` leaves them out as well, and writes the manifest.")
+        click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")
         return
     write_report(folder)
     click.echo(

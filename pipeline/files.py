@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -49,6 +50,12 @@ def write_text(path: str | Path, text: str, *, durable: bool = False) -> Path:
 def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
     """Create or replace an indented JSON file in one step; see `replacing`. Returns: its path."""
     return write_text(path, json.dumps(tree, indent=1) + "\n", durable=durable)
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file's contents, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: str | Path) -> None:

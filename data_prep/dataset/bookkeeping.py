@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.canonical_tar import sha256_of
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.journal import read_sessions
@@ -17,6 +16,7 @@ from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 
 _SHARD_COLUMNS = ["row", "status", "reason"]
 
@@ -108,9 +108,9 @@ def _check_manifest(folder: Folder, plan: Plan, manifest: Manifest) -> Iterator[
     # Compared as JSON, which has lists in place of tuples.
     for name, value in (("failures", expected.failures), ("facts", expected.facts), ("attempted", expected.attempted)):
         if json.dumps(stated.get(name), sort_keys=True) != json.dumps(value, sort_keys=True, default=dict):
-            yield Problem(MANIFEST_NAME, name, "it is not what the plan and the shards' records say")
+            yield Problem(MANIFEST_NAME, name, "it does not match the plan and the shards' records")
     if manifest.digest != expected.digest:
-        yield Problem(MANIFEST_NAME, "shards", "it does not list the shards that the records name")
+        yield Problem(MANIFEST_NAME, "shards", "it lists other shards than the records")
     report = folder.root / REPORT_NAME
     if report.exists() and manifest.digest not in report.read_text(encoding="utf-8", errors="replace"):
         yield Problem(REPORT_NAME, "stale", "it describes other shards")

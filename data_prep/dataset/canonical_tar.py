@@ -106,9 +106,3 @@ def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:
             writer.add(name, payload)
         digest = writer.close()
     return writer.bytes, digest
-
-
-def sha256_of(path: str | Path) -> str:
-    """The SHA-256 of a file, as hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -142,7 +142,7 @@ class Folder:
             if record.rows != record.samples + sum(record.failures.values()):
                 raise ValueError("its numbers do not add up")
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error}). {self.mend}") from error
+            raise UserError(f"{path} is damaged ({error}). {self.repair_hint}") from error
         return record
 
     def write_record(self, record: ShardRecord) -> None:
@@ -150,9 +150,9 @@ class Folder:
         write_json(self.record(record.shard), record.tree())
 
     @property
-    def mend(self) -> str:
+    def repair_hint(self) -> str:
         """Advice on how to repair damaged files, for messages."""
-        return f"`neuclip verify {self.root} --rebuild` mends it."
+        return f"`neuclip verify {self.root} --rebuild` repairs it."
 
     def withdraw(self, shard: int) -> None:
         """Delete a shard, its record first, so that it is fetched again."""
@@ -203,7 +203,7 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
             present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             return file.read(columns=present)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is missing or damaged ({error}). {folder.mend}") from error
+        raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
 
 
 def load_config(root: str | Path) -> DownloadConfig:

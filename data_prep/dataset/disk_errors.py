@@ -10,13 +10,13 @@ from pathlib import Path
 from pipeline.errors import UserError
 
 _ADVICE = {
-    errno.ENOSPC: "Make room, and run the same command again: it continues.",
-    errno.EDQUOT: "Make room within the quota, and run the same command again: it continues.",
+    errno.ENOSPC: "Free some space and run the same command again: it continues.",
+    errno.EDQUOT: "Free some space within the quota and run the same command again: it continues.",
     errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
-    errno.EACCES: "You may not do that there: use another folder, or change its permissions.",
-    errno.EPERM: "You may not do that there: use another folder, or change its permissions.",
+    errno.EACCES: "Permission denied: use another folder, or change its permissions.",
+    errno.EPERM: "Permission denied: use another folder, or change its permissions.",
     errno.EIO: "The disk reports a fault: look into the system's log.",
-    errno.ENOENT: "There is no such file or folder, and it cannot be made there.",
+    errno.ENOENT: "There is no such file or folder, and it cannot be created.",
     errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
     errno.EISDIR: "A folder is where a file is needed: move it away.",
     errno.EMFILE: "Too many open files: raise `ulimit -n`, or lower fetch.threads.",

@@ -7,7 +7,7 @@ given at the point must contain DETAIL. The actions are
 - `die`: only the process that gets there does;
 - `full`: the point raises what a full disk raises.
 
-With NEUCLIP_FAULT_ONCE=FILE it happens once: the file is made at that moment.
+With NEUCLIP_FAULT_ONCE=FILE the fault happens only once; the file is created at that moment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POINTS = (*SHARD_POINTS, *REMOVAL_POINTS, *SET_POINTS, "decode")
 
 
 def reach(point: str, detail: str = "") -> None:
-    """Called at each point; does nothing unless a test asks for a fault there."""
+    """Called at each point; does nothing unless the environment variable names a fault there."""
     wanted = os.environ.get(VARIABLE)
     if wanted:
         _strike(wanted, point, detail)

@@ -28,7 +28,7 @@ MEANINGS = {
     "dns": "the host name does not resolve",
     "connection": "refused, reset or closed without an answer",
     "tls": "the certificate or the encryption failed",
-    "cut off": "fewer bytes came than were announced",
+    "cut off": "fewer bytes received than announced",
     "redirects": "too many redirects, or a loop",
     "bad url": "not a URL that can be requested",
     "refused scheme": "neither http nor https",
@@ -42,13 +42,13 @@ MEANINGS = {
     "too many pixels": "larger than guard.max_pixels",
     "too small": "smaller than image.min_size",
     "extreme aspect ratio": "longer than image.max_aspect_ratio",
-    "hash mismatch": "not the file that was published any more",
-    "undecodable": "the image decoder gave up",
+    "hash mismatch": "no longer the file that was published",
+    "undecodable": "the image decoder failed",
     "not encoded": "the image could not be stored without changing it",
     "too little memory": "decoding it needs more memory than the machine had left",
     "quarantined": "decoding it killed a worker process twice",
     "no caption": "the table has no text for it",
-    "internal error": "lost to a fault of the program",
+    "internal error": "lost to a bug in neuclip",
     "http 403": "forbidden",
     "http 404": "not found",
     "http 410": "gone for good",
@@ -78,7 +78,7 @@ def write_report(root: str | Path) -> Path:
 
 
 def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, Any]:
-    """Everything that the two templates show."""
+    """The context of both templates."""
     sessions, damaged = read_sessions(folder)
     reasons = [
         {

@@ -61,7 +61,7 @@ def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None
     if other:
         raise UserError(
             f"Shards {other[:5]} in {folder.root} were made with other image or guard settings than the rest. "
-            f"{folder.mend}"
+            f"{folder.repair_hint}"
         )
 
 

@@ -16,6 +16,7 @@ from data_prep.dataset.dataset_folder import Folder, key_of, read_meta
 from data_prep.dataset.shard_commit import STORED_HASH
 from pipeline.data.shards.manifest_format import MANIFEST_NAME
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 
 Rows = dict[int, dict[str, Any]]
 
@@ -66,7 +67,7 @@ def _readable_meta(folder: Folder, shard: int, planned: Mapping[int, Mapping[str
     stated = ""
     with contextlib.suppress(UserError, FileNotFoundError):
         stated = folder.read_record(shard).meta_sha256
-    return rows if alike and stated in ("", canonical_tar.sha256_of(folder.meta(shard))) else None
+    return rows if alike and stated in ("", sha256_of(folder.meta(shard))) else None
 
 
 def _readable_samples(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -89,7 +90,7 @@ def _is_vouched_for(folder: Folder, shard: int) -> bool:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         tree = json.loads((folder.root / MANIFEST_NAME).read_bytes())
         stated |= {entry["sha256"] for entry in tree["shards"] if entry["name"] == str(path.relative_to(folder.root))}
-    return canonical_tar.sha256_of(path) in stated
+    return sha256_of(path) in stated
 
 
 def _from_tar(folder: Folder, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows:

@@ -105,16 +105,16 @@ def _checked(
         if missing is not None:
             raise ValueError(f"sample {missing['key']} is missing")
     except (ValueError, tarfile.TarError, EOFError) as error:
-        raise UserError(f"{folder.tar(shard)} is not what was stored there ({error}). {folder.mend}") from error
+        raise UserError(f"{folder.tar(shard)} differs from its record ({error}). {folder.repair_hint}") from error
 
 
 def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     """How one part of a sample differs from what its row in the meta file says; empty if they agree."""
     if suffix == "txt":
-        return "" if payload == str(row["caption"]).encode() else "the caption is another one"
+        return "" if payload == str(row["caption"]).encode() else "the caption differs from the stored one"
     if suffix == "json" or not row.get(STORED_HASH):  # recorded since 0.2
         return ""
-    return "" if hashlib.sha256(payload).hexdigest() == row[STORED_HASH] else "the image is not the one that was stored"
+    return "" if hashlib.sha256(payload).hexdigest() == row[STORED_HASH] else "the image differs from the stored one"
 
 
 def _finish(folder: Folder, shard: int) -> None:

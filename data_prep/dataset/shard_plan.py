@@ -112,7 +112,7 @@ def load_plan(folder: Folder) -> Plan:
     except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}). {folder.mend}") from error
+        raise UserError(f"{path} is damaged ({error}). {folder.repair_hint}") from error
 
 
 def check_parts(folder: Folder, shards: Iterable[int]) -> None:
@@ -138,7 +138,7 @@ def read_shard(folder: Folder, shard: int) -> Any:
         with _open_part(folder, part) as file:
             return file.read_row_group(group)
     except (OSError, pa.ArrowException, IndexError) as error:
-        raise UserError(f"{folder.plan_part(part)} is damaged ({error}). {folder.mend}") from error
+        raise UserError(f"{folder.plan_part(part)} is damaged ({error}). {folder.repair_hint}") from error
 
 
 def _open_part(folder: Folder, part: int) -> Any:
@@ -149,7 +149,7 @@ def _open_part(folder: Folder, part: int) -> Any:
     try:
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is missing or damaged ({error}). {folder.mend}") from error
+        raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
 
 
 def _matching(plan: Plan, settings: dict[str, Any], folder: Folder) -> Plan:

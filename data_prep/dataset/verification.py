@@ -18,6 +18,7 @@ from data_prep.dataset.shard_commit import difference
 from data_prep.dataset.shard_plan import load_plan
 from pipeline.data.shards.manifest_format import FORMATS, MANIFEST_NAME, Manifest, Shard, load_manifest
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def inspect(
         on_shard(done)
     listed = {shard.name for shard in manifest.shards}
     tars = sorted(str(path.relative_to(manifest.root)) for path in Path(manifest.root).rglob("*.tar"))
-    problems.extend(Problem(name, "not listed", "the manifest does not know it") for name in tars if name not in listed)
+    problems.extend(Problem(name, "not listed", "it is not in the manifest") for name in tars if name not in listed)
     return Verdict(problems, manifest)
 
 
@@ -97,7 +98,7 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
     size = path.stat().st_size
     if size != shard.bytes:
         yield Problem(shard.name, "size", f"{size:,} bytes instead of {shard.bytes:,}")
-    digest = canonical_tar.sha256_of(path)
+    digest = sha256_of(path)
     if digest == shard.sha256:
         # The bytes are those that were published, so only the published content can still be wrong.
         rows = readable_rows(own, path) if own else {}
@@ -107,7 +108,7 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
     try:
         count = sum(1 for _ in canonical_tar.samples(path))
     except (tarfile.TarError, EOFError, ValueError) as error:
-        yield Problem(shard.name, "damaged", f"it is not a whole tar ({error})")
+        yield Problem(shard.name, "damaged", f"it is not a complete tar ({error})")
         return
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
@@ -116,7 +117,7 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
 def _check_samples(
     path: Path, shard: Shard, rows: Mapping[str, Mapping[str, Any]], *, decode: int, seed: int
 ) -> Iterator[Problem]:
-    """Each sample against its row in the meta file, PIL's verdict on a few, and the count."""
+    """Compare each sample with its row in the meta file, decode a few with PIL, and check the count."""
     chosen = set(random.Random(f"{seed}/{shard.name}").sample(range(shard.samples), min(decode, shard.samples)))
     count = 0
     try:
@@ -126,7 +127,7 @@ def _check_samples(
             if count - 1 in chosen:
                 yield from _undecodable(shard.name, key, parts)
     except (tarfile.TarError, EOFError, ValueError) as error:
-        yield Problem(shard.name, "damaged", f"it is not a whole tar ({error})")
+        yield Problem(shard.name, "damaged", f"it is not a complete tar ({error})")
         return
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
@@ -134,7 +135,7 @@ def _check_samples(
 
 def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, Any] | None) -> Iterator[Problem]:
     if row is None or row["status"] != "success":
-        yield Problem(name, "sample", f"{key} is no sample according to its meta file")
+        yield Problem(name, "sample", f"{key} is not a sample according to its meta file")
         return
     found = (difference(row, suffix, payload) for suffix, payload in parts.items())
     yield from (Problem(name, "sample", f"{key}: {problem}") for problem in found if problem)

@@ -9,14 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.canonical_tar import sha256_of
 from data_prep.evalsets.hub_sets import HubSet
 from data_prep.sources.hub import in_a_line
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, open_task
 from pipeline.evaluation.datasets.suite_facts import relative_name
 from pipeline.evaluation.datasets.suite_folders import find_folders, index_folders
-from pipeline.files import replacing
+from pipeline.files import replacing, sha256_of
 
 Files = Mapping[str, Mapping[str, Any]]
 """Size (`bytes`) and `sha256` of files, by name within a set's folder."""
@@ -109,7 +108,7 @@ def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: di
         raise UserError(f"{chosen.repo} cannot be fetched: {in_a_line(error)}") from error
     wrong = [name for name in names if not _is_published(target / name, published[name])]
     if wrong:
-        raise UserError(f"{', '.join(wrong[:3])} of {chosen.repo} came with a wrong digest: try again.")
+        raise UserError(f"{', '.join(wrong[:3])} of {chosen.repo} arrived with a wrong digest: try again.")
     files = {n: {"bytes": (target / n).stat().st_size, "sha256": sha256_of(target / n)} for n in names}
     return {"repo": chosen.repo, "commit": commit, "files": files}
 

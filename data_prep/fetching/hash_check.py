@@ -90,12 +90,10 @@ def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: Down
         algorithm, what = best[0][0].split(" of ", 1)
         if what == "the bytes":
             if algorithm not in HASH_KINDS:
-                return (
-                    f"{said}It holds their {algorithm}, against which nothing is verified here: set source.hash=null."
-                )
+                return f"{said}It holds their {algorithm}, which cannot be verified here: set source.hash=null."
             return f"{said}It holds their {algorithm}: set source.hash_kind={algorithm}."
         return f"{said}It holds the {algorithm} of {what}, which cannot verify a download: set source.hash=null."
-    return f"{said}What it is a hash of is not known here. Name the right column, or set source.hash=null."
+    return f"{said}Its content is unknown. Name the right column, or set source.hash=null."
 
 
 def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfig) -> list[str]:

@@ -172,7 +172,7 @@ class Opener:
         return fetched
 
     def _late(self) -> FetchError:
-        return FetchError(reasons.TIMEOUT, f"no whole answer in {self._total_seconds:g} s")
+        return FetchError(reasons.TIMEOUT, f"no complete response in {self._total_seconds:g} s")
 
     def _receive(self, response: Any) -> Fetched:
         headers: Message = response.headers
@@ -180,7 +180,7 @@ class Opener:
         body = b"".join(self._chunks(response))
         promised = _number(headers.get("Content-Length", ""))
         if promised is not None and len(body) < promised:
-            raise FetchError(reasons.CUT_OFF, f"{len(body)} of {promised} bytes came")
+            raise FetchError(reasons.CUT_OFF, f"received {len(body)} of {promised} bytes")
         check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
         return Fetched(headers, body)
 

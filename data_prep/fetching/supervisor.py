@@ -100,7 +100,7 @@ def fetch(
             raise Paused(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
                 f"of {len(shards):,} are left. The last time {problem}. "
-                f"Its last words ({engine.log}): {engine.last_words()}"
+                f"The end of its log ({engine.log}): {engine.log_tail()}"
             )
 
 
@@ -130,7 +130,7 @@ def _watch(
         if monitor.now.attempted != attempted:
             moved, attempted = time.monotonic(), monitor.now.attempted
         if time.monotonic() - moved > stall:
-            return f"nothing moved for {stall:g} s"
+            return f"no progress for {stall:g} s"
         dead = monitor.dead_workers()
         if dead:
             return f"worker process {dead[0]} died in the middle of a shard (out of memory?)"
@@ -151,7 +151,7 @@ def _check_disk(folder: Folder) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise Paused(
-            f"Cannot write to {folder.root}: {error.strerror}. Make room or mend it; the same command continues."
+            f"Cannot write to {folder.root}: {error.strerror}. Free some space; then the same command continues."
         ) from error
     finally:
         path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
     return (
         f"Paused: {reason}. Check the network, the name server and whether the hosts have banned this address. "
         f"{len(monitor.finished) - len(spoilt):,} shards of this run are kept, {len(spoilt):,} that it may "
-        "have hit were taken back, and the same command continues. If the list is simply that old, lower "
+        "have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
         "monitor.min_success."
     )
 
@@ -212,7 +212,7 @@ class FetchEngine:
                 continue
         self._process.wait()
 
-    def last_words(self, lines: int = 5) -> str:
+    def log_tail(self, lines: int = 5) -> str:
         """The end of what the engine printed."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         return " | ".join(line.strip() for line in text.splitlines()[-lines:] if line.strip()) or "nothing"

@@ -48,7 +48,7 @@ def kind_of(source: str) -> str:
         known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **dict.fromkeys(table_rows.SUFFIXES, "table")}
         if suffix in known:
             return known[suffix]
-        raise UserError(f"{source} is a file of no known kind. A source is {_KNOWN}.")
+        raise UserError(f"{source} is not a supported kind of file. A source is {_KNOWN}.")
     if path.is_dir():
         return _kind_of_folder(path)
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
@@ -75,7 +75,7 @@ def _kind_of_folder(path: Path) -> str:
         raise UserError(
             f"{path} has images, but no captions: neither a CSV, TSV or JSONL table in it, nor .txt files beside them."
         )
-    raise UserError(f"{path} holds nothing of a known kind. A source is {_KNOWN}.")
+    raise UserError(f"{path} holds no supported kind of source. A source is {_KNOWN}.")
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -153,5 +153,5 @@ def _refuse_options(kind: str, options: SourceOptions) -> None:
     for name, kinds in _APPLIES.items():
         if getattr(options, name) and kind not in kinds:
             raise UserError(
-                f"--{name} does not apply here: this source was taken as {kind}, it is for {', '.join(kinds)}."
+                f"--{name} does not apply to this source, which is of kind {kind}, but to {', '.join(kinds)}."
             )

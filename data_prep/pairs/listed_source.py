@@ -10,6 +10,7 @@ from typing import Any
 
 from data_prep.pairs.listing import Listed, Listing
 from data_prep.pairs.pair import MALFORMED_ROW, Pair, captions_in
+from pipeline.data.shards.tar_reader import split_name
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TarSource:
         try:
             parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
-            return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read here ({error})")
+            return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
         image = next((body for suffix, body in parts.items() if suffix in IMAGES), b"")
         suffix, colon, field = self.caption.partition(":")
         if suffix not in parts:
@@ -75,13 +76,6 @@ class TarSource:
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 
 
-def split_member(name: str) -> tuple[str, str]:
-    """`a/b.c.JPG` -> `("a/b", "c.jpg")`: webdataset's rule, the first dot of the last part."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, suffix = base.partition(".")
-    return folder + slash + stem, suffix.lower()
-
-
 def read_sample(path: str, offset: int) -> dict[str, bytes]:
     """The members of the sample that begins at this byte of a tar, by suffix."""
     parts: dict[str, bytes] = {}
@@ -90,7 +84,7 @@ def read_sample(path: str, offset: int) -> dict[str, bytes]:
         file.seek(offset)
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
-                stem, suffix = split_member(member.name)
+                stem, suffix = split_name(member.name)
                 if not member.isfile() or not suffix or not stem.rpartition("/")[2]:
                     continue
                 if key is not None and stem != key:

@@ -14,7 +14,7 @@ from data_prep.pairs.columns import choose_columns
 from data_prep.pairs.pair import MALFORMED_ROW, Pair, captions_in
 from pipeline.errors import UserError
 
-_BATCH = 64  # rows with images held at a time
+_BATCH = 64  # rows with images in memory at a time
 
 
 @dataclass(frozen=True)

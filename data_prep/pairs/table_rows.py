@@ -71,8 +71,8 @@ def open_table(
     tried = [folder / row[found[0]].strip() for row in head if isinstance(row.get(found[0]), str)]
     if tried and not any(one.is_file() for one in tried):
         raise UserError(
-            f"None of the first {len(tried)} images of {path} is there, such as {tried[0]}: paths in column "
-            f"{found[0]!r} are relative to the table's folder, or to the one that --images names."
+            f"None of the first {len(tried)} images of {path} exists, such as {tried[0]}: paths in column "
+            f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
         )
     return table
 

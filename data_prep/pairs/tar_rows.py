@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from data_prep.pairs.columns import CAPTION_NAMES
-from data_prep.pairs.listed_source import IMAGES, read_sample, split_member
+from data_prep.pairs.listed_source import IMAGES, read_sample
 from data_prep.pairs.listing import Listed
+from pipeline.data.shards.tar_reader import split_name
 from pipeline.errors import UserError
 
 
@@ -30,7 +31,7 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
         try:
             with tarfile.open(tar, "r:") as archive:
                 for member in archive:
-                    stem, suffix = split_member(member.name)
+                    stem, suffix = split_name(member.name)
                     archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header that it has read: a million are a gigabyte
                     if not member.isfile() or not suffix or not stem.rpartition("/")[2] or stem == key:
                         continue
@@ -39,7 +40,7 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
         except (tarfile.TarError, OSError) as error:
             compressed = tar.open("rb").read(2) == b"\x1f\x8b"
             remedy = "it is compressed: gunzip it first" if compressed else "fetch it again, or move it away"
-            raise UserError(f"{tar} is not a whole tar, after {count:,} samples ({error}): {remedy}.") from error
+            raise UserError(f"{tar} is not a complete tar, after {count:,} samples ({error}): {remedy}.") from error
 
 
 def find_caption(tars: list[Path], *, wanted: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The settings of `neuclip download`: what to read, what to take, how to store, how to fetch."""
+"""The settings of `neuclip download`: source, subset, image format, and fetching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SubsetConfig:
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the rows to take; a larger fraction contains every smaller one with the same seed."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the choice."""
+    """Seed of the selection."""
     index: str | None = None
     """Path of a published selection: a `.npy` of sorted 128-bit uids as pairs of unsigned 64-bit integers, as DFN
     publishes them. The fraction is then taken of the rows whose uid is in it."""
@@ -60,7 +60,7 @@ class ImageConfig:
 
 @section
 class GuardConfig:
-    """What ingestion refuses to fetch, and how politely it asks. Each refusal is counted under its own reason."""
+    """What ingestion refuses to fetch, and its limits per host. Each refusal is counted under its own reason."""
 
     schemes: tuple[Literal["http", "https"], ...] = ("http", "https")
     """URL schemes that are fetched."""
@@ -92,7 +92,7 @@ class GuardConfig:
     @pydantic.field_validator("schemes", "allow_addresses", "opt_outs", mode="before")
     @classmethod
     def _one_is_a_list_of_one(cls, value: object) -> object:
-        """Accept `guard.allow_addresses=127.0.0.1` for `[127.0.0.1]`; a wrong value is then refused for what it is."""
+        """Accept `guard.allow_addresses=127.0.0.1` for `[127.0.0.1]`, and show a wrong value as given."""
         return (value,) if isinstance(value, str) else value
 
     @pydantic.field_validator("allow_addresses")
@@ -104,7 +104,7 @@ class GuardConfig:
             except ValueError as error:
                 raise ValueError(
                     f"{value!r} is neither an IP address nor a network such as 10.0.0.0/8; names such as localhost "
-                    "are not allowed here, their addresses are: 127.0.0.1"
+                    "are not allowed here, only addresses: 127.0.0.1"
                 ) from error
         return values
 
@@ -116,7 +116,7 @@ class FetchConfig:
     distributor: Literal["multiprocessing", "pyspark", "ray"] = "multiprocessing"
     """img2dataset's distributor."""
     master: str | None = None
-    """Where the cluster is: a Spark master (`spark://host:7077`, `yarn`, ...) or a Ray address. Without it, this
+    """Address of the cluster: a Spark master (`spark://host:7077`, `yarn`, ...) or a Ray address. Without it, this
     machine."""
     processes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     """Worker processes; each works on one shard at a time."""
@@ -163,14 +163,14 @@ class MonitorConfig:
 
 @section
 class DownloadConfig:
-    """Everything `neuclip download` needs to know."""
+    """All settings of `neuclip download`."""
 
     output: str
     """Folder of the data set."""
     source: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     """Where the URLs come from."""
     subset: SubsetConfig = dataclasses.field(default_factory=SubsetConfig)
-    """Which of them to take."""
+    """Which rows to fetch."""
     image: ImageConfig = dataclasses.field(default_factory=ImageConfig)
     """How images are stored."""
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)

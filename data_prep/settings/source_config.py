@@ -23,12 +23,11 @@ class SourceConfig:
     """A table of URLs and captions: a file, a folder of files, or a data set on the hub."""
 
     name: str = "table"
-    """A published source, whose settings (see SOURCES) apply where nothing else is given; a given default counts as
-    given."""
+    """A published source, whose own defaults then apply to all settings that are not given."""
     table: str | None = None
     """Local file or folder; takes precedence over `hub`."""
     format: Format = "auto"
-    """Format of the files; `auto` goes by their names."""
+    """Format of the files; `auto` derives it from their names."""
     hub: str | None = None
     """`owner/name` of a data set on the hub, streamed with `datasets`."""
     revision: str | None = None
@@ -44,7 +43,7 @@ class SourceConfig:
     caption: str = "caption"
     """Column of the captions."""
     uid: str | None = None
-    """Column of unique ids; subsets and removals go by it."""
+    """Column of unique ids, which subsets and removals use."""
     hash: str | None = None
     """Column with the hash of the bytes as served, against which they are verified."""
     hash_kind: HashKind = "sha256"
@@ -66,7 +65,8 @@ class SourceConfig:
         if not isinstance(tree, Mapping):
             return given
         name = tree.get("name", "table")
-        known = SOURCES.get(name) if isinstance(name, str) else None  # `resolve` refuses unknown ones, with the nearest
+        # `resolve` rejects unknown names and suggests the nearest.
+        known = SOURCES.get(name) if isinstance(name, str) else None
         return {**known.settings, **tree} if known else given
 
     @pydantic.field_validator("header", "keep", mode="before")

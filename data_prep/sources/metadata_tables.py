@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import json
@@ -18,6 +17,7 @@ from data_prep.sources import hub
 from data_prep.sources.separated_values import separated_values
 from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 
 _SUFFIXES = {
     "parquet": (".parquet",),
@@ -123,7 +123,7 @@ def _open_parquet(path: Path) -> Any:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"{path} is not a whole parquet file ({error}). Was it cut short, or is it a web page saved under this "
+            f"{path} is not a complete parquet file ({error}). Was it cut short, or is it a web page saved under this "
             "name? Fetch it again, or move it away."
         ) from error
 
@@ -162,8 +162,7 @@ def check_files(source: SourceConfig) -> None:
     for name, wanted in source.sha256.items():
         if name not in by_name:
             raise UserError(f"source.sha256 names {name}, which is not among {', '.join(sorted(by_name))}.")
-        with by_name[name].open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(by_name[name])
         if found != wanted.lower():
             raise UserError(
                 f"{by_name[name]} has SHA-256 {found}, but source.sha256 says {wanted}: "

@@ -85,7 +85,7 @@ def check_distributor(fetch: FetchConfig) -> None:
         )
     if fetch.distributor == "pyspark" and not (shutil.which("java") or os.environ.get("JAVA_HOME")):
         raise UserError(
-            "fetch.distributor = 'pyspark' needs a Java (17 or later), and there is none on the PATH nor in "
+            "fetch.distributor = 'pyspark' needs a Java (17 or later), and none was found on the PATH or in "
             "JAVA_HOME: install one, or use multiprocessing or ray."
         )
 
@@ -149,9 +149,9 @@ def _what_instead(example: Any) -> str:
     kind = next((kind for kind, length in _HEX_LENGTH.items() if length == len(text) and _is_hash(text)), None)
     shown = f"for example {text[:80]!r} of length {len(text)}."
     if kind is None:
-        return f"{shown} It is no hash that is known here: name the right column, or set source.hash=null."
+        return f"{shown} It is not a hash of a known kind: name the right column, or set source.hash=null."
     if kind not in HASH_KINDS:
-        return f"{shown} It looks like {kind}, against which nothing is verified here: set source.hash=null."
+        return f"{shown} It looks like {kind}, which cannot be verified here: set source.hash=null."
     return f"{shown} It looks like {kind}: set source.hash_kind={kind}."
 
 

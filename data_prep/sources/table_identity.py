@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import files_of
 from pipeline.errors import UserError
+from pipeline.files import sha256_of
 
 
 def identity_of(source: SourceConfig) -> dict[str, dict[str, Any]]:
@@ -43,12 +43,6 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
             "former one back to continue."
         )
     return True
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_same(path: Path, planned: Mapping[str, Any]) -> bool:

@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=2 python -m jobs.bench.forecast --seconds 20 --rounds 3
 
 Two models, two batch sizes, and cached accumulation (`engine.micro_batch`) for the larger batch. In every round and for
-every configuration, the forecast and a real run follow each other, so that other users of the machine meet both; the
-ratio within a pair is what counts, and the spread of the real rates says how constant the machine was.
+every configuration, the forecast is followed by a real run, so that other load on the machine affects both. The ratio
+within a pair is the result; the spread of the real rates shows how constant the machine's load was.
 """
 
 from __future__ import annotations

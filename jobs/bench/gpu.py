@@ -5,8 +5,8 @@
     python -m jobs.bench.gpu --tiny --output x.json   runs every step in a tiny form on the CPU: tests the suite itself
 
 Needs no network and no data: images are made on the spot. Every step is a command of its own with a time limit, and its
-output is saved as it ends, so an interrupted suite keeps what it has. A step that fails is recorded and the next one
-runs; a step that does not fit into the remaining time is left out and named. Exit code 1: a step failed.
+output is saved when it ends, so that an interrupted suite keeps its results. A failed step is recorded and the next one
+runs; a step that does not fit into the remaining time is skipped and listed. Exit code 1: a step failed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Step:
 
     name: str
     answers: str
-    """The question that it answers."""
+    """The question that the step answers."""
     seconds: int
-    """How long it takes on an H100, about; it is ended after three times as long."""
+    """Approximate time on an H100; the time limit is three times as long plus a minute."""
     command: Sequence[str]
     tiny: Sequence[str]
-    """The same in a tiny form on a CPU."""
+    """The same measurement in a tiny form, for a CPU."""
     run: str = ""
     """Folder of a training run whose figures are read."""
 
 
 @dataclass
 class StepOutcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     name: str
     answers: str
@@ -62,10 +62,10 @@ class StepOutcome:
     status: str
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
-    """Of a training run: medians over the second half of its records."""
+    """Medians over the second half of a training run's records."""
     files: list[str] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
-    """Its last lines."""
+    """The last lines of its output."""
 
 
 def bench(name: str, *arguments: str) -> list[str]:
@@ -164,7 +164,7 @@ def steps() -> list[Step]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the package versions."""
     import torch
 
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": versions()}
@@ -181,7 +181,7 @@ def machine() -> dict[str, Any]:
 
 
 def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
-    """Run one step to its end or its time limit."""
+    """Run one step until it ends or its time limit is reached."""
     command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
     outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def contestant(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, world: World) -> Rounds:
+def contender(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, world: World) -> Rounds:
     """Full training steps of one rank: towers on its part of the batch, the objective `kind` on the whole batch."""
     towers, architecture = build_towers(ModelConfig(arch=args.arch, image_size=args.image_size), seed=SEED)
     local = args.batch // ranks
@@ -144,12 +144,12 @@ def measure(args: argparse.Namespace, *, kinds: tuple[str, ...], ranks: int, wor
     runs: dict[str, Rounds] = {}
     own: dict[str, int] = {}
     if cuda:  # let libraries allocate their permanent buffers before the first contender is measured
-        contestant(args, data, kind=kinds[0], ranks=ranks, world=world)(1)
+        contender(args, data, kind=kinds[0], ranks=ranks, world=world)(1)
         gc.collect()
         torch.cuda.empty_cache()
     for kind in kinds:
         before = allocated()
-        runs[kind] = contestant(args, data, kind=kind, ranks=ranks, world=world)
+        runs[kind] = contender(args, data, kind=kind, ranks=ranks, world=world)
         runs[kind](1)
         own[kind] = allocated() - before
     times: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -73,7 +73,7 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
     }
 
 
-def contestant(pipe: Connection, settings: dict[str, Any]) -> None:
+def contender(pipe: Connection, settings: dict[str, Any]) -> None:
     """Serve one contender: for a number of steps reply with their seconds, for None with the peak memory in GiB."""
     from jobs.bench.train import make_data, ours, seconds
     from pipeline.distributed.world import start_world
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
     processes = []
     for option in args.options:
         ours, theirs = context.Pipe()
-        process = context.Process(target=contestant, args=(theirs, settings_of(args, option)), daemon=True)
+        process = context.Process(target=contender, args=(theirs, settings_of(args, option)), daemon=True)
         process.start()
         theirs.close()
         pipes[option] = ours
@@ -131,7 +131,7 @@ def _ask(option: str, pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
-        raise SystemExit(f"The contestant {option!r} failed; its error stands above.") from None
+        raise SystemExit(f"The contender {option!r} failed; its error is printed above.") from None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -236,7 +236,7 @@ def seconds(run: Rounds, steps: int, device: torch.device, *, threads: int) -> f
         start = time.process_time()
         run(steps)
         taken = time.process_time() - start
-        assert torch.get_num_threads() == threads, "a contestant changed its number of threads"
+        assert torch.get_num_threads() == threads, "a contender changed its number of threads"
         return taken
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -251,17 +251,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
     with start_world(device=args.device) as world:
         data = make_data(args)
-        contestants = {
+        contenders = {
             "open_clip_train": open_clip_train(args, data, device=world.device),
             "openclip": ours(args, data, objective="openclip", world=world),
             "neuclip": ours(args, data, objective="neuclip", world=world),
         }
-        names = list(contestants)
+        names = list(contenders)
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(args.rounds + 1):
             # Rotate the order, so that no contender always runs after the same one.
             for name in names[number % 3 :] + names[: number % 3]:
-                taken = seconds(contestants[name], args.steps, world.device, threads=args.threads)
+                taken = seconds(contenders[name], args.steps, world.device, threads=args.threads)
                 if number:
                     times[name].append(taken / args.steps)
         report(args, times, device=world.device)

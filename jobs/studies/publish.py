@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import platform
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, paired, spread
-from jobs.studies.schedule import cores
+from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from pipeline.report.run_page import render as render_page
 
-DATA_NAME = "results.json"
 KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "traffic_bytes_per_step", "normalizers")
 
 
@@ -27,26 +20,22 @@ def publish(
     name: str, *, size: str, units: Sequence[Unit], outcomes: Sequence[Outcome], folder: Path, command: str
 ) -> list[Path]:
     """Write all files of a study to `folder`. Returns their paths."""
-    data = {
-        "study": name,
-        "size": size,
-        "command": command,
-        "date": date.today().isoformat(),
-        "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": cores(), "system": platform.system()},
-        "versions": [outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
-        "units": len(units),
-        "overrides": {unit.key: list(unit.overrides) for unit in units},
-        "runs": [_compact(outcome) for outcome in outcomes],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+    write_data(
+        folder,
+        study=name,
+        size=size,
+        command=command,
+        versions=[outcome.result["versions"] for outcome in outcomes][-1] if outcomes else {},
+        units=len(units),
+        overrides={unit.key: list(unit.overrides) for unit in units},
+        runs=[_compact(outcome) for outcome in outcomes],
+    )
     return [folder / DATA_NAME, *render(folder)]
 
 
 def render(folder: Path) -> list[Path]:
     """Render tables and figures from `folder/results.json`. Returns their paths."""
-    data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+    data = read_data(folder)
     study, size = load_study(data["study"]), data["size"]
     outcomes = [Outcome(**run) for run in data["runs"]]
     drawn = study_figures.draw(study, size, outcomes)
@@ -56,20 +45,15 @@ def render(folder: Path) -> list[Path]:
         "study.html": as_html(study, data, outcomes, drawn),
         **drawn,
     }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
+    return write_texts(folder, texts)
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
     """One line per run with every column; empty if the run does not have the metric."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["setting", "arm", "seed", *COLUMNS, "key"])
-    for o in outcomes:
-        values = [column.value(o.result) for column in COLUMNS.values()]
-        writer.writerow([o.setting, o.arm, o.seed, *("" if v is None else f"{v:.6g}" for v in values), o.key])
-    return stream.getvalue()
+    return csv_of(
+        ["setting", "arm", "seed", *COLUMNS, "key"],
+        (((o.setting, o.arm, o.seed), [c.value(o.result) for c in COLUMNS.values()], (o.key,)) for o in outcomes),
+    )
 
 
 def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], drawn: Sequence[str]) -> str:
@@ -81,7 +65,7 @@ def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcom
     for title, rows in _tables(study, data["size"], outcomes):
         lines += ["", f"## {title}", "", *_as_lines(rows)]
     for file in drawn:
-        lines += ["", f"![{_figure_title(file)}]({file})"]
+        lines += ["", f"![{figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
 
 
@@ -95,24 +79,18 @@ def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], 
         }
         for title, rows in _tables(study, data["size"], outcomes)
     ]
-    figures = [{"title": _figure_title(file), "svg": svg[svg.index("<svg") :]} for file, svg in drawn.items()]
+    figures = [{"title": figure_title(file), "svg": svg[svg.index("<svg") :]} for file, svg in drawn.items()]
     how = _how(study, data, outcomes).replace("`", "")
     context = {"title": study.title, "question": study.question.strip(), "how": how, "parts": parts, "figures": figures}
     return render_page("study.html", context)
 
 
 def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     return (
-        f"Size `{data['size']}`; stands for {study.reproduces}. Made with `{data['command']}` on {data['date']}, "
-        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(outcomes)} of {data['units']} "
-        "runs are in. Every figure is the mean ± standard deviation over seeds; differences are taken seed by seed. "
-        "Errors and variances of normalizers are means over the checkpoints on the way, without the last."
+        provenance(data, reproduces=study.reproduces, finished=len(outcomes))
+        + " Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
+        "normalizers are means over the intermediate checkpoints, without the last one."
     )
-
-
-def _figure_title(file: str) -> str:
-    return file.removesuffix(".svg").replace("-", " ")
 
 
 def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -184,21 +162,3 @@ def shown(value: Spread | None, form: str, unit: str = "") -> str:
 
 def _compact(outcome: Outcome) -> dict[str, Any]:
     return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT}}
-
-
-def source_commit() -> str:
-    """The git commit of this source tree, with `-dirty` if files were changed; "unknown" outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def cpu_name() -> str:
-    """The model name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "an unnamed CPU"

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jobs.studies.publish import DATA_NAME, cpu_name, source_commit
-from jobs.studies.schedule import cores
+from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from jobs.studies.separation import ARMS, BASELINE, NAME, REPRODUCES, SHARED, TAU, TITLE
 from jobs.studies.study_figures import STYLE, as_svg
 from pipeline.versions import versions
@@ -73,31 +67,25 @@ class PairedDifference:
 
 def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
     """Write all files of the study to `folder`. Returns their paths."""
-    data = {
-        "study": NAME,
-        "size": size,
-        "command": command,
-        "date": date.today().isoformat(),
-        "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": cores(), "system": platform.system()},
-        "versions": versions(),
-        "arms": ARMS,
-        "units": total,
-        "runs": list(results),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+    write_data(
+        folder,
+        study=NAME,
+        size=size,
+        command=command,
+        versions=versions(),
+        arms=ARMS,
+        units=total,
+        runs=list(results),
+    )
     return [folder / DATA_NAME, *render(folder)]
 
 
 def render(folder: Path) -> list[Path]:
     """Render tables and figures from `folder/results.json`. Returns their paths."""
-    data = json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+    data = read_data(folder)
     drawn = draw(data["runs"])
     texts = {"results.csv": as_csv(data["runs"]), "results.md": as_markdown(data, list(drawn)), **drawn}
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
+    return write_texts(folder, texts)
 
 
 def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: str) -> dict[int, float]:
@@ -133,37 +121,30 @@ def settings_of(results: Results) -> list[tuple[int, int, float]]:
 
 def as_csv(results: Results) -> str:
     """One line per run with every measure; empty if the run does not have it."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["pairs", "epochs", "batch", "arm", "seed", *MEASURES, "cpu_seconds"])
-    for result in results:
-        run = result["run"]
-        if run["arm"] != SHARED:
-            values = [result.get(key) for key in (*MEASURES, "cpu_seconds")]
-            row = ["" if value is None else f"{value:.6g}" for value in values]
-            writer.writerow([*(run[key] for key in ("pairs", "epochs", "batch", "arm", "seed")), *row])
-    return stream.getvalue()
+    labels = ("pairs", "epochs", "batch", "arm", "seed")
+    figures = (*MEASURES, "cpu_seconds")
+    runs = [result for result in results if result["run"]["arm"] != SHARED]
+    rows = (([r["run"][key] for key in labels], [r.get(key) for key in figures], ()) for r in runs)
+    return csv_of([*labels, *figures], rows)
 
 
 def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     """The generated page: how the study was run, a table per setting, and the figures."""
     results: Results = data["runs"]
-    made = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     how = (
-        f"Size `{data['size']}`; stands for {REPRODUCES}. Made with `{data['command']}` on {data['date']} from commit "
-        f"{data['commit']}, {data['machine']['cores']} cores of {data['machine']['cpu']}; {made}. {len(results)} of "
-        f"{data['units']} runs are in. All methods of a seed share initial weights and batches; temperature {TAU} is "
-        "fixed. Measures are means ± standard deviation over seeds; differences from `openclip` are paired by seed, "
-        f"mean ± standard error (t), bold where |t| is {CLEAR:g} or more. Errors are mean squared errors of "
-        "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the "
-        "same features. This page is generated from `results.json` by `neuclip study separation`; do not edit it."
+        provenance(data, reproduces=REPRODUCES, finished=len(results))
+        + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
+        "± standard deviation over seeds; differences from `openclip` are paired by seed, mean ± standard error (t), "
+        f"bold where |t| is {CLEAR:g} or more. Errors are mean squared errors of log-normalizers over the whole "
+        "dataset, at 16 steps of each run; on the shared trajectory all methods see the same features. This page is "
+        "generated from `results.json` by `neuclip study separation`; do not edit it."
     )
     lines = [f"# {TITLE}", "", how]
     for pairs, batch, epochs in settings_of(results):
         lines += ["", f"## {pairs:,} pairs, {epochs:g} epochs, batch {batch}", ""]
         lines += _table(results, pairs=pairs, batch=batch)
     for file in drawn:
-        lines += ["", f"![{file.removesuffix('.svg').replace('-', ' ')}]({file})"]
+        lines += ["", f"![{figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
 
 

@@ -68,7 +68,7 @@ def wait_for(path: Path, server: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path)
-    said: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     server: subprocess.Popen[str] | None = None
     try:
         for line in lines([PAGE]):
@@ -85,13 +85,13 @@ def test_every_command_does_what_the_page_says(tmp_path: Path) -> None:
             # Whether this machine is suitable for large runs is not tested here.
             allowed = (0, 1) if line.words[1] == "doctor" else (0,)
             assert done.returncode in allowed, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            said[text] = done.stdout + done.stderr
+            outputs[text] = done.stdout + done.stderr
     finally:
         if server is not None:
             server.terminate()
             server.communicate(timeout=30)
     check_files(tmp_path)
-    check_what_was_said(said)
+    check_outputs(outputs)
     assert steps(tmp_path / "runs" / "first")[-1] == 25_600 // SHRINK // 32
     assert steps(tmp_path / "runs" / "openclip")[-1] == 32_000 // SHRINK // 32
     for snippet in blocks("python", PAGE):
@@ -111,17 +111,17 @@ def check_files(tmp: Path) -> None:
     assert (tmp / "runs" / "comparison" / "comparison.html").exists() or list((tmp / "runs" / "comparison").iterdir())
 
 
-def check_what_was_said(said: dict[str, str]) -> None:
-    def told(beginning: str) -> str:
-        return "\n".join(text for words, text in said.items() if words.startswith(beginning))
+def check_outputs(outputs: dict[str, str]) -> None:
+    def output_of(beginning: str) -> str:
+        return "\n".join(text for words, text in outputs.items() if words.startswith(beginning))
 
-    assert "All done" in told("neuclip demo")
-    assert "all as promised" in told("neuclip verify runs/first-data")
-    assert "name: openclip" in told("neuclip train --recipe jobs/recipes/demo.yaml --dry-run")
-    resumed = " ".join(told("torchrun").split())
+    assert "All done" in output_of("neuclip demo")
+    assert "everything matches" in output_of("neuclip verify runs/first-data")
+    assert "name: openclip" in output_of("neuclip train --recipe jobs/recipes/demo.yaml --dry-run")
+    resumed = " ".join(output_of("torchrun").split())
     assert "Resumed from step-00000020" in resumed
     assert "Settings that differ from the checkpoint's" in resumed
     assert "samples 640 -> 800" in resumed
-    assert "scenes/retrieval" in told("neuclip evaluate")
-    assert "tasks done" in told("neuclip watch")
-    assert "URLs gave a sample" in told("neuclip download --recipe jobs/recipes/download/scenes.yaml")
+    assert "scenes/retrieval" in output_of("neuclip evaluate")
+    assert "tasks done" in output_of("neuclip watch")
+    assert "URLs gave a sample" in output_of("neuclip download --recipe jobs/recipes/download/scenes.yaml")

@@ -28,6 +28,7 @@ from data_prep.scenes.url_table import write_url_table
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
+from pipeline.files import sha256_of
 
 PAIRS, SHARD = 240, 100
 RATES = {fault.value: 0.03 for fault in Fault if fault not in (Fault.NONE, Fault.OVERSIZE, Fault.STALL)}
@@ -103,7 +104,7 @@ def test_shards_contain_exactly_the_good_samples(ingested: Manifest) -> None:
     captions = pq.read_table(Path(ingested.root) / "plan" / "part-00000.parquet", columns=["caption"])["caption"]
     found = {}
     for shard in ingested.shards:
-        assert canonical_tar.sha256_of(ingested.url(shard)) == shard.sha256
+        assert sha256_of(ingested.url(shard)) == shard.sha256
         samples = list(canonical_tar.samples(ingested.url(shard)))
         assert len(samples) == shard.samples
         found.update({int(key): parts for key, parts in samples})
@@ -117,7 +118,7 @@ def test_shards_contain_exactly_the_good_samples(ingested: Manifest) -> None:
 
 
 def test_two_workers_on_one_folder_produce_the_same_dataset(world: World, ingested: Manifest, tmp_path: Path) -> None:
-    with pytest.raises(PartDone, match="1 of 3 shards are still with the other 1"):
+    with pytest.raises(PartDone, match="1 of 3 shards are unfinished, those of the other 1"):
         download(world.config(tmp_path, workers=2, worker=0))
     assert not (tmp_path / "manifest.json").exists()
     assert download(world.config(tmp_path, workers=2, worker=1)) == replace(ingested, root=str(tmp_path))

@@ -270,7 +270,7 @@ def test_a_permanently_full_disk_ends_with_a_message_and_damages_nothing(place: 
     try:
         ended = run(command_of(place))
         assert ended.returncode == 2, ended.stdout
-        assert "No space left on device. Make room" in " ".join(ended.stderr.split())
+        assert "No space left on device. Free some space" in " ".join(ended.stderr.split())
         subprocess.run(["mount", "-o", "remount,size=20m", str(place.root)], check=True)
         ended = run(command_of(place))
         assert ended.returncode == 0, ended.stderr

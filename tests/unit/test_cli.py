@@ -57,7 +57,7 @@ def test_user_error_is_one_paragraph_without_traceback() -> None:
     ("error", "code", "text"),
     [
         (UserError("do this"), 2, "Error: do this"),
-        (RuntimeError("oops"), 70, "likely a fault of the program"),
+        (RuntimeError("oops"), 70, "probably a bug in neuclip"),
         (torch.OutOfMemoryError("CUDA out of memory."), 2, "Lower engine.micro_batch"),
         (KeyboardInterrupt(), 130, "Interrupted"),
     ],

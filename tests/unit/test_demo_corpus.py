@@ -45,7 +45,7 @@ def test_other_settings_or_a_missing_digest_rebuild_the_corpus(
     assert [path.name for path in data.iterdir()] == ["corpus.sha256"]
     assert not run.exists()
     assert (run.with_name("demo-corpus-01234567") / "metrics.jsonl").exists(), "the trained run was lost"
-    assert "made anew" in capsys.readouterr().out
+    assert "generating it again" in capsys.readouterr().out
 
     (data / "corpus.sha256").unlink()
     (data / "port").write_text("1234")

@@ -84,7 +84,7 @@ def _pixel_hash(body: bytes) -> str:
     [
         ("sha256", lambda url, body: _pixel_hash(body), "sha256 of the decoded pixels, which cannot verify a download"),
         ("md5", lambda url, body: hashlib.md5(url.encode()).hexdigest(), "It holds the md5 of the URL"),
-        ("sha256", lambda url, body: hashlib.sha256(b"?" + body).hexdigest(), "is not known here"),
+        ("sha256", lambda url, body: hashlib.sha256(b"?" + body).hexdigest(), "Its content is unknown"),
     ],
 )
 def test_unusable_hash_columns_are_recognised(tmp_path: Path, site: Site, kind: str, value_of, words: str) -> None:

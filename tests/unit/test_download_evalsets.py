@@ -128,7 +128,7 @@ def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_
     del hub.files["nlphuji/winogavil"]
     outcome = fetch_evalsets(tmp_path, source=SetSource(endpoint=hub.base))
     assert outcome.good == {}
-    assert "test/0.tar of djghosh/wds_cifar10_test came with a wrong digest" in outcome.problems["cifar10"]
+    assert "test/0.tar of djghosh/wds_cifar10_test arrived with a wrong digest" in outcome.problems["cifar10"]
     assert "has 2 samples, but 3 are expected" in outcome.problems["retrieval/flickr"]
     assert "nlphuji/winogavil cannot be fetched" in outcome.problems["misc/winogavil"]
 

@@ -134,7 +134,7 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("import time; print('waiting', flush=True); time.sleep(60)", "nothing moved for 0.3 s"),
+        ("import time; print('waiting', flush=True); time.sleep(60)", "no progress for 0.3 s"),
         ("import sys; print('boom', flush=True); sys.exit(3)", "ended with exit status 3"),
     ],
 )

@@ -132,7 +132,7 @@ def test_missing_column_error_lists_the_existing_columns(tmp_path: Path) -> None
 
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match=r"is not a whole parquet file.*a web page"):
+    with pytest.raises(UserError, match=r"is not a complete parquet file.*a web page"):
         rows_of(SourceConfig(table=str(tmp_path)))
     with pytest.raises(UserError, match="neither a file nor a folder"):
         files_of(SourceConfig(table=str(tmp_path / "none")))

@@ -167,9 +167,9 @@ def test_the_error_names_the_part_with_an_incompatible_type(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("good", "bad", "words"),
     [
-        ("a" * 64, "b" * 40, r"'b+' of length 40. It looks like sha1, against which nothing is verified here"),
+        ("a" * 64, "b" * 40, r"'b+' of length 40. It looks like sha1, which cannot be verified here"),
         ("a" * 64, "c" * 32, r"'c+' of length 32. It looks like md5: set source.hash_kind=md5"),
-        ("a" * 64, "no hash", r"'no hash' of length 7. It is no hash that is known here"),
+        ("a" * 64, "no hash", r"'no hash' of length 7. It is not a hash of a known kind"),
         ("a" * 64, None, r"because they are empty"),
     ],
 )

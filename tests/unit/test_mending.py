@@ -102,7 +102,7 @@ def test_a_download_reports_the_damaged_file_and_what_to_do(copied: Path, name: 
     (copied / name).write_bytes(b"\xff{")
     (copied / "meta/00000.json").unlink()
     config = replace(load_config(copied), output=str(copied))
-    with pytest.raises(UserError, match=rf"{name} is .*damaged.*`neuclip verify .* --rebuild` mends it"):
+    with pytest.raises(UserError, match=rf"{name} is .*damaged.*`neuclip verify .* --rebuild` repairs it"):
         remove(copied, {"0000000001"}) if name.endswith("1.parquet") else _touch_everything(config)
 
 
@@ -154,7 +154,7 @@ def test_a_swapped_image_is_detected_even_if_all_digests_match(copied: Path) -> 
     edit(folder.record(1), lambda tree: tree.update(bytes=size, sha256=digest))
     write_manifest(folder, load_plan(folder))
     assert [str(problem) for problem in verify(copied, decode=0)] == [
-        f"shards/00001.tar: sample: {key}: the image is not the one that was stored" for key in (first, second)
+        f"shards/00001.tar: sample: {key}: the image differs from the stored one" for key in (first, second)
     ]
 
 
@@ -171,7 +171,7 @@ def test_removal_updates_the_report_and_the_datasheet(copied: Path, tmp_path: Pa
     write_report(copied)
     (tmp_path / "names").write_text("0000000003\n")
     result = CliRunner().invoke(command, [str(copied), "--remove", str(tmp_path / "names")], standalone_mode=False)
-    assert "1 samples taken out of 1 shards" in result.output
+    assert "1 samples removed from 1 shards" in result.output
     manifest = load_manifest(copied)
     assert manifest.digest in (copied / "report.html").read_text()
     assert "23 image-text pairs" in (copied / "datasheet.md").read_text()

@@ -212,7 +212,7 @@ def test_webdataset_tars(tmp_path: Path, member: str) -> None:
     check_ten(tmp_path / "out", convert_all(tmp_path / "in", tmp_path / "out"))
     assert stored(tmp_path / "out")[8][2]["source"] == "1.tar:deep/008é"
     (tmp_path / "in" / "2.tar").write_bytes((tmp_path / "in" / "0.tar").read_bytes()[:30_000])
-    with pytest.raises(UserError, match=r"2.tar is not a whole tar, after \d+ samples .*: fetch it again"):
+    with pytest.raises(UserError, match=r"2.tar is not a complete tar, after \d+ samples .*: fetch it again"):
         convert_all(tmp_path / "in", tmp_path / "again")
 
 
@@ -298,8 +298,8 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, t
         (tmp_path / "nowhere", {}, "There is no file or folder .*A source is a CSV"),
         (urls, {}, "column 'url'.*neuclip download output=FOLDER source.table=FILE source.url=url"),
         (table, {"caption": "txet"}, r"no column 'txet' \(--caption\).*The nearest is text"),
-        (table, {"image": "text", "caption": "file_name"}, "None of the first 10 images .* is there, such as"),
-        (table, {"split": "train"}, "--split does not apply here"),
+        (table, {"image": "text", "caption": "file_name"}, "None of the first 10 images .* exists, such as"),
+        (table, {"split": "train"}, "--split does not apply to this source"),
         (table.parent / "images", {}, "has images, but no captions"),
         (
             write_csv(tmp_path / "odd.csv", [("a", "b"), ("1", "2")]),

@@ -120,7 +120,7 @@ def test_a_stopped_study_resumes_and_the_page_is_rendered_from_the_data(tmp_path
     assert before == {file.name: file.read_bytes() for file in files}
     assert json.loads(before["results.json"])["commit"]
     page = before["results.md"].decode()
-    assert f"{len(runs)} of 38 runs are in" in page
+    assert f"{len(runs)} of 38 runs are finished" in page
     assert page.count("| `neuclip_u1` | 2 |") == 1
 
 

@@ -77,8 +77,8 @@ def test_a_published_sample_that_does_not_decode_is_reported(copied: Path) -> No
     replace(manifest, shards=ShardTableBuilder(rows).build()).save(copied)
     found = [str(problem) for problem in verify(copied, decode=SHARD)]
     assert any(problem.startswith("shards/00001.tar: undecodable: sample 0000000007") for problem in found)
-    assert "shards/00001.tar: sample: 0000000007: the image is not the one that was stored" in found
-    assert "manifest.json: shards: it does not list the shards that the records name" in found
+    assert "shards/00001.tar: sample: 0000000007: the image differs from the stored one" in found
+    assert "manifest.json: shards: it lists other shards than the records" in found
 
 
 def test_removal_changes_only_affected_shards_and_is_permanent(copied: Path, site: Site) -> None:
@@ -153,7 +153,7 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     assert listed.read_text().split() == ["0000000009", "0000000020"]
     assert "1 groups of exact duplicates with 2 samples" in result.output
     result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
-    assert "2 samples taken out of 2 shards" in result.output
+    assert "2 samples removed from 2 shards" in result.output
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.files import sha256_of
 
 FACTS_NAME, FETCHED_NAME = "suite.json", "evalsets.json"
 
@@ -84,8 +84,7 @@ def file_digests(files: Iterable[Path], folder: Path) -> dict[str, str]:
     found = {}
     for path in files:
         try:
-            with path.open("rb") as file:
-                found[relative_name(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[relative_name(path, folder)] = sha256_of(path)
         except OSError as error:
             raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
     return found

@@ -112,4 +112,4 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
     except Exception as error:
         if is_out_of_memory(error):
             return None, f"{plain(error)} Lower micro_batch, or for a watcher `together`."
-        return None, f"Unexpected {type(error).__name__}: {plain(error)}. This is likely a fault of the program."
+        return None, f"Unexpected {type(error).__name__}: {plain(error)}. This is probably a bug in neuclip."

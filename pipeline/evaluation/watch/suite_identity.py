@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.datasets.task_data import plain
-from pipeline.files import write_text
+from pipeline.files import sha256_of, write_text
 
 SCORED_WITH = ("blank_class", "micro_batch", "precision")
 
@@ -77,8 +77,7 @@ class _Digests:
         stored = self._known.get(key)
         if isinstance(stored, list) and stored[:-1] == facts:
             return str(stored[-1])
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
         self._known[key], self._changed = [*facts, digest], True
         return digest
 

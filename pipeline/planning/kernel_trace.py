@@ -8,9 +8,9 @@ where autograd is needed, because its engine asks the CUDA driver for streams. R
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 from unittest import mock
 
@@ -43,6 +43,8 @@ class Kernel:
     bytes_read: int
     bytes_written: int
     flops: int
+    part: str
+    """Of the program, see `KernelTrace.within`."""
 
     @property
     def bytes(self) -> int:
@@ -85,7 +87,8 @@ class KernelTrace(TorchDispatchMode):
         """Tensors in page-locked memory; `fake_gpu` adds to them."""
         self.waits = 0
         """How often the host waited for an event of a stream."""
-        self._fused: _Fusion | None = None
+        self.part = ""
+        self._fusion: _Fusion | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -106,10 +109,10 @@ class KernelTrace(TorchDispatchMode):
             self._note_copy(name, inputs, outputs, non_blocking=_argument(func, args, kwargs, "non_blocking"))
         elif name in _FREE or func.is_view or (name == "_to_copy" and out is inputs[0]):
             pass
-        elif self._fused is not None:
-            self._fused.note(_written(func, args, kwargs), inputs, outputs)
+        elif self._fusion is not None:
+            self._fusion.note(_written(func, args, kwargs), _read(func, args, kwargs))
         else:
-            self.kernels.append(_kernel(func, args, kwargs, out))
+            self.kernels.append(_kernel(func, args, kwargs, out, part=self.part))
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, *, pinned: bool = False) -> Any:
@@ -138,37 +141,44 @@ class KernelTrace(TorchDispatchMode):
         return sum(gpu.seconds(kernel) for kernel in self.kernels)
 
     @contextmanager
-    def one_kernel(self, name: str, *arguments: Tensor) -> Iterator[None]:
-        """Count all that runs inside as one kernel, which reads each of its arguments at most once."""
-        self._fused = fused = _Fusion(arguments)
-        yield
-        self._fused = None
-        shapes = tuple(tuple(t.shape) for t in arguments)
-        self.kernels.append(Kernel(name, shapes, arguments[0].dtype, fused.bytes_read, fused.bytes_written, 0))
+    def within(self, part: str) -> Iterator[None]:
+        """Inside, kernels belong to this part of the program."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def fused(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        """formula(*arguments), counted as one kernel, which reads each of its arguments at most once."""
+        given = [t for a in arguments for t in (vars(a).values() if is_dataclass(a) else (a,)) if isinstance(t, Tensor)]
+        self._fusion = fusion = _Fusion(given)
+        try:
+            result = formula(*arguments)
+        finally:
+            self._fusion = None
+        read, written = fusion.traffic([t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        shapes = tuple(tuple(t.shape) for t in given)
+        self.kernels.append(Kernel(formula.__name__, shapes, given[0].dtype, read, written, 0, self.part))
+        return result
 
 
 class _Fusion:
-    """The memory traffic of a fused kernel: arguments that it reads before it writes them, and what it writes."""
+    """The memory traffic of a fused kernel: arguments that are read before they are written, and what is written."""
 
-    def __init__(self, arguments: tuple[Tensor, ...]) -> None:
-        self._arguments = {id(t): t for t in arguments}
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        self._arguments = {_storage(t): t for t in arguments}
         self._read, self._written = set[int](), set[int]()
-        self._last: list[Tensor] = []
 
-    def note(self, written: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        mutated = {id(t) for t in written}
-        self._read |= {id(t) for t in inputs if id(t) in self._arguments} - self._written
-        self._written |= mutated & self._arguments.keys()
-        self._last = [t for t in outputs if id(t) not in mutated]
+    def note(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        self._read |= ({_storage(t) for t in read} & self._arguments.keys()) - self._written
+        self._written |= {_storage(t) for t in written} & self._arguments.keys()
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(_bytes(self._arguments[key]) for key in self._read)
-
-    @property
-    def bytes_written(self) -> int:
-        """Of arguments that are written, and of results."""
-        return sum(_bytes(self._arguments[key]) for key in self._written) + sum(map(_bytes, self._last))
+    def traffic(self, results: Sequence[Tensor]) -> tuple[int, int]:
+        """Bytes read and bytes written."""
+        new = {_storage(t): t for t in results if _storage(t) not in self._arguments}
+        written = (*(self._arguments[key] for key in self._written), *new.values())
+        return sum(_bytes(self._arguments[key]) for key in self._read), sum(map(_bytes, written))
 
 
 @contextmanager
@@ -227,15 +237,24 @@ def _on_device(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _kernel(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
-    inputs = [t for t in tree_leaves((args, {k: v for k, v in kwargs.items() if k != "out"})) if isinstance(t, Tensor)]
+def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel:
+    read = _read(func, args, kwargs)
     outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-    name, written = func._overloadpacket.__name__, {id(t): t for t in (*outputs, *_written(func, args, kwargs))}
-    read = inputs[1:] if name in _OVERWRITING else inputs
-    shapes = tuple(tuple(t.shape) for t in inputs)
-    dtype = (inputs or outputs)[0].dtype
-    flops = _flops(func, args, kwargs, out)
-    return Kernel(name, shapes, dtype, sum(map(_bytes, read)), sum(map(_bytes, written.values())), flops)
+    written = {id(t): t for t in (*outputs, *_written(func, args, kwargs))}
+    return Kernel(
+        func._overloadpacket.__name__,
+        tuple(tuple(t.shape) for t in read),
+        (read or outputs)[0].dtype,
+        sum(map(_bytes, read)),
+        sum(map(_bytes, written.values())),
+        _flops(func, args, kwargs, out),
+        part,
+    )
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    given = (args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
+    return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -256,6 +275,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> bool:
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return bool(named.get(name, False))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -93,21 +93,11 @@ class Division:
         parts = self.world.all_gather(own).view(self.world.size, *own.shape)
         return parts.transpose(0, 1).flatten(0, 1)[:count]
 
-    def add_up(self, shift: Tensor, total: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor, Anchors]:
-        """Log-sums over all ranks' prototypes from those over the own; collective.
-
-        Args:
-            shift: t_i of `Passes.exponentials`.
-            total: Its s_i.
-            anchors: The block's anchors.
-
-        Returns:
-            The same two for all prototypes, and the anchors with features scaled for products with the own p_ij.
-        """
-        # exp(t) of up to 1/tau leaves fp32's range; float64 holds it down to tau = 1/700 without a common shift.
-        log_sum = self.world.all_reduce((shift + total.log()).double().exp()).log().to(shift.dtype)
-        scaled = replace(anchors, features=anchors.features * torch.exp(shift - log_sum)[:, None])
-        return log_sum, torch.ones_like(log_sum), scaled
+    def add_up(self, shift: Tensor, total: Tensor, passes: Passes) -> tuple[Tensor, Tensor]:
+        """t_i and s_i over all ranks' prototypes from those of `Passes.exponentials` over the own; collective."""
+        own = passes.run(_exp_sum, shift, total)
+        log_sum, one = passes.run(_log_sum, self.world.all_reduce(own), shift.dtype)
+        return log_sum, one
 
 
 def log_normalizer(
@@ -123,7 +113,7 @@ def log_normalizer(
     for part, z in _products(anchors, at, space, division):
         shift, total = passes.sums(z, at, space)
         if division is not None:
-            shift, total, part = division.add_up(shift, total, part)
+            shift, total = division.add_up(shift, total, passes)
         alpha, _ = passes.run(_predict, shift, total, part, division.live if division else len(at.weight))
         found.append(alpha)
     return torch.cat(found)
@@ -164,9 +154,10 @@ def unit_gradient(
         whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at, workspace)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
+        own_shift = shift
         if division is not None:
-            shift, sums, part = division.add_up(shift, sums, part)
-        pull, alpha = passes.run(_pull, shift, sums, part, live, objective, len(anchors))
+            shift, sums = division.add_up(shift, sums, passes)
+        pull, alpha = passes.run(_pull, (own_shift, shift, sums), part, live, objective, len(anchors))
         total = _add_product(total, powers, pull, at, workspace, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
@@ -243,16 +234,38 @@ def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Te
     return alpha, torch.exp(log_mean - alpha)
 
 
+def _exp_sum(shift: Tensor, total: Tensor) -> Tensor:
+    """exp(t) s of up to exp(1/tau) leaves fp32's range; float64 holds it down to tau = 1/700 without a common shift."""
+    return (shift + total.log()).double().exp()
+
+
+def _log_sum(exp_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    log_sum = exp_sum.log().to(dtype)
+    return log_sum, torch.ones_like(log_sum)
+
+
 def _pull(
-    shift: Tensor, total: Tensor, anchors: Anchors, m: int, objective: NpnObjective, size: int
+    sums: tuple[Tensor, Tensor, Tensor], anchors: Anchors, m: int, objective: NpnObjective, size: int
 ) -> tuple[Tensor, Tensor]:
-    """r_i share_i e_i / (sum_j p_ij size), [R, d], the other factor of p in the gradient's product; and alpha, [R]."""
+    """r_i share_i e_i / (sum_j p_ij size), [R, d], the other factor of p in the gradient's product; and alpha, [R].
+
+    Args:
+        sums: t_i of p_ij, and t_i and s_i over all prototypes; one t_i for both unless the prototypes are divided.
+        anchors: [R] of them.
+        m: Prototypes of all ranks.
+        objective: The network's own objective.
+        size: B.
+    """
+    own_shift, shift, total = sums
     alpha, share = _predict(shift, total, anchors, m)
     if objective == "unified":
         residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
     else:
         residual = (alpha - anchors.log_target) / anchors.tau
-    weighted = anchors.features * (residual * share / (total * size))[:, None]
+    weight = residual * share / (total * size)
+    if own_shift is not shift:
+        weight = weight * torch.exp(own_shift - shift)
+    weighted = anchors.features * weight[:, None]
     return weighted if anchors.low is None else weighted.to(anchors.low.dtype), alpha
 
 

@@ -4,9 +4,10 @@
     python -m jobs.bench.roofline --ranks 64 --batch 40960 --top 8
 
 The code runs on fake CUDA tensors, which have shapes but no values; every operator counts as one kernel that reads its
-inputs and writes its outputs. Compiled formulas of the NPN count as one kernel each, which is what they are compiled
-to. Times are estimates, not measurements: for each kernel the longest of memory traffic at 2.7 TB/s, arithmetic at 600
-(bf16) or 45 (fp32) TFLOP/s, and 2.2 us. Communication takes no time here; its bytes are one rank's contributions.
+inputs and writes its outputs. Compiled formulas of the NPN count as one kernel each (Inductor makes two of the one that
+weighs the anchors). Times are estimates, not measurements: for each kernel the longest of memory traffic at 2.7 TB/s,
+arithmetic at 600 (bf16) or 45 (fp32) TFLOP/s, and 2.2 us. Communication takes no time here; its bytes are one rank's
+contributions.
 """
 
 from __future__ import annotations

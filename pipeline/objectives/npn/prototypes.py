@@ -93,11 +93,11 @@ class Division:
         parts = self.world.all_gather(own).view(self.world.size, *own.shape)
         return parts.transpose(0, 1).flatten(0, 1)[:count]
 
-    def add_up(self, shift: Tensor, total: Tensor, passes: Passes) -> tuple[Tensor, Tensor]:
-        """t_i and s_i over all ranks' prototypes from those of `Passes.exponentials` over the own; collective."""
+    def add_up(self, shift: Tensor, total: Tensor, passes: Passes) -> Tensor:
+        """log of sum_j exp(z_ij) over all ranks' prototypes from t_i and s_i over the own, [R]; collective."""
         own = passes.run(_exp_sum, shift, total)
-        log_sum, one = passes.run(_log_sum, self.world.all_reduce(own), shift.dtype)
-        return log_sum, one
+        log_sum: Tensor = passes.run(_log_sum, self.world.all_reduce(own), shift.dtype)
+        return log_sum
 
 
 def log_normalizer(
@@ -111,9 +111,10 @@ def log_normalizer(
     """alpha of each anchor, [B]. Args: at: as from `prepare`, for these anchors; one rank's with a division."""
     space, found = workspace or Workspace(), []
     for part, z in _products(anchors, at, space, division):
-        shift, total = passes.sums(z, at, space)
+        shift, own_total = passes.sums(z, at, space)
+        total: Tensor | None = own_total
         if division is not None:
-            shift, total = division.add_up(shift, total, passes)
+            shift, total = division.add_up(shift, own_total, passes), None
         alpha, _ = passes.run(_predict, shift, total, part, division.live if division else len(at.weight))
         found.append(alpha)
     return torch.cat(found)
@@ -154,10 +155,8 @@ def unit_gradient(
         whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at, workspace)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
-        own_shift = shift
-        if division is not None:
-            shift, sums = division.add_up(shift, sums, passes)
-        pull, alpha = passes.run(_pull, (own_shift, shift, sums), part, live, objective, len(anchors))
+        log_sum = None if division is None else division.add_up(shift, sums, passes)
+        pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, live, objective, len(anchors))
         total = _add_product(total, powers, pull, at, workspace, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
@@ -227,9 +226,10 @@ def _products(
             yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
 
 
-def _predict(shift: Tensor, total: Tensor, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
-    """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps."""
-    log_mean = shift + total.log() - math.log(m) - anchors.positive / anchors.tau
+def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
+    """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps. `total` None: 1."""
+    log_sum = shift if total is None else shift + total.log()
+    log_mean = log_sum - math.log(m) - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)
 
@@ -239,32 +239,29 @@ def _exp_sum(shift: Tensor, total: Tensor) -> Tensor:
     return (shift + total.log()).double().exp()
 
 
-def _log_sum(exp_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    log_sum = exp_sum.log().to(dtype)
-    return log_sum, torch.ones_like(log_sum)
+def _log_sum(exp_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    return exp_sum.log().to(dtype)
 
 
 def _pull(
-    sums: tuple[Tensor, Tensor, Tensor], anchors: Anchors, m: int, objective: NpnObjective, size: int
+    sums: tuple[Tensor, Tensor, Tensor | None], anchors: Anchors, m: int, objective: NpnObjective, size: int
 ) -> tuple[Tensor, Tensor]:
     """r_i share_i e_i / (sum_j p_ij size), [R, d], the other factor of p in the gradient's product; and alpha, [R].
 
     Args:
-        sums: t_i of p_ij, and t_i and s_i over all prototypes; one t_i for both unless the prototypes are divided.
+        sums: t_i and s_i of the own prototypes; if these are divided, the log-sum over all ranks'.
         anchors: [R] of them.
         m: Prototypes of all ranks.
         objective: The network's own objective.
         size: B.
     """
-    own_shift, shift, total = sums
-    alpha, share = _predict(shift, total, anchors, m)
+    shift, total, log_sum = sums
+    alpha, share = _predict(shift, total, anchors, m) if log_sum is None else _predict(log_sum, None, anchors, m)
     if objective == "unified":
         residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
     else:
         residual = (alpha - anchors.log_target) / anchors.tau
-    weight = residual * share / (total * size)
-    if own_shift is not shift:
-        weight = weight * torch.exp(own_shift - shift)
+    weight = residual * share / ((total if log_sum is None else torch.exp(log_sum - shift)) * size)
     weighted = anchors.features * weight[:, None]
     return weighted if anchors.low is None else weighted.to(anchors.low.dtype), alpha
 

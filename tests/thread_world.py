@@ -16,7 +16,8 @@ from pipeline.precision import true_fp32
 
 class _Meeting:
     def __init__(self, size: int) -> None:
-        self.barrier, self.values = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.values: list[Any] = [None] * size
 
 
 class ThreadWorld(World):
@@ -28,6 +29,13 @@ class ThreadWorld(World):
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.meeting.values[self.rank] = x.detach().clone()
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
         self.meeting.barrier.wait()
         values = list(self.meeting.values)
         self.meeting.barrier.wait()

@@ -4,9 +4,11 @@
         open_clip_config.json, open_clip_model.safetensors   the model, as open_clip loads it (fp32 master weights)
         moments.safetensors       the encoders' optimizer state by parameter name
         objective.safetensors     temperature, normalizer network, ...
+        ema/                      the average of the weights, if there is one, as a model folder of its own
         rows-R-I.safetensors      per-sample state of rank R, one block of rows per file
         checkpoint.json           step, samples, data position, recipe, versions; size and SHA-256 of every file
     RUN/checkpoints/latest        name of the newest checkpoint
+    RUN/checkpoints/best          name of the checkpoint with the lowest validation loss, if there is validation
 
 A folder that has a `checkpoint.json` is finished. Nothing in a checkpoint is ever unpickled.
 """
@@ -23,6 +25,8 @@ META_NAME = "checkpoint.json"
 LATEST_NAME = "latest"
 MOMENTS_NAME = "moments.safetensors"
 OBJECTIVE_NAME = "objective.safetensors"
+EMA_NAME = "ema"
+BEST_NAME = "best"
 FORMAT, VERSION = "neuclip-checkpoint", 1
 PREFIX = "step-"
 
@@ -45,6 +49,15 @@ def fallback_run(fallback: str, run: Path) -> Path:
 def finished_checkpoints(run: Path) -> list[Path]:
     """Folders of the finished checkpoints of a run, oldest first; not verified."""
     return sorted(path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if (path / META_NAME).is_file())
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss; None if there is none on disk."""
+    try:
+        path = run / FOLDER_NAME / (run / FOLDER_NAME / BEST_NAME).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return path if (path / META_NAME).is_file() else None
 
 
 def read_meta(path: Path) -> dict[str, Any]:

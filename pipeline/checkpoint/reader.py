@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
+    BEST_NAME,
+    EMA_NAME,
     FOLDER_NAME,
     FORMAT,
     LATEST_NAME,
@@ -22,6 +24,7 @@ from pipeline.checkpoint.layout import (
     OBJECTIVE_NAME,
     PREFIX,
     VERSION,
+    best_checkpoint,
     fallback_run,
     name_of,
     read_meta,
@@ -48,8 +51,11 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """fp32 weights by open_clip's names, without the logit scale and bias."""
-        state = load_file(self.path / WEIGHTS_NAME)
-        return {name: value for name, value in state.items() if name not in LOGIT_KEYS}
+        return _weights_in(self.path)
+
+    def ema(self) -> dict[str, Tensor] | None:
+        """The average of the weights, like `weights`; None if the run kept none."""
+        return _weights_in(self.path / EMA_NAME) if (self.path / EMA_NAME).is_dir() else None
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
         """The optimizer's state by (parameter name, key), for example `("visual.proj", "exp_avg")`."""
@@ -99,6 +105,11 @@ class Checkpoint:
             if held["table"] == name and held["first"] < stop and held["first"] + held["count"] > start:
                 found.append(self.path / file)
         return found
+
+
+def _weights_in(folder: Path) -> dict[str, Tensor]:
+    state = load_file(folder / WEIGHTS_NAME)
+    return {name: value for name, value in state.items() if name not in LOGIT_KEYS}
 
 
 def open_checkpoint(path: Path, *, verify: bool = True, world: World | None = None) -> Checkpoint:
@@ -247,4 +258,6 @@ def abandon_after(run: Path, step: int) -> None:
     for path in folder.glob(f"{PREFIX}*"):
         if step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)
+    if best_checkpoint(run) is None:
+        (folder / BEST_NAME).unlink(missing_ok=True)
     flush(folder)

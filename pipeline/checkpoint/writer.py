@@ -22,6 +22,8 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
+    BEST_NAME,
+    EMA_NAME,
     FOLDER_NAME,
     FORMAT,
     LATEST_NAME,
@@ -30,6 +32,7 @@ from pipeline.checkpoint.layout import (
     OBJECTIVE_NAME,
     PREFIX,
     VERSION,
+    best_checkpoint,
     name_of,
     sha256,
     step_of,
@@ -77,6 +80,10 @@ class Snapshot:
     """log(1/tau), and SigLIP's bias or 0."""
     facts: Mapping[str, Any]
     """JSON-able: samples seen, data position, resolved recipe, versions."""
+    ema: Mapping[str, Tensor] | None = None
+    """The average of the weights; None without one."""
+    best: bool = False
+    """Its validation loss is the lowest so far."""
 
 
 class CheckpointWriter:
@@ -177,7 +184,7 @@ class CheckpointWriter:
             path.chmod(mode)
             flush(path)
             facts = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            entries[path.name] = {**facts, **held.get(path.name, {})}
+            entries[path.relative_to(temporary).as_posix()] = {**facts, **held.get(path.name, {})}
         write_json(temporary / f"done-{rank:05d}.json", entries)
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:
@@ -193,6 +200,15 @@ class CheckpointWriter:
         moments, objective = temporary / MOMENTS_NAME, temporary / OBJECTIVE_NAME
         save_tensors({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)
         save_tensors({name: value.contiguous() for name, value in snapshot.objective.items()}, objective)
+        if snapshot.ema is not None:
+            (temporary / EMA_NAME).mkdir()
+            written += save_open_clip(
+                temporary / EMA_NAME,
+                state=snapshot.ema,
+                architecture=self._architecture,
+                logit_scale=scale,
+                logit_bias=bias or None,
+            )
         return [*written, moments, objective]
 
     def _publish(self, snapshot: Snapshot, temporary: Path) -> None:
@@ -217,6 +233,8 @@ class CheckpointWriter:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         write_text(self.folder / LATEST_NAME, final.name + "\n", durable=True)
+        if snapshot.best:
+            write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
         flush(self.folder)
         self._prune()
         size = sum(entry["bytes"] for entry in files.values())
@@ -235,10 +253,11 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         """Remove the checkpoints that the configuration does not keep."""
+        best = best_checkpoint(self.run)
         names = [path for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
         for path in sorted(names)[: -self._config.keep_last]:
             keep = self._config.keep_every
-            if keep is None or step_of(path) % keep:
+            if path != best and (keep is None or step_of(path) % keep):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sweep(self) -> None:

@@ -45,7 +45,7 @@ class CropConfig:
         return self
 
 
-def _as_sources(value: Any) -> Any:
+def as_sources(value: Any) -> Any:
     """Expand the short forms: a path is a list of one source, and a path in a list is a source of weight 1."""
     if isinstance(value, str):
         value = [value]
@@ -58,7 +58,7 @@ def _as_sources(value: Any) -> Any:
 class DataConfig:
     """What to train on and in which order."""
 
-    sources: Annotated[tuple[Source, ...], BeforeValidator(_as_sources)] = Field(min_length=1)
+    sources: Annotated[tuple[Source, ...], BeforeValidator(as_sources)] = Field(min_length=1)
     """A folder with `manifest.json`, or a list of folders or of `{manifest, weight}`; a weight is passes per epoch."""
     streams: int = Field(default=64, ge=1, le=65536)
     """$C$, interleaved streams that fill a batch. Part of the order: it cannot change within a run. It must divide

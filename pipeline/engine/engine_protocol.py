@@ -38,6 +38,10 @@ class EngineState(Protocol):
         """Full shapes of all weights and buffers by name."""
         ...
 
+    def masters(self) -> list[Tensor]:
+        """The fp32 master weights that this rank steps, as they lie in memory: at ZeRO stages 1 to 3 flat pieces."""
+        ...
+
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         """Restore weights, moments and the update counter.
 

@@ -83,6 +83,10 @@ class DeepSpeedState:
         states = [state for state in self._torch_optimizer.state.values() if COUNTER in state]
         return int(states[0][COUNTER]) if states else 0
 
+    def masters(self) -> list[Tensor]:
+        """See `EngineState.masters`."""
+        return self._flat_masters() if self._stage > 0 else [p for _, p in self.named_parameters()]
+
     def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
         """See `EngineState.load`."""
         expected = {name: tuple(shape) for name, shape in self.shapes().items()}

@@ -90,6 +90,10 @@ class Telemetry:
         """Log evaluation scores of the weights after `step` steps."""
         self._each(lambda sink: sink.scalars("evaluation", step=step, values=scores))
 
+    def validation(self, *, step: int, scores: Mapping[str, float]) -> None:
+        """Log the loss on held-out pairs of the weights after `step` steps."""
+        self._each(lambda sink: sink.scalars("validation", step=step, values=scores))
+
     def distributions(self, *, step: int, values: Mapping[str, Tensor]) -> None:
         """Log the distributions of the finite values of CPU tensors; tensors without finite values are skipped."""
         if not self._sinks:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 METRICS_NAME = "metrics.jsonl"
-STEPWISE = ("train", "evaluation", "distribution")
+STEPWISE = ("train", "evaluation", "validation", "distribution")
 """Record kinds that belong to a step. A run that continues from an earlier step writes them again."""
 
 
@@ -46,7 +46,7 @@ class Sink(Protocol):
     """A destination of metrics. Only rank 0 has sinks. All steps count the steps that have been taken."""
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of kind "train", or scores of kind "evaluation"."""
+        """Metrics of kind "train", or scores of kind "evaluation" or "validation"."""
 
     def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
         """Distributions over a batch or of the objective's state; `levels` are those of the quantiles, in [0, 1]."""
@@ -213,7 +213,7 @@ class ProgressBarSink(QuietSink):
         if kind == "train":
             self._bar.update(self._task, completed=step, metrics=headline(values))
         else:
-            self._print(score_line(step, values))
+            self._print(score_line(kind, step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         if self._events:
@@ -235,7 +235,7 @@ class ProgressLines(QuietSink):
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         if kind != "train":
-            print(score_line(step, values), flush=True)
+            print(score_line(kind, step, values), flush=True)
             return
         now = time.monotonic()
         if now - self._last < self._seconds and step < self._total:
@@ -261,9 +261,11 @@ def headline(scalars: Mapping[str, float]) -> str:
     return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
 
 
-def score_line(step: int, scores: Mapping[str, float]) -> str:
-    """Scores of an evaluation on one line."""
-    return f"Evaluation at step {step}: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
+def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:
+    """Scores of an evaluation or a validation on one line."""
+    form = "{} {:.3f}" if kind == "evaluation" else "{} {:.4f}"
+    shown = (form.format(name, score) for name, score in scores.items() if name != "pairs")
+    return f"{kind.capitalize()} at step {step}: {', '.join(shown)}"
 
 
 def _clock(seconds: float) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
 from pipeline.model.starting_weights import model_folder_in
-from pipeline.model.towers import Towers
+from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,23 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
         source = spec
         architecture = describe(name, clip, open_clip.get_model_config(name))
     return for_evaluation(Towers(clip).to(device), architecture, source=source)
+
+
+def copy_for_evaluation(
+    config: ModelConfig, weights: Mapping[str, Tensor], *, device: torch.device, source: str
+) -> EvaluationModel:
+    """Towers of their own with these weights (a state dict by open_clip's names), as `load_for_evaluation` has them.
+
+    Args:
+        config: The run's `model` section.
+        weights: fp32 values.
+        device: Where to put the model.
+        source: For messages and results.
+    """
+    # The same attention as in `neuclip evaluate`, so that both compute the same scores.
+    towers, architecture = build_towers(replace(without_weights(config), packed_attention=False), seed=0)
+    towers.clip.load_state_dict(dict(weights))
+    return for_evaluation(towers.to(device), architecture, source=source)
 
 
 def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -> EvaluationModel:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
-from torch import Tensor
 
 from pipeline.checkpoint.layout import name_of
 from pipeline.config import section
@@ -16,8 +13,7 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.model.evaluation_model import for_evaluation
-from pipeline.model.towers import ModelConfig, build_towers, without_weights
+from pipeline.model.evaluation_model import EvaluationModel
 
 
 @section
@@ -35,39 +31,32 @@ class InTrainingConfig:
 
 
 class PeriodicEvaluation:
-    """Evaluates a run's current weights. A second copy of the towers exists only during an evaluation.
+    """Evaluates a run's current weights.
 
     Args:
         config: The evaluation section.
         run: The run's folder.
-        model: The model section.
         world: The ranks.
 
     Raises:
         UserError: The suite is missing or incomplete.
     """
 
-    def __init__(self, config: InTrainingConfig, *, run: Path, model: ModelConfig, world: World) -> None:
+    def __init__(self, config: InTrainingConfig, *, run: Path, world: World) -> None:
         self._suite = open_suite(config.suite or "")
         self._run, self._world = run, world
         self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
-        # The same attention as in `neuclip evaluate`, so that both compute the same scores.
-        self._model = replace(without_weights(model), packed_attention=False)
 
-    def __call__(self, weights: Mapping[str, Tensor], *, step: int) -> dict[str, float]:
+    def __call__(self, model: EvaluationModel, *, step: int) -> dict[str, float]:
         """Scores by task, and by aggregate if all of its tasks were evaluated. Collective.
 
         The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them.
 
         Args:
-            weights: fp32 state dict by open_clip's names.
-            step: The step of these weights.
+            model: The weights of this step, on this rank's device.
+            step: Number of steps that they have taken.
         """
-        towers, architecture = build_towers(self._model, seed=0)
-        towers.clip.load_state_dict(dict(weights))
         folder = self._run / "evaluation" / name_of(step)
-        source = str(self._run / "checkpoints" / name_of(step))
-        model = for_evaluation(towers.to(self._world.device), architecture, source=source)
         processes = (self._world, self._world.device)
         (evaluation,) = evaluate(model, suite=self._suite, output=folder, config=self._settings, processes=processes)
         scores = {task: result.score for task, result in evaluation.results.items()}

@@ -14,6 +14,7 @@ from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig
+from pipeline.engine.ema import EmaConfig
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, zero_stage
 from pipeline.engine.lr_schedule import ScheduleConfig, stage_steps
 from pipeline.engine.optim import OptimizerConfig, check_stage
@@ -25,6 +26,7 @@ from pipeline.training.budget import resolve_budget
 from pipeline.training.periodic_eval import InTrainingConfig
 from pipeline.training.plan_config import PlanConfig
 from pipeline.training.step import check_micro_batch
+from pipeline.training.validation_config import ValidationConfig
 
 CONFIG_NAME = "config.yaml"
 DEFAULT_OBJECTIVE = "neuclip"
@@ -54,9 +56,11 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     engine: EngineConfig = EngineConfig()
+    ema: EmaConfig = EmaConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: InTrainingConfig = InTrainingConfig()
+    validation: ValidationConfig = ValidationConfig()
     plan: PlanConfig = PlanConfig()
 
     @property
@@ -160,6 +164,8 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         UserError: Settings contradict each other or the number of ranks.
     """
     sink_names(run.telemetry)
+    if run.validation.patience is not None and not run.validation.sources:
+        raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_ranks(run, world_size=world_size)

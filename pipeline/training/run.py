@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pipeline.config import flatten, to_tree
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
@@ -26,8 +28,10 @@ from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.held_out_pairs import HeldOutPairs
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_folder import folder_of_a_start, hold_folder
@@ -37,6 +41,7 @@ from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.starting_objective import describe_start, starting_objective
 from pipeline.training.step import StepHooks, TrainStep, micro_batches
 from pipeline.training.trainer import EXIT_DONE, Trainer
+from pipeline.training.validation import Validation
 
 
 @contextmanager
@@ -104,10 +109,16 @@ def _build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Ar
         )
         limit_collectives(_collectives_limit(run))
         engine.train()
-        yield (
-            RunState(run=run, world=world, loader=loader, engine=engine, objective=objective, skipped=SkippedSteps()),
-            architecture,
+        state = RunState(
+            run=run,
+            world=world,
+            loader=loader,
+            engine=engine,
+            objective=objective,
+            skipped=SkippedSteps(),
+            ema=WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None,
         )
+        yield state, architecture
 
 
 def _build_trainer(
@@ -125,7 +136,7 @@ def _build_trainer(
     hooks = StepHooks(on_gradients=check.reference if check else None, before_update=batches.fetch_ahead)
     evaluation = None
     if run.evaluation.suite is not None:
-        evaluation = PeriodicEvaluation(run.evaluation, run=folder, model=run.model, world=world)
+        evaluation = PeriodicEvaluation(run.evaluation, run=folder, world=world)
     return Trainer(
         state=state,
         end=end,
@@ -148,9 +159,23 @@ def _build_trainer(
             folder, config=run.checkpoint, world=world, architecture=architecture, on_event=telemetry.event
         ),
         gradient_check=check,
-        evaluation=evaluation,
+        tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),
         trimming=text_trimming(engine.module.clip, wanted=run.model.trim_text, longest=run.model.text_tokens),
         on_rollback=partial(forget_after, folder),
+    )
+
+
+def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
+    """The validation, at the temperature with which the objective starts: call it before a checkpoint is restored."""
+    config = state.run.validation
+    if not config.sources:
+        return None
+    return Validation(
+        config,
+        pairs=HeldOutPairs(config, state.run.data, state.world),
+        tau=math.exp(-state.objective.logit_parameters()[0]),
+        history=state.validation,
+        report=telemetry.event,
     )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import Snapshot
 from pipeline.config import to_tree
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.distributed.world import World
+from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
 from pipeline.model.resize import resized_moments, resized_state
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.skipped_steps import SkippedSteps
+from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
 
@@ -28,8 +32,20 @@ class RunState:
     engine: Engine
     objective: Objective
     skipped: SkippedSteps
+    ema: WeightAverage | None = None
+    """The average of the weights; None without one."""
+    validation: ValidationHistory = field(default_factory=ValidationHistory)
     step: int = 0
     """Updates taken."""
+
+    @property
+    def evaluates_average(self) -> bool:
+        return self.ema is not None and self.run.ema.evaluate
+
+    def weights_to_evaluate(self) -> dict[str, Tensor]:
+        """The weights that are evaluated while training, as full fp32 tensors on every rank. Collective."""
+        average = self.ema if self.evaluates_average else None
+        return dict(self.engine.state.weights() if average is None else average.weights())
 
     def snapshot(self, batch: Batch) -> Snapshot:
         """The state after `batch`, on the CPU. Collective: all ranks gather, and rank 0 keeps the result."""
@@ -44,6 +60,8 @@ class RunState:
             rows=self.objective.row_blocks(),
             logit=self.objective.logit_parameters(),
             facts=self._facts(batch),
+            ema=None if self.ema is None else {name: value for name, value in self.ema.weights() if main},
+            best=self.run.validation.keep_best and self.validation.best_step == self.step,
         )
 
     def _facts(self, batch: Batch) -> dict[str, Any]:
@@ -51,6 +69,8 @@ class RunState:
             "samples": self.step * self.run.batch_size,
             "data": self.loader.state_dict(batch.position),
             "faults": self.skipped.state_dict(),
+            "validation": self.validation.state_dict(),
+            **({} if self.ema is None else {"ema_updates": self.ema.updates}),
             "config": to_tree(self.run),
             "world_size": self.world.size,
             "versions": versions(),
@@ -68,6 +88,9 @@ class RunState:
         Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
         """
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
+        average = checkpoint.ema() if self.ema is not None else None
+        if self.ema is not None and average is not None:
+            self.ema.load(resized_state(average, shapes=shapes), updates=checkpoint.meta["ema_updates"])
         self.engine.state.load(
             weights=resized_state(checkpoint.weights(), shapes=shapes),
             moments=resized_moments(checkpoint.moments(), shapes=shapes),
@@ -75,4 +98,7 @@ class RunState:
         )
         self.objective.load_state_dict(checkpoint.objective())
         self.objective.load_row_state_dict(checkpoint.read_rows)
+        if self.ema is not None and average is None:  # the run had no average before
+            self.ema.reset()
+        self.validation.load_state_dict(checkpoint.meta.get("validation", ValidationHistory().state_dict()))
         self.step = checkpoint.step

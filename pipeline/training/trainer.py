@@ -28,7 +28,7 @@ from pipeline.objectives import Objective
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.last_checkpoint import save_again
 from pipeline.training.observer import Observer
-from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.training.periodic_tests import PeriodicTests
 from pipeline.training.prefetch import PrefetchedBatches
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run_state import RunState
@@ -56,8 +56,7 @@ class Trainer:
     writer: CheckpointWriter
     gradient_check: GradientCheck | None
     """Checks the first step that is applied; None: no check."""
-    evaluation: PeriodicEvaluation | None
-    """None: no evaluation while training."""
+    tests: PeriodicTests
     trimming: TextTrimming | None
     """None: the towers read whole texts, padding included."""
     on_rollback: Callable[[int], None]
@@ -101,7 +100,7 @@ class Trainer:
             Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
         ):
             self.meter.start()
-            while self.step < self.end and not stop:
+            while self.step < self.end and not stop and not self.tests.ended_run:
                 batch = self._load()
                 result = self.train_step(batch, stop=bool(signals))
                 if self._must_roll_back():
@@ -110,11 +109,15 @@ class Trainer:
                 self.state.step += 1
                 stop = result.stop
                 self._record(batch, result)
-                self._save(batch, stop=stop)
-                self._validate(stop=stop)
+                best = self.tests.validate(stop=stop)
+                self._save(batch, now=stop or best or self.tests.ended_run)
+                self.tests.evaluate(stop=stop)
             saved = self._finish(batch, stop=stop)
         if not saved:
             return EXIT_NOT_SAVED
+        if self.tests.ended_run and self.tests.validation is not None:
+            self.telemetry.event(self.tests.validation.describe_end())
+            return EXIT_DONE
         if self.step < self.end or (stop and self.step < self.run.total_steps):
             self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
@@ -149,6 +152,8 @@ class Trainer:
         self.utilization.count(text_tokens=result.text_tokens)
         self.state.skipped.note(applied=result.applied)
         if result.applied:
+            if self.state.ema is not None:
+                self.state.ema.update()
             self._check_gradient()
         else:
             self._report_skipped(batch, result)
@@ -170,20 +175,11 @@ class Trainer:
         if self._is_last(result.stop) or self.step % self.run.telemetry.every == 0:
             self.telemetry.train(step=self.step, scalars=self._scalars(batch, result))
 
-    def _save(self, batch: Batch, *, stop: bool) -> None:
+    def _save(self, batch: Batch, *, now: bool) -> None:
         """Start writing a checkpoint if one is due."""
-        if self._is_last(stop) or self.step % self.run.checkpoint.every == 0:
+        if self._is_last(now) or self.step % self.run.checkpoint.every == 0:
             self.phases.mark("checkpoint")
             self.writer.save(self.state.snapshot(batch))
-
-    def _validate(self, *, stop: bool) -> None:
-        """Evaluate the weights if that is due. Not after a signal, because the job is killed within minutes."""
-        done = self.step == self.run.total_steps
-        due = done or (self.step % self.run.evaluation.every == 0 and not stop)
-        if self.evaluation is not None and due:
-            self.phases.mark("evaluation")
-            scores = self.evaluation(dict(self.engine.state.weights()), step=self.step)
-            self.telemetry.evaluation(step=self.step, scores=scores)
 
     def _finish(self, batch: Batch | None, *, stop: bool) -> bool:
         """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""

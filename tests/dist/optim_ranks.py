@@ -10,12 +10,16 @@ from torch import Tensor
 
 from pipeline.distributed.world import World, leave, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.engine.ema import EmaConfig, WeightAverage
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
 from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 
 BATCH, STEPS, DIM = 8, 4, 16
+EMA = EmaConfig(decay=0.3, warmup=True)
+DECAYS = (0.1, 2 / 11, 0.25, 4 / 13)
+"""(1 + t) / (10 + t), the warm-up of the average; the last one is above the decay."""
 # Some gradients are 0 except for rounding (attention's key biases); with a small eps, Adam amplifies it to full steps.
 CONFIGS = {
     "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3),
@@ -38,21 +42,27 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return image, text, gradients[0], gradients[1]
 
 
-def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights before and after plain PyTorch steps on the whole batch."""
+def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights before and after plain PyTorch steps on the whole batch, and their moving average."""
     model = towers(arch)
     before = {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
     optimizer = build_optimizer(config, parameter_groups(model, weight_decay=config.weight_decay))
+    average = {name: value.clone() for name, value in before.items()}
     for step in range(STEPS):
         image, text, *gradients = batch(step)
         torch.autograd.backward(model(image, text), gradients)
         optimizer.step()
         optimizer.zero_grad()
-    return before, {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
+        decay = min(0.3, DECAYS[step])
+        for name, value in model.clip.named_parameters():
+            average[name] = decay * average[name] + (1 - decay) * value.detach()
+    return before, {name: value.detach().clone() for name, value in model.clip.state_dict().items()}, average
 
 
-def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -> dict[str, Tensor]:
-    """Return the weights after the same steps in an engine; halfway, its state is loaded into a new engine."""
+def under_engine(
+    arch: str, config: OptimizerConfig, files: str, world: World
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights and average after the same steps in an engine; halfway, its state is loaded into a new engine."""
     rows = world.rows(BATCH // world.size)
 
     def make() -> DeepSpeedEngine:
@@ -63,18 +73,25 @@ def under_engine(arch: str, config: OptimizerConfig, files: str, world: World) -
         return engine
 
     engine = make()
+    average = WeightAverage(EMA, engine.state)
     list(engine.state.moments())  # as the gradient probe does, before any moments exist
     for step in range(STEPS):
         if step == STEPS // 2:
             state = engine.state
             saved = dict(state.weights()), {(n, k): v for n, k, v in state.moments()}, state.counter()
             assert saved[2] == step
+            averaged, updates = dict(average.weights()), average.updates
+            assert all(torch.equal(value, saved[0][name]) for name, value in state.weights())
             engine = make()
+            average = WeightAverage(EMA, engine.state)
+            average.load(averaged, updates=updates)
             engine.state.load(weights=saved[0], moments=saved[1], counter=saved[2])
+            assert all(torch.equal(value, averaged[name]) for name, value in average.weights())
         image, text, *gradients = (x[rows] for x in batch(step))
         engine.backward(engine.forward(image, text), (gradients[0], gradients[1]))
         assert engine.step(lr_scale=1.0)
-    return dict(engine.state.weights())
+        average.update()
+    return dict(engine.state.weights()), dict(average.weights())
 
 
 def main(arch: str, out: Path, files: list[str]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import PREFIX
+from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, PREFIX
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import plain
@@ -74,9 +74,14 @@ def checkpoint_name(source: str) -> str:
 
 
 def default_folder(source: str) -> Path:
-    """RUN/evaluation/<checkpoint> for RUN/checkpoints/<checkpoint>, else evaluation/<name> below the current folder."""
+    """RUN/evaluation/<checkpoint> for RUN/checkpoints/<checkpoint>, else evaluation/<name> below the current folder.
+
+    For the average of the weights in a checkpoint: RUN/evaluation-ema/<checkpoint>.
+    """
     path = Path(source).resolve()
-    if path.is_dir() and path.parent.name == "checkpoints":
+    if path.is_dir() and path.name == EMA_NAME and path.parent.parent.name == FOLDER_NAME:
+        return path.parents[2] / "evaluation-ema" / path.parent.name
+    if path.is_dir() and path.parent.name == FOLDER_NAME:
         return path.parent.parent / "evaluation" / path.name
     return Path("evaluation") / checkpoint_name(source)
 

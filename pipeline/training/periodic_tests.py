@@ -1,0 +1,68 @@
+"""Tests of the current weights while training: the loss on held-out pairs, and the evaluation of a suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, name_of
+from pipeline.metrics.logger import Telemetry
+from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
+from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.training.run_state import RunState
+from pipeline.training.validation import Validation
+
+
+@dataclass
+class PeriodicTests:
+    """Validation and evaluation. They share a copy of the weights (or of their average), which exists only meanwhile.
+
+    After a signal nothing is tested before the last step, because the job is killed within minutes.
+    """
+
+    state: RunState
+    telemetry: Telemetry
+    validation: Validation | None
+    """None: no loss on held-out pairs."""
+    evaluation: PeriodicEvaluation | None
+    """None: no evaluation while training."""
+    _model: EvaluationModel | None = None
+
+    @property
+    def ended_run(self) -> bool:
+        """Whether the validation loss ends the run early."""
+        return self.validation is not None and self.validation.ends_run
+
+    def validate(self, *, stop: bool) -> bool:
+        """Validate if that is due. Collective. Returns whether a checkpoint of these weights is to be kept as the best.
+
+        Args:
+            stop: A signal has ended the run.
+        """
+        step, last = self.state.step, self.state.run.total_steps
+        if self.validation is None or not self.validation.due(step, last=last) or (stop and step < last):
+            return False
+        scores, best = self.validation(self._copy("validation"), step=step)
+        self.telemetry.validation(step=step, scores=scores)
+        return best and self.validation.config.keep_best
+
+    def evaluate(self, *, stop: bool) -> None:
+        """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
+        step, run = self.state.step, self.state.run
+        last = step == run.total_steps or self.ended_run
+        if self.evaluation is not None and (last or (step % run.evaluation.every == 0 and not stop)):
+            scores = self.evaluation(self._copy("evaluation"), step=step)
+            self.telemetry.evaluation(step=step, scores=scores)
+        self._model = None
+
+    def _copy(self, phase: str) -> EvaluationModel:
+        if self.state.world.phases is not None:
+            self.state.world.phases.mark(phase)
+        if self._model is None:
+            state = self.state
+            source = Path(state.run.output) / FOLDER_NAME / name_of(state.step)
+            folder = source / EMA_NAME if state.evaluates_average else source
+            self._model = copy_for_evaluation(
+                state.run.model, state.weights_to_evaluate(), device=state.world.device, source=str(folder)
+            )
+        return self._model

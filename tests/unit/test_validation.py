@@ -1,0 +1,150 @@
+"""The validation loss: its value, its pairs, the same bits on any number of ranks, early stopping."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints
+from pipeline.data.data_config import DataConfig, Source
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.training import validation
+from pipeline.training.held_out_pairs import HeldOutPairs
+from pipeline.training.recipe import load_recipe
+from pipeline.training.validation import ValidationHistory, validation_scores
+from pipeline.training.validation_config import ValidationConfig
+from tests.shards import sample, write_shards
+from tests.thread_world import on_ranks
+from tests.towers import write_tiny
+from tests.training import SMALL, records, train_here
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training shards, held-out shards with two unusable pairs, and the run `plain` of 6 steps."""
+    folder = tmp_path_factory.mktemp("validation")
+    write_tiny(folder)
+    write_shards(folder / "train", [30, 20])
+    broken = {3: {**sample(103), "jpg": b"no image"}, 12: {"jpg": sample(112)["jpg"]}}
+    write_shards(folder / "held", [10, 30], first=100, replace=broken)
+    train_here(*settings(folder), f"output={folder / 'plain'}")
+    return folder
+
+
+def settings(base: Path) -> list[str]:
+    return [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'train'}", "samples=48",
+            f"validation.sources={base / 'held'}", "validation.every=2", "validation.batch_size=4"]  # fmt: skip
+
+
+def pairs(base: Path, world, **changes) -> HeldOutPairs:
+    config = ValidationConfig(sources=(Source(manifest=str(base / "held")),), batch_size=4, **changes)
+    return HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(base / "train")),)), world)
+
+
+def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (F.normalize(torch.randn(30, 8, generator=generator), dim=1) for _ in range(2))
+    expected = float(ClipLoss()(image, text, torch.tensor(1 / 0.05)))
+    found = validation_scores(image, text, tau=0.05)
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    similarity = image @ text.T
+    assert found["image_to_text_r1"] == pytest.approx(float((similarity.argmax(1) == torch.arange(30)).float().mean()))
+    assert found["text_to_image_r1"] == pytest.approx(float((similarity.argmax(0) == torch.arange(30)).float().mean()))
+    monkeypatch.setattr(validation, "ROWS", 7)
+    assert validation_scores(image, text, tau=0.05) == pytest.approx(found, rel=1e-9)
+
+
+def test_features_are_bit_identical_on_any_number_of_ranks(base: Path) -> None:
+    model = load_for_evaluation(str(base / "plain"))
+    runs = [on_ranks(size, lambda world: pairs(base, world).features(model)) for size in (1, 2, 3)]
+    image, text = runs[0][0]
+    assert image.shape == text.shape == (38, 16)
+    for ranks in runs:
+        assert all(torch.equal(a, image) and torch.equal(b, text) for a, b in ranks)
+
+
+def test_chosen_pairs_are_the_first_of_each_shard_and_unusable_ones_are_counted(base: Path) -> None:
+    def found(world):
+        held = pairs(base, world, samples=20)
+        model = load_for_evaluation(str(base / "plain"))
+        held.features(model)
+        return [caption for batch in held._batches for _, caption in batch], held.all_dropped()
+
+    ((captions, dropped),) = on_ranks(1, found)
+    assert captions == [f"caption {100 + i}" for i in (0, 1, 2, 4, *range(10, 12), *range(13, 25))]
+    assert dropped == {"image cannot be decoded": 1, "caption is missing": 1}
+    parts = on_ranks(2, found)
+    assert parts[0][0] + parts[1][0] == captions
+    assert parts[0][1] == parts[1][1] == dropped
+
+
+def test_unusable_settings_are_rejected(base: Path) -> None:
+    with pytest.raises(UserError, match="has shards that are trained on"):
+        train_here(*settings(base), f"validation.sources={base / 'train'}", f"output={base / 'no'}")
+    with pytest.raises(UserError, match=r"validation\.patience needs held-out pairs"):
+        load_recipe(None, [*SMALL, *settings(base), "validation.sources=[]", "validation.patience=2", "output=x"])
+
+
+def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: Path) -> None:
+    logged = records(base / "plain", "validation")
+    assert [record["step"] for record in logged] == [2, 4, 6]
+    assert logged[-1]["pairs"] == 38
+    best = min(logged, key=lambda record: record["loss"])["step"]
+    path = best_checkpoint(base / "plain")
+    assert path is not None
+    assert path.name == f"step-{best:08d}"
+    model = load_for_evaluation(str(finished_checkpoints(base / "plain")[-1]))
+    ((image, text),) = on_ranks(1, lambda world: pairs(base, world).features(model))
+    assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged[-1]["loss"], rel=1e-8)
+
+
+def test_patience_ends_the_run_and_survives_a_resume(base: Path) -> None:
+    run = base / "patient"
+    given = [*settings(base), f"output={run}", "validation.min_delta=5", "checkpoint.keep_last=1", "checkpoint.every=1"]
+    train_here(*given, "validation.patience=2", "samples=24")  # interrupted after the first validation
+    train_here(*given, "validation.patience=2", "samples=80", resume="latest")
+    messages = [record["message"] for record in records(run, "event")]
+    assert [record["step"] for record in records(run, "validation")] == [2, 3, 4]
+    assert any("Stopped early: 2 validations in a row without a lower loss" in message for message in messages)
+    assert {path.name for path in finished_checkpoints(run)} == {"step-00000002", "step-00000004"}
+    train_here(*given, "validation.patience=2", "samples=80", resume="latest")
+    assert len(records(run, "validation")) == 3
+    train_here(*given, "validation.patience=null", "samples=80", resume="latest")
+    assert records(run, "validation")[-1]["step"] == 10
+
+
+def test_history_counts_validations_since_the_best() -> None:
+    history = ValidationHistory()
+    better = [history.add(loss, step=step, min_delta=0.1) for step, loss in enumerate([3.0, 2.95, 2.8, 2.75])]
+    assert better == [True, False, True, False]
+    again = ValidationHistory()
+    again.load_state_dict(history.state_dict())
+    assert again == ValidationHistory(best_loss=2.8, best_step=2, since_best=1)
+    assert again.ends_run(1)
+    assert not again.ends_run(None)
+    assert not history.add(math.nan, step=9, min_delta=0)
+
+
+def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(base: Path) -> None:
+    given = [*settings(base), "ema.decay=0.9"]
+    train_here(*given, f"output={base / 'ema'}", "checkpoint.every=3")
+    train_here(*given, f"output={base / 'half'}", resume=str(base / "ema" / "checkpoints" / "step-00000003"))
+    ends = [base / run / "checkpoints" / "step-00000006" for run in ("ema", "half", "plain")]
+    averages = [load_file(end / "ema" / "open_clip_model.safetensors") for end in ends[:2]]
+    weights = [load_file(end / "open_clip_model.safetensors") for end in ends]
+    for name, value in averages[0].items():
+        assert torch.equal(value, averages[1][name]), name
+        assert torch.equal(weights[0][name], weights[2][name]), "the average changes no training"
+    assert not torch.equal(averages[0]["visual.proj"], weights[0]["visual.proj"])
+    model = load_for_evaluation(str(ends[0] / "ema"))
+    ((image, text),) = on_ranks(1, lambda world: pairs(base, world).features(model))
+    logged = records(base / "ema", "validation")[-1]["loss"]
+    assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged, rel=1e-8)
+    assert logged != records(base / "plain", "validation")[-1]["loss"]

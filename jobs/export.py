@@ -15,6 +15,8 @@ import click
 @click.option(
     "--format", "form", type=click.Choice(["open_clip", "transformers"]), default="open_clip", show_default=True
 )
+@click.option("--best", is_flag=True, help="Of a run, the checkpoint with the lowest validation loss, not the newest.")
+@click.option("--ema", "average", is_flag=True, help="The average of the weights (EMA) instead of the trained weights.")
 @click.option("--license", "licence", metavar="ID", help="Licence of the weights, for the model card: apache-2.0, ...")
 @click.option("--push", metavar="REPO", help="Upload the export to this hub repository (OWNER/NAME).")
 @click.option("--private", is_flag=True, help="With --push: make a newly created repository private.")
@@ -24,6 +26,8 @@ def command(
     with_torch: bool,
     with_onnx: bool,
     form: str,
+    best: bool,
+    average: bool,
     licence: str | None,
     push: str | None,
     private: bool,
@@ -35,19 +39,20 @@ def command(
     All exported models are compared with the trained model.
     """
     from pipeline.errors import UserError
-    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters
+    from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
     from pipeline.export.model_card import model_card
 
-    chosen = choose_checkpoint(checkpoint)
+    chosen = choose_checkpoint(checkpoint, best=best)
+    model_of(chosen, average=average)  # checked before the card is written
     programs = tuple(name for name, wanted in (("torch", with_torch), ("onnx", with_onnx)) if wanted)
     scale, bias = logit_parameters(chosen.path)
     if form == "transformers" and programs:
         raise UserError("--torch and --onnx go with the open_clip format: export twice, into two folders.")
-    card = model_card(chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence)
+    card = model_card(chosen, scale=scale, bias=bias, programs=programs, form=form, licence=licence, average=average)
     if form == "transformers":
-        exported = export_transformers(chosen, output, card=card, logit_scale=scale)
+        exported = export_transformers(chosen, output, card=card, logit_scale=scale, average=average)
     else:
-        exported = export(chosen, output, card=card, programs=programs)
+        exported = export(chosen, output, card=card, programs=programs, average=average)
     for path in exported.files:
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")

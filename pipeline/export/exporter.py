@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.layout import META_NAME, finished_checkpoints
+from pipeline.checkpoint.layout import EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
@@ -42,14 +42,23 @@ class Exported:
     """Largest difference of any feature or logit from the trained model's."""
 
 
-def choose_checkpoint(source: Path) -> Checkpoint:
-    """Open a checkpoint, or the newest of a run, and verify it.
+def choose_checkpoint(source: Path, *, best: bool = False) -> Checkpoint:
+    """Open a checkpoint, or one of a run, and verify it.
+
+    Args:
+        source: A checkpoint, or a run's folder.
+        best: Of a run, take the checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
         UserError: There is no checkpoint, or it is damaged.
     """
     path = source
-    if not (path / META_NAME).is_file():
+    if best:
+        found = best_checkpoint(source)
+        if found is None:
+            raise UserError(f"{source} has no best checkpoint: it is not a run with validation.sources.")
+        path = found
+    elif not (path / META_NAME).is_file():
         finished = finished_checkpoints(source)
         if not finished:
             raise UserError(f"{source} is neither a checkpoint ({META_NAME} is missing) nor a run with checkpoints.")
@@ -60,7 +69,23 @@ def choose_checkpoint(source: Path) -> Checkpoint:
         raise UserError(f"{path} is damaged and not exported: {error} Name another checkpoint of the run.") from error
 
 
-def export(checkpoint: Checkpoint, output: Path, *, card: str, programs: Iterable[str] = ()) -> Exported:
+def model_of(checkpoint: Checkpoint, *, average: bool) -> Path:
+    """The folder with the model to export: the checkpoint itself, or the average of the weights in it.
+
+    Raises:
+        UserError: The run kept no average.
+    """
+    if not average:
+        return checkpoint.path
+    folder = checkpoint.path / EMA_NAME
+    if not folder.is_dir():
+        raise UserError(f"{checkpoint.path} has no average of the weights: train with ema.decay=0.999, say.")
+    return folder
+
+
+def export(
+    checkpoint: Checkpoint, output: Path, *, card: str, programs: Iterable[str] = (), average: bool = False
+) -> Exported:
     """Write an open_clip folder and compare everything in it with the trained towers.
 
     Args:
@@ -68,23 +93,26 @@ def export(checkpoint: Checkpoint, output: Path, *, card: str, programs: Iterabl
         output: A folder that does not exist or is empty.
         card: Text of README.md.
         programs: Any of `PROGRAMS`.
+        average: Export the average of the weights (EMA).
 
     Raises:
         UserError: `output` is not empty, ONNX's packages are missing, or a result differs by more than 1e-5.
     """
-    programs = tuple(programs)
+    programs, model = tuple(programs), model_of(checkpoint, average=average)
     if "onnx" in programs:
         require_onnx()
 
     def write(folder: Path) -> float:
         (folder / "config.yaml").write_text(dump_config(checkpoint), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
-        return _write(checkpoint, folder, programs=programs)
+        return _write(model, folder, programs=programs)
 
     return write_checked(output, write)
 
 
-def export_transformers(checkpoint: Checkpoint, output: Path, *, card: str, logit_scale: float) -> Exported:
+def export_transformers(
+    checkpoint: Checkpoint, output: Path, *, card: str, logit_scale: float, average: bool = False
+) -> Exported:
     """Write a folder that `transformers.CLIPModel` loads, with equal features.
 
     Args:
@@ -92,14 +120,17 @@ def export_transformers(checkpoint: Checkpoint, output: Path, *, card: str, logi
         output: A folder that does not exist or is empty.
         card: Text of README.md.
         logit_scale: 1 / tau.
+        average: Export the average of the weights (EMA).
 
     Raises:
         UserError: As `export`, or `CLIPModel` cannot hold the architecture.
     """
 
+    source = model_of(checkpoint, average=average)
+
     def write(folder: Path) -> float:
         (folder / "README.md").write_text(card, encoding="utf-8")
-        model = load_for_evaluation(str(checkpoint.path))
+        model = load_for_evaluation(str(source))
         return write_clip(model, folder, examples=example_inputs(model), logit_scale=logit_scale)
 
     return write_checked(output, write)
@@ -131,15 +162,15 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     return Exported(output, tuple(sorted(path for path in output.iterdir() if path.is_file())), worst)
 
 
-def _write(checkpoint: Checkpoint, output: Path, *, programs: tuple[str, ...]) -> float:
+def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
     """Write weights and programs.
 
     Returns:
         The largest difference from the trained model.
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):
-        shutil.copyfile(checkpoint.path / name, output / name)
-    model = load_for_evaluation(str(checkpoint.path))
+        shutil.copyfile(source / name, output / name)
+    model = load_for_evaluation(str(source))
     save_tokenizer(model.tokenize, output)
     examples = example_inputs(model)
     differences = [_check_open_clip(output, model, examples)]

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.model.architectures import CONFIG_NAME, load_open_clip
-from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 
@@ -26,6 +26,7 @@ def model_card(
     programs: tuple[str, ...] = (),
     form: str = "open_clip",
     licence: str | None = None,
+    average: bool = False,
 ) -> str:
     """README.md with the front matter that model hubs read.
 
@@ -36,6 +37,7 @@ def model_card(
         programs: Kinds of additional files, see `pipeline.export.tower_programs`.
         form: What loads the folder, open_clip or transformers.
         licence: The hub's identifier of the weights' licence.
+        average: The export has the average of the weights (EMA).
     """
     run = checkpoint.path.parent.parent
     config = checkpoint.meta["config"]
@@ -49,7 +51,10 @@ def model_card(
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
     if metrics:
         parts.append(f"Last record up to step {checkpoint.step:,}:\n\n" + _table(("metric", "value"), metrics))
-    parts.append("## Evaluation\n\n" + _evaluation(run, checkpoint.path.name))
+    if average:
+        decay = config["ema"]["decay"]
+        parts.append(f"These weights are an exponential moving average of the trained ones (decay {decay:g}).")
+    parts.append("## Evaluation\n\n" + _evaluation(run, checkpoint, average=average))
     if programs:
         kinds = {"torch": "`image.pt2`, `text.pt2` (torch.export)", "onnx": "`image.onnx`, `text.onnx` (ONNX)"}
         files = ", ".join(kinds[program] for program in programs)
@@ -156,11 +161,17 @@ def _metrics(path: Path, *, step: int) -> list[tuple[str, str]]:
     return [(name, f"{last[name]:.6g}") for name in SHOWN_METRICS if name in last]
 
 
-def _evaluation(run: Path, checkpoint: str) -> str:
-    found = [e for e in read_evaluations(run / "evaluation", lambda _: None, []) if e.checkpoint == checkpoint]
+def _evaluation(run: Path, checkpoint: Checkpoint, *, average: bool) -> str:
+    """The scores of the exported weights; digests distinguish trained weights from their average."""
+    folders = [run / "evaluation", run / "evaluation-ema"]
+    stored = [e for folder in folders for e in read_evaluations(folder, lambda _: None, [])]
+    found: list[StoredEvaluation] = [e for e in stored if e.checkpoint == checkpoint.path.name]
+    if (weights := checkpoint.ema()) is not None:
+        digest = weights_digest(weights if average else checkpoint.weights())
+        found = [e for e in found if e.scores and all(s.inputs.get("checkpoint") == digest for s in e.scores)]
     if not found or not found[0].scores:
         return "This checkpoint has not been evaluated."
-    evaluation: StoredEvaluation = found[0]
+    evaluation = found[0]
     rows = [
         (score.label, score.main_metric, f"{score.score:.4f}", "" if score.chance is None else f"{score.chance:.4f}",
          f"{score.samples:,}")

@@ -50,21 +50,25 @@ class Cost:
         return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
-def engine_memory(parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET) -> EngineMemory:
+def engine_memory(
+    parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET, average: bool = False
+) -> EngineMemory:
     """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
 
     Stage 0 keeps fp32 weights (bf16 by autocast). Stages 1 to 3 hold weights in bf16 (or fp32) and partition fp32
     masters and moments among the ranks. They accumulate gradients in fp32: whole at stage 1, partitioned at 2 and 3.
-    Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers.
+    Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers. An average of the
+    weights (EMA) is counted with the masters.
     """
     compute = 2 if bf16 and stage > 0 else 4
     share = -(-parameters // ranks)
     if stage == 0:
-        return EngineMemory(compute * parameters, 4 * parameters, 0, 8 * parameters, 4 * min(bucket, parameters))
+        kept = 4 * parameters if average else 0
+        return EngineMemory(compute * parameters, 4 * parameters, kept, 8 * parameters, 4 * min(bucket, parameters))
     weights = compute * (share if stage == 3 else parameters)
     gradients = 4 * (parameters if stage == 1 else share)
     reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
-    return EngineMemory(weights, gradients, 4 * share, 8 * share, reduced * min(bucket, parameters))
+    return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * min(bucket, parameters))
 
 
 def run_cost(

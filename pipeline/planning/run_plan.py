@@ -83,7 +83,14 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         stage=int(zero.get("stage", 0)),
         towers=towers,
         engine={
-            stage: engine_memory(towers.parameters, stage=stage, bf16=bf16, ranks=gpus, bucket=bucket)
+            stage: engine_memory(
+                towers.parameters,
+                stage=stage,
+                bf16=bf16,
+                ranks=gpus,
+                bucket=bucket,
+                average=run.ema.decay is not None,
+            )
             for stage in range(4)
         },
         activations=max(

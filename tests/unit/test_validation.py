@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from open_clip.loss import ClipLoss
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from jobs.export import command as export
 from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.errors import UserError
@@ -148,3 +150,10 @@ def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(ba
     logged = records(base / "ema", "validation")[-1]["loss"]
     assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged, rel=1e-8)
     assert logged != records(base / "plain", "validation")[-1]["loss"]
+    printed = CliRunner().invoke(export, [str(base / "ema"), str(base / "out"), "--ema", "--best"]).output
+    assert "Step 6 exported" in printed
+    exported = load_file(base / "out" / "open_clip_model.safetensors")
+    assert all(torch.equal(value, exported[name]) for name, value in averages[0].items())
+    assert "exponential moving average of the trained ones (decay 0.9)" in (base / "out" / "README.md").read_text()
+    refused = CliRunner().invoke(export, [str(base / "plain"), str(base / "no-out"), "--ema"])
+    assert "has no average of the weights" in str(refused.exception)

@@ -144,7 +144,7 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tup
         folder = place / "data" / name
         scenes = ScenesConfig(
             pairs=corpus.pairs,
-            image_size=48,
+            image_size=corpus.image_size,
             held_out=corpus.held_out,
             retrieval_pairs=corpus.held_out,
             faults=healthy,

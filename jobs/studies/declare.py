@@ -102,8 +102,8 @@ class Study:
     smoke: Smoke
     alone: bool = False
     """The runs are timed and must not share the machine with other runs."""
-    measure: Literal["normalizers", "none"] = "normalizers"
-    """What is measured on the checkpoints, in addition to the scores."""
+    measure: Literal["normalizers", "scores", "none"] = "normalizers"
+    """Scores and the error of normalizers, scores only, or neither."""
     desk: Size
     paper: Size
 
@@ -116,6 +116,8 @@ class Corpus:
     """Training pairs."""
     held_out: int
     """Held-out images per task."""
+    image_size: int = 48
+    """Side of the images, in pixels."""
 
 
 @section
@@ -238,6 +240,14 @@ def _key(run: RunConfig, *, corpus: Corpus | None, ranks: int, measure: str) -> 
     flat = cfg.flatten(cfg.to_tree(run))
     settings = {key: value for key, value in flat.items() if key not in NOT_IDENTITY}
     facts: dict[str, Any] = {"settings": settings, "ranks": ranks, "measure": measure}
-    facts["corpus"] = cfg.to_tree(corpus) if corpus else flat["data.sources"]
+    facts["corpus"] = _corpus_identity(corpus) if corpus else flat["data.sources"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{run.objective.name}-seed{run.seed}-{digest[:10]}"
+
+
+def _corpus_identity(corpus: Corpus) -> dict[str, Any]:
+    """The corpus's settings; the default image size is left out, so that keys of earlier results stay valid."""
+    tree = cfg.to_tree(corpus)
+    if corpus.image_size == Corpus.__dataclass_fields__["image_size"].default:
+        del tree["image_size"]
+    return tree

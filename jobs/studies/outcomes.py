@@ -112,6 +112,10 @@ def _traffic(result: Result) -> float | None:
     return None if found is None else sum(found.values()) / 1024
 
 
+def _cost(key: str) -> Callable[[Result], float | None]:
+    return lambda result: result.get("cost", {}).get(key)
+
+
 COLUMNS: dict[str, Column] = {
     "average": Column("average, %", lambda r: average(_last_scores(r)), ".1f", 100),
     "retrieval": Column("retrieval R@1, %", lambda r: retrieval(_last_scores(r)), ".1f", 100),
@@ -121,6 +125,9 @@ COLUMNS: dict[str, Column] = {
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
     "bias_in_use": Column("bias in use", _normalizer("in_use", "bias"), "+.3f"),
     "variance": Column("variance of exact", _normalizer("variance"), ".2f"),
+    "samples": Column("samples seen", lambda r: r["last"].get("samples"), ",.0f"),
+    "cpu_seconds": Column("CPU time, s", _cost("cpu_seconds"), ",.0f"),
+    "training_tflop": Column("arithmetic, TFLOP", _cost("training_flops"), ",.1f", 1e-12),
     "samples_per_second": Column("samples/s", lambda r: _rate(r), ",.0f"),
     "step_ms": Column("step, ms", _step_ms("whole"), ".1f"),
     "forward_ms": Column("forward, ms", _step_ms("forward"), ".1f"),
@@ -132,9 +139,10 @@ COLUMNS: dict[str, Column] = {
     "memory_mib": Column("peak memory, MiB", lambda r: r["peak_memory_mib"], ",.0f"),
     "traffic_kib": Column("objective's collectives, KiB a rank and step", _traffic, ",.1f"),
 }
-# Differences between a run and the baseline with the same setting and seed.
+# Comparisons of a run with the baseline of the same setting and seed.
 PAIRED = {
     "difference": ("average", "average against {baseline}, points"),
+    "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }
 
@@ -163,7 +171,11 @@ def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> 
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
-    """An arm's value minus the baseline's, per seed (`extra_time`: as a percentage of the baseline's step time)."""
+    """An arm against the baseline, per seed.
+
+    `saving` is the baseline's value over the arm's. Other kinds are the arm's value minus the baseline's, `extra_time`
+    as a percentage of the baseline's step time.
+    """
     column = COLUMNS[PAIRED[kind][0]]
     before = {o.seed: o.result for o in _of(outcomes, setting, baseline)}
     differences = []
@@ -173,6 +185,9 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
             continue
         a, b = column.value(outcome.result), column.value(other)
         if a is None or b is None:
+            continue
+        if kind == "saving":
+            differences.append(b / a)
             continue
         whole = COLUMNS["step_ms"].value(other)
         differences.append(100 * (a - b) / whole if kind == "extra_time" and whole else column.scale * (a - b))

@@ -13,7 +13,17 @@ from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, paired, spre
 from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from pipeline.report.run_page import render as render_page
 
-KEPT = ("batch_size", "ranks", "curve", "last", "step_ms", "peak_memory_mib", "traffic_bytes_per_step", "normalizers")
+KEPT = (
+    "batch_size",
+    "ranks",
+    "curve",
+    "last",
+    "step_ms",
+    "peak_memory_mib",
+    "traffic_bytes_per_step",
+    "normalizers",
+    "cost",
+)
 
 
 def publish(
@@ -150,6 +160,8 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     if arm == baseline:
         return "–"
     found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+    if column == "saving":
+        return shown(found, ".2f")
     return shown(found, "+.1f", unit="%" if column == "extra_time" else "")
 
 
@@ -161,4 +173,4 @@ def shown(value: Spread | None, form: str, unit: str = "") -> str:
 
 
 def _compact(outcome: Outcome) -> dict[str, Any]:
-    return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT}}
+    return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT if key in outcome.result}}

@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from jobs.studies.costs import cost_of
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
@@ -69,6 +70,7 @@ def _write_result(
             "step_ms": step_times(record.rows, batch_size=run.batch_size),
             "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
             "traffic_bytes_per_step": traffic,
+            "cost": cost_of(run, record.rows),
             "normalizers": normalizers,
         }
         write_json(folder / RESULT_NAME, result)

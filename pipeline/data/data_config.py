@@ -78,8 +78,10 @@ class DataConfig:
     caption: str = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""
-    decoding: Literal["fast", "exact"] = "fast"
-    """`fast` (libjpeg-turbo and torch's uint8 bicubic) or `exact` (open_clip's own PIL pixels)."""
+    decoding: Literal["fast", "scaled", "exact"] = "fast"
+    """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
+    PIL pixels) or `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
+    their size: cheaper, and slightly other pixels)."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
     max_pixels: int = Field(default=178_956_970, ge=1)

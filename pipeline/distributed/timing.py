@@ -71,7 +71,8 @@ class Phases:
 
 
 class Meter:
-    """Samples per second, and the shares of time in data wait and in each phase, since the last reading.
+    """Samples per second, CPU time of a step, and the shares of time in data wait and in each phase, since the last
+    reading.
 
     The phases forward, objective, backward and optimizer follow each other. npn and communication (our own collectives;
     DeepSpeed's are in backward and optimizer) overlap with them.
@@ -79,7 +80,7 @@ class Meter:
 
     def __init__(self, batch_size: int, phases: Phases) -> None:
         self._batch_size, self._phases = batch_size, phases
-        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+        self._begin()
 
     @contextmanager
     def waiting(self, *, hidden_by: torch.device | None = None) -> Iterator[None]:
@@ -96,18 +97,20 @@ class Meter:
     def start(self) -> None:
         """Begin here: what was measured before is dropped."""
         self._phases.read()
-        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+        self._begin()
 
     def count(self) -> None:
         """Count one step."""
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Samples per second, shares of time (data_wait, time_PHASE) and peak memory since the last reading."""
+        """Samples per second, CPU time of a step, shares of time (data_wait, time_PHASE), peak memory since the last
+        reading."""
         phases = self._phases.read()
         elapsed = time.perf_counter() - self._since
         rates = {
             "samples_per_second": self._steps * self._batch_size / elapsed,
+            "cpu_ms": 1e3 * (time.process_time() - self._cpu_since) / max(1, self._steps),
             "data_wait": self._waited / elapsed,
             **{f"time_{name}": seconds / elapsed for name, seconds in phases.items()},
         }
@@ -115,5 +118,9 @@ class Meter:
         rates["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if torch.cuda.is_available():
             rates["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self._steps, self._waited, self._since = 0, 0.0, time.perf_counter()
+        self._begin()
         return rates
+
+    def _begin(self) -> None:
+        self._steps, self._waited = 0, 0.0
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()

@@ -48,6 +48,7 @@ KNOWN: dict[str, Quantity] = {
     "bias": Quantity("Bias of the logits", smooth=False),
     "gamma": Quantity("Weight γ of new values in the moving average", smooth=False),
     "samples_per_second": Quantity("Throughput, samples per second", zero=True),
+    "cpu_ms": Quantity("CPU time of a step, ms", "All threads of rank 0, without its loading workers.", zero=True),
     "data_wait": Quantity("Waiting for data, share of a step", "Near zero: loading is not the limit.", "share", True),
     "ratio_max": Quantity(
         "Largest ratio of normalizers", "Batch's normalizer over the predicted one, after the cap; near 1 is good."

@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from pipeline.data.data_config import CropConfig
-from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
+from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize, shrink_for, shrunk
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
@@ -44,7 +44,7 @@ def encode(image: Image.Image, form: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def decoder(mode: Literal["fast", "exact"], **options: Any) -> ImageDecoder:
+def decoder(mode: Literal["fast", "scaled", "exact"], **options: Any) -> ImageDecoder:
     settings: dict[str, Any] = {"size": SIZE, "crop": CropConfig(scale=(0.3, 1.0)), "max_pixels": 10**6} | options
     return ImageDecoder(mode=mode, **settings)
 
@@ -91,6 +91,43 @@ def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int], limit
         assert difference.mean() <= limits[1]
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("size", [(400, 260), (1603, 1207)])
+def test_scaled_mode_shows_the_same_crop(encoding: str, size: tuple[int, int]) -> None:
+    """Averages over 8 x 8 pixels agree with the exact mode's: the crop moves by less than half a pixel of the result."""
+    smooth = picture(3, size=(8, 6)).resize(size, Image.Resampling.BICUBIC)
+    data = ENCODINGS[encoding](smooth)
+    for state in range(5):
+        scaled, exact = (decoder(mode, max_pixels=10**7)(data, state=state).float() for mode in ("scaled", "exact"))
+        assert scaled.shape == (3, SIZE, SIZE)
+        difference = (scaled - exact).unfold(1, 8, 8).unfold(2, 8, 8).mean((-1, -2)).abs()
+        assert difference.max() < 6
+        assert difference.mean() < 1.2
+
+
+def test_scaled_mode_equals_fast_mode_on_images_below_twice_the_size() -> None:
+    data = ENCODINGS["jpeg"](picture(1, size=(2 * SIZE - 1, 2 * SIZE - 1)))
+    assert torch.equal(decoder("scaled")(data, state=4), decoder("fast")(data, state=4))
+
+
+@pytest.mark.parametrize(("side", "shrink"), [(100, 1), (447, 1), (448, 2), (895, 2), (896, 4), (1792, 8), (9000, 8)])
+def test_images_are_scaled_down_only_while_the_crop_has_enough_pixels(side: int, shrink: int) -> None:
+    assert shrink_for((3, 5, side, side + 50), size=224) == shrink_for((3, 5, side + 50, side), size=224) == shrink
+
+
+def test_scaled_crops_stay_inside_the_scaled_image() -> None:
+    crop = CropConfig(scale=(0.2, 1.0))
+    for i in range(500):
+        height, width = 448 + draw(5, i) % 3000, 448 + draw(6, i) % 3000
+        box = crop_box(height, width, crop=crop, state=i)
+        shrink = shrink_for(box, size=224)
+        top, left, h, w = shrunk(box, by=shrink)
+        assert min(top, left) >= 0
+        assert top + h <= -(-height // shrink)
+        assert left + w <= -(-width // shrink)
+        assert min(h, w) >= min(223, *box[2:])
+
+
 def damaged() -> Iterator[bytes]:
     rng = random.Random(0)
     whole = [make(picture(2, size=(60, 50))) for make in ENCODINGS.values()]
@@ -103,20 +140,20 @@ def damaged() -> Iterator[bytes]:
         yield bytes(data)
 
 
-def test_both_modes_agree_on_what_is_corrupt() -> None:
+def test_all_modes_agree_on_what_is_corrupt() -> None:
     verdicts = []
     for data in damaged():
         found = []
-        for mode in ("fast", "exact"):
+        for mode in ("fast", "scaled", "exact"):
             try:
-                decoder(mode)(data, state=1)  # type: ignore[arg-type]
+                decoder(mode, size=20)(data, state=1)  # type: ignore[arg-type]
                 found.append("")
             except CorruptSample as error:
                 found.append(str(error))
         verdicts.append(tuple(found))
-    disagree = [pair for pair in verdicts if pair[0] != pair[1]]
+    disagree = [found for found in verdicts if len(set(found)) > 1]
     assert not disagree
-    assert 200 < sum(pair != ("", "") for pair in verdicts) < 800
+    assert 200 < sum(found[0] != "" for found in verdicts) < 800
 
 
 def test_images_above_max_pixels_are_corrupt_in_both_modes() -> None:

@@ -94,7 +94,7 @@ def test_fast_mode_is_close_to_exact(encoding: str, size: tuple[int, int], limit
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", [(400, 260), (1603, 1207)])
 def test_scaled_mode_shows_the_same_crop(encoding: str, size: tuple[int, int]) -> None:
-    """Averages over 8 x 8 pixels agree with the exact mode's: the crop moves by less than half a pixel of the result."""
+    """Averages over 8 x 8 pixels agree with the exact mode's: the crop moves by less than half a pixel."""
     smooth = picture(3, size=(8, 6)).resize(size, Image.Resampling.BICUBIC)
     data = ENCODINGS[encoding](smooth)
     for state in range(5):

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from jobs.studies.costs import cost_of
 from jobs.studies.declare import SIZES, distinct, load_study, study_names, units_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
 from jobs.studies.publish import as_csv, as_markdown, render, shown
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from pipeline.errors import UserError
+from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
+from pipeline.training.stages import stages_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr", "ignore:objective.rho")
@@ -153,6 +156,33 @@ def test_means_spreads_and_paired_differences() -> None:
     assert spread(outcomes, "many-epochs", "a", "traffic_kib") == Spread((2.0, 2.0))
     assert curve(outcomes, "many-epochs", "a", "mse_cold") == [(100, [0.1, 0.1])]
     assert spread(outcomes, "elsewhere", "a", "average") is None
+
+
+def test_savings_are_ratios_of_cpu_time() -> None:
+    outcomes = [outcome("a", 0, 0.1), outcome("b", 0, 0.2)]
+    for each, seconds in zip(outcomes, (30.0, 12.0), strict=True):
+        each.result["cost"] = {"cpu_seconds": seconds, "training_flops": 5e12}  # type: ignore[index]
+    found = paired(outcomes, "many-epochs", "b", kind="saving", baseline="a")
+    assert found == Spread((2.5,))
+    assert spread(outcomes, "many-epochs", "a", "training_tflop") == Spread((5.0,))
+    assert paired([outcome("a", 0, 0.1)], "many-epochs", "a", kind="saving", baseline="a") is None
+
+
+def test_costs_are_medians_of_each_stage_times_its_steps() -> None:
+    run = load_recipe(
+        None,
+        ["output=x", "data.sources=x", "samples=600", "batch_size=10", "data.streams=10", "schedule.warmup_steps=0",
+         "model.arch=scenes-vit-tiny", "schedule.stages=[{until: 0.5, image_size: 24, text_tokens: 8}]"],
+    )  # fmt: skip
+    slow = {10: 500.0, 20: 2.0, 30: 2.0, 40: 900.0, 50: 5.0, 60: 5.0}  # the first record of a stage has its warm-up
+    rows = [{"step": step, "cpu_ms": ms, "text_tokens": 8.0 if step <= 30 else 16.0} for step, ms in slow.items()]
+    found = cost_of(run, rows)
+    assert found["cpu_seconds"] == pytest.approx(30 * 2e-3 + 30 * 5e-3)
+    small, full = (stage.run.model for stage in stages_of(run))
+    per_sample = [training_flops(small, text_tokens=8), training_flops(full, text_tokens=16)]
+    assert per_sample[0] < per_sample[1] / 2
+    assert found["training_flops"] == pytest.approx(300 * sum(per_sample))
+    assert cost_of(run, [{"step": 10, "text_tokens": 8.0}]) == {}
 
 
 def test_missing_values_are_dashes_and_a_single_seed_has_no_spread() -> None:

@@ -62,9 +62,9 @@ def download(
         config, plan = prepare(config, on_note=on_note)
         folder = Folder(Path(config.output), config.fetch.worker)
         mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
-        _finish_removal(folder, mine, on_note)
+        _finish_removal(folder, plan, on_note)
         with (
-            one_of_several(folder),
+            one_of_several(folder, config.fetch.workers),
             alone(folder, config.fetch.worker),
             Journal(folder, config.fetch) as journal,
         ):
@@ -76,7 +76,7 @@ def download(
             recover(folder, mine)
             check_parts(folder, mine)
             reach("settings")
-            write_text(folder.config, dump(config))
+            write_text(folder.config, dump(config), durable=True)
             if retry_failed:
                 _retry(config, folder, mine, show)
             finished = set(folder.finished())
@@ -98,10 +98,10 @@ def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
         return write_manifest(folder, plan)
 
 
-def _finish_removal(folder: Folder, mine: range, on_note: Callable[[str], None]) -> None:
+def _finish_removal(folder: Folder, plan: Plan, on_note: Callable[[str], None]) -> None:
     if folder.pending_removal.exists():
         with whole_folder(folder):
-            recover(folder, mine)
+            recover(folder, range(plan.shards))  # the removal rewrites shards of all workers
             if finish_removal(folder):
                 on_note("A removal that had been interrupted was finished first.")
 

@@ -17,7 +17,7 @@ from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.rules import rules_of
 from data_prep.dataset.shard_commit import recover
-from data_prep.dataset.shard_plan import Plan, load_plan, make_plan, read_shard
+from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
@@ -85,8 +85,7 @@ def _repaired_plan(config: DownloadConfig, folder: Folder) -> Plan:
     """The plan, rebuilt from its table if it is damaged."""
     try:
         plan = load_plan(folder)
-        for shard in range(plan.shards):
-            read_shard(folder, shard)
+        check_list(folder, plan)
         return plan
     except UserError:
         scratch = Folder(folder.staging / "plan-anew")

@@ -13,7 +13,7 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.manifest_writer import expected_manifest
-from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
+from data_prep.dataset.shard_plan import Plan, check_list, load_plan
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
@@ -44,8 +44,7 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
         yield Problem(folder.sessions.name, "damaged", f"{damaged:,} lines cannot be read")
     try:
         plan = load_plan(folder)
-        for shard in range(plan.shards):
-            read_shard(folder, shard)
+        check_list(folder, plan)
     except UserError as error:
         yield Problem("plan/plan.json", "damaged", str(error))
         return

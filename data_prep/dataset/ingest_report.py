@@ -73,7 +73,7 @@ def write_report(root: str | Path) -> Path:
     facts = page_facts(folder, manifest, take_census(folder))
     for name in (REPORT_NAME, DATASHEET_NAME):
         reach(name.partition(".")[0])
-        write_text(folder.root / name, _template(f"{name}.j2").render(facts))
+        write_text(folder.root / name, _template(f"{name}.j2").render(facts), durable=True)
     return folder.root / REPORT_NAME
 
 

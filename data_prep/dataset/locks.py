@@ -1,6 +1,7 @@
 """Locks that keep programs from changing the same part of a data set at the same time.
 
-Downloads share the folder's lock and each hold one for their own part; removal and rebuilding lock it exclusively.
+Downloads share the folder's lock and that of their number of workers, and each hold one for their own part; removal and
+rebuilding lock the folder exclusively.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
 
 _WHOLE = "folder"
+_OF_WORKERS = "workers-"
 
 
 @contextmanager
@@ -27,13 +29,22 @@ def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[No
 
 
 @contextmanager
-def one_of_several(folder: Folder) -> Iterator[None]:
-    """Hold the folder's shared lock: no removal or rebuild can start, but other downloads can.
+def one_of_several(folder: Folder, workers: int = 1) -> Iterator[None]:
+    """Hold the folder's shared lock: no removal or rebuild can start, but the other workers' downloads can.
 
     Raises:
-        UserError: A removal or a rebuild is running.
+        UserError: A removal or a rebuild is running, or a download that divides the shards among another number of
+            workers, so that both would write some of them.
     """
-    with _locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False):
+    with (
+        _locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False),
+        _locked(folder, f"{_OF_WORKERS}{workers}", fcntl.LOCK_SH, wait=False),
+    ):
+        for path in folder.locks.glob(f"lock-{_OF_WORKERS}*"):
+            part = path.name.removeprefix("lock-")
+            if part != f"{_OF_WORKERS}{workers}":
+                with _locked(folder, part, fcntl.LOCK_EX, wait=False):
+                    pass
         yield
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from data_prep.dataset.canonical_tar import sha256_of
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.fault_points import reach
 from data_prep.settings.download_config import SubsetConfig
@@ -47,6 +48,8 @@ class Plan:
     """Size, date and SHA-256 of a local table's files; empty before 0.2."""
     rules: dict[str, Any] = field(default_factory=dict)
     """Settings that determine the samples, see rules.py; empty before 0.2."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the files with the list; empty before 0.2."""
 
     @property
     def shards(self) -> int:
@@ -123,6 +126,19 @@ def check_parts(folder: Folder, shards: Iterable[int]) -> None:
     """
     for part in sorted({shard // _SHARDS_PER_PART for shard in shards}):
         _open_part(folder, part).close()
+
+
+def check_list(folder: Folder, plan: Plan) -> None:
+    """Read the whole list and compare its files with the digests from when they were written.
+
+    Raises:
+        UserError: A part is missing, damaged or changed.
+    """
+    for shard in range(plan.shards):
+        read_shard(folder, shard)
+    for name, digest in plan.parts.items():
+        if sha256_of(folder.plan / name) != digest:
+            raise UserError(f"{folder.plan / name} has been changed since the list was made. {folder.mend}")
 
 
 def read_shard(folder: Folder, shard: int) -> Any:
@@ -205,6 +221,7 @@ class _PlanWriter:
         self._path = folder.plan
         self._columns: tuple[str, ...] = ()
         self._sha256 = hashlib.sha256()
+        self._parts: dict[str, str] = {}
 
     def add(self, batch: Any) -> None:
         self._columns = tuple(batch.schema.names)
@@ -224,12 +241,14 @@ class _PlanWriter:
             digest=self._sha256.hexdigest(),
             settings=settings,
             skipped=skipped,
+            parts=self._parts,
         )
 
     def _close_part(self) -> None:
         if self._file is not None:
             self._file.close()
             flush(self._path)
+            self._parts[self._path.name] = sha256_of(self._path)
 
     def _flush(self, *, last: bool) -> None:
         import pyarrow as pa

@@ -54,12 +54,39 @@ def is_whole(body: bytes, kind: str) -> bool:
         near = b"\xff\xd9" in tail and b"\xff\xda" not in tail
         return near or body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
     if kind == "PNG":
-        return b"IEND" in body[-4096:]
+        return b"IEND\xaeB`\x82" in body  # the last chunk with its checksum
     if kind == "GIF":
-        return body.rstrip(b"\0").endswith(b"\x3b")
+        return _is_whole_gif(body)
     if kind == "WEBP":
         return len(body) >= int.from_bytes(body[4:8], "little") + 8
     return True
+
+
+def _is_whole_gif(body: bytes) -> bool:
+    """Whether the blocks of a GIF lead to its end; bytes after the end are allowed."""
+    place = 13 + _table_bytes(body[10])
+    while place < len(body):
+        kind = body[place]
+        if kind == 0x3B:
+            return True
+        if kind == 0x2C:  # an image: its descriptor, perhaps a colour table, and the size of its codes
+            place += 11 + _table_bytes(body[place + 9] if place + 9 < len(body) else 0)
+        elif kind == 0x21:  # an extension
+            place += 2
+        elif kind:  # damaged, which the decoder judges; zeros are padding
+            return True
+        else:
+            place += 1
+            continue
+        while place < len(body) and body[place]:
+            place += 1 + body[place]
+        place += 1
+    return False
+
+
+def _table_bytes(flags: int) -> int:
+    """Size of the colour table that a GIF's flags announce."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def extension(body: bytes, default: str) -> str:

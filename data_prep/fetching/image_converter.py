@@ -109,7 +109,7 @@ class ImageConverter:
         done, encoded = cv2.imencode(f".{kind}", array, [_QUALITY[kind], self._image.encode_quality])
         if not done:
             raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
-        check_resemblance(array, encoded)
+        check_resemblance(array, encoded, kind=kind)
         return encoded.tobytes()
 
 
@@ -140,15 +140,25 @@ def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
     return np.ascontiguousarray(array[top : top + size, left : left + size])
 
 
-def check_resemblance(array: np.ndarray, encoded: np.ndarray) -> None:
+def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jpg") -> None:
     """Compare an image with its decoded encoding, using small grey thumbnails.
+
+    Args:
+        array: The image.
+        encoded: Its encoding.
+        kind: The format. OpenCV averages pixels when it decodes a JPEG at a smaller size; of other formats it only
+            takes every eighth pixel, so they are decoded whole.
 
     Raises:
         FetchError: not encoded.
     """
-    small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8)
+    how = cv2.IMREAD_REDUCED_GRAYSCALE_8 if kind == "jpg" else cv2.IMREAD_GRAYSCALE
+    small = cv2.imdecode(encoded, how)
     if small is None:
         raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
+    if kind != "jpg":
+        size = (-(-small.shape[1] // 8), -(-small.shape[0] // 8))
+        small = cv2.resize(small, size, interpolation=cv2.INTER_AREA)
     grey = cv2.cvtColor(array, cv2.COLOR_BGR2GRAY) if array.ndim == 3 else array
     wanted = cv2.resize(grey, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
     difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size

@@ -7,6 +7,7 @@ them with commas. The strictest applicable directive wins.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -15,7 +16,8 @@ from email.utils import parsedate_to_datetime
 
 _WITH_VALUE = frozenset({"max-snippet", "max-image-preview", "max-video-preview"})
 _CRAWLER = re.compile(r"^(?:\*|[a-z][a-z0-9_.-]*(?:/[a-z0-9_.-]*)?)$")
-_UNAVAILABLE = re.compile(r"unavailable_after\s*:\s*(?:[a-z]{3,9},?\s+)?([^,;]*)")
+_ZONE = re.compile(r"\s+[A-Z]{2,5}$")
+_DATES = ("%d %b %Y", "%d %B %Y", "%b %d %Y", "%B %d %Y", "%b %d, %Y", "%B %d, %Y")
 
 
 def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) -> bool:
@@ -33,25 +35,36 @@ def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) 
 
 def _directives(line: str, user_agent: str) -> Iterator[str]:
     """The directives of one header that apply to us, in lower case; `none` and a date that is over as `noindex`."""
-    applies, line = True, line.lower()
-    for part in re.finditer(r"[^,;]+", line):
-        name, colon, value = (text.strip() for text in part[0].partition(":"))
+    applies = True
+    parts = [part.strip() for part in re.split("[,;]", line.lower())]
+    for place, part in enumerate(parts):
+        name, colon, value = (text.strip() for text in part.partition(":"))
         if colon and name not in _WITH_VALUE and name != "unavailable_after" and _CRAWLER.match(name):
             applies = name == "*" or name.partition("/")[0] == user_agent
-            name = value.partition(":")[0].strip()
+            name, _, value = (text.strip() for text in value.partition(":"))
         if not applies or (colon and name in _WITH_VALUE):
             continue
-        if name == "unavailable_after":
-            date = _UNAVAILABLE.search(line, part.start())  # a date with a weekday continues after the next comma
-            name = "noindex" if date and _is_past(date[1].strip().upper()) else ""
-        yield "noindex" if name == "none" else name
+        if name == "unavailable_after":  # a date may hold a comma, after the weekday or before the year
+            texts = (value, ", ".join([value, *parts[place + 1 : place + 2]]))
+            yield "noindex" if any(_is_past(text.upper()) for text in texts) else ""
+            continue
+        for word in name.split():  # some servers separate directives with spaces
+            yield "noindex" if word == "none" else word
 
 
 def _is_past(text: str) -> bool:
-    for parse in (parsedate_to_datetime, datetime.fromisoformat):
-        try:
-            date = parse(text)
-        except (TypeError, ValueError, IndexError):
-            continue
+    """Whether a text is a date in the past, in any of the forms that servers send."""
+    for date in _readings(text):
         return (date if date.tzinfo else date.replace(tzinfo=UTC)) < datetime.now(UTC)
     return False
+
+
+def _readings(text: str) -> Iterator[datetime]:
+    plain = _ZONE.sub("", text)
+    tries = [(parsedate_to_datetime, text), (datetime.fromisoformat, text), (datetime.fromisoformat, plain)]
+    for parse, given in tries:
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            yield parse(given)
+    for form in _DATES:
+        with contextlib.suppress(ValueError):
+            yield datetime.strptime(plain, form)

@@ -53,6 +53,7 @@ def decode(body: bytes, *, processes: int = 1) -> Pixels:
         with Image.open(io.BytesIO(body)) as image:
             _check_memory(image, body, processes)
             orientation = _orientation(image, body)
+            clear = _clear_grey(image, body)
             # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes.
             array = _by_pil(image) if image.format == "TIFF" else None
             kind = "" if array is not None else image.format or ""
@@ -64,9 +65,10 @@ def decode(body: bytes, *, processes: int = 1) -> Pixels:
     if array.dtype == np.uint16 and kind != "PNG":  # 10 or 12 bits in 16 (AVIF, JPEG 2000)
         array = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_ANYCOLOR | cv2.IMREAD_IGNORE_ORIENTATION)
         assert array is not None
-    plain = _eight_bits(array)
-    matted = matte(plain)
-    return Pixels(matted, orientation, is_changed=matted is not array)
+    if clear is not None and array.ndim == 2:
+        array[array == clear] = 65_535 if array.dtype == np.uint16 else 255
+    matted = matte(_eight_bits(array))
+    return Pixels(matted, orientation, is_changed=clear is not None or matted is not array)
 
 
 def upright(array: np.ndarray, orientation: int) -> np.ndarray:
@@ -138,6 +140,15 @@ def _check_memory(image: Any, body: bytes, processes: int) -> None:
             reasons.TOO_LITTLE_MEMORY,
             f"{image.width} x {image.height} {image.mode}: {needed / 1e6:,.0f} MB needed, {allowed / 1e6:,.0f} MB free",
         )
+
+
+def _clear_grey(image: Any, body: bytes) -> int | None:
+    """The grey level that a PNG declares as transparent, which OpenCV ignores; None if there is none."""
+    level = image.info.get("transparency")
+    if image.format != "PNG" or image.mode not in ("1", "L", "I", "I;16") or not isinstance(level, int):
+        return None
+    bits = body[24]
+    return level if bits >= 8 or image.mode == "1" else level * 255 // ((1 << bits) - 1)
 
 
 def _orientation(image: Any, body: bytes) -> int:

@@ -51,6 +51,12 @@ class ImageConfig:
     max_aspect_ratio: float = Field(default=1e6, ge=1)
     """Refuse images whose longer side is more than this many times the shorter one."""
 
+    @pydantic.field_validator("resize_mode", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: object) -> object:
+        """YAML reads an unquoted `no` as false."""
+        return "no" if value is False else value
+
     @pydantic.model_validator(mode="after")
     def _png_compression(self) -> ImageConfig:
         if self.encode_format == "png" and self.encode_quality > 9:

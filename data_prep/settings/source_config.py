@@ -16,6 +16,11 @@ from pipeline.errors import UserError
 Format = Literal["auto", "parquet", "csv", "tsv", "jsonl"]
 HashKind = Literal["md5", "sha256", "sha512"]
 HASH_KINDS = ("sha256", "md5", "sha512")
+# Columns that the download writes for every row, or passes to img2dataset, under these names.
+_OWN_COLUMNS = frozenset(
+    {"key", "row", "url", "caption", "uid", "status", "reason", "error", "error_message", "blur", "width", "height"}
+    | {"original_width", "original_height", "stored_sha256", *HASH_KINDS}
+)
 
 
 @section
@@ -82,11 +87,12 @@ class SourceConfig:
             raise ValueError(
                 f"column {', '.join(twice)} is named for two purposes among url, caption, uid, hash, blur, keep"
             )
-        reserved = sorted(
-            {"key", "row", "url", "caption", "uid", "status", "reason", "width", "height"} & set(self.keep)
-        )
+        reserved = sorted(_OWN_COLUMNS & set(self.keep))
         if reserved:
-            raise ValueError(f"keep = {list(self.keep)}: {', '.join(reserved)} is written for every sample anyway")
+            raise ValueError(
+                f"keep = {list(self.keep)}: every sample has its own {', '.join(reserved)}, so the table's cannot be "
+                "stored under that name: rename the column in the table, or leave it out"
+            )
         return self
 
 

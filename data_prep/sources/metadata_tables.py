@@ -45,9 +45,7 @@ def files_of(source: SourceConfig) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"source.table = {str(path)!r} is neither a file nor a folder. Give the table's path.")
     wanted = [s for kind, some in _SUFFIXES.items() if source.format in ("auto", kind) for s in some]
-    every = sorted(
-        p for p in path.rglob("*") if p.is_file() and _suffix(p) in wanted and ".cache" not in p.relative_to(path).parts
-    )
+    every = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in wanted and not _is_hidden(p, path))
     found = [p for p in every if fnmatch(str(p.relative_to(path)), source.files or "*")]
     if not found and source.name in SOURCES and source.files == SOURCES[source.name].settings.get("files"):
         found = every
@@ -170,6 +168,11 @@ def check_files(source: SourceConfig) -> None:
             )
 
 
+def _is_hidden(path: Path, root: Path) -> bool:
+    """Whether a file is a tool's own copy, such as `.cache/...`, `.ipynb_checkpoints/...` or `._part.parquet`."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
 def _suffix(path: Path) -> str:
     suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
     return suffixes[-1].lower() if suffixes else ""
@@ -217,15 +220,29 @@ def _json_schema(path: Path, source: SourceConfig) -> Any:
     """The kinds of the columns to read: text, boxes, and for the kept ones what the first lines hold."""
     import pyarrow as pa
 
-    with io.TextIOWrapper(pa.input_stream(path), encoding="utf-8") as file:
+    with io.TextIOWrapper(pa.input_stream(path), encoding="utf-8-sig", errors="replace") as file:
         rows = [json.loads(line) for line in itertools.islice(file, _PEEKED_LINES) if line.strip()]
     if not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} cannot be read as jsonl: a line of it is not an object such as {{...}}.")
     need_columns(columns_of(source), list(dict.fromkeys(name for row in rows for name in row)), str(path))
     kinds = dict.fromkeys(columns_of(source), pa.string())
     for name in (*source.keep, *([source.uid] if source.uid else [])):
-        kind = pa.array([row.get(name) for row in rows]).type
+        kind = _kind_of([row.get(name) for row in rows], f"Field {name!r} of {path}")
         kinds[name] = pa.string() if pa.types.is_null(kind) else kind
     if source.blur:
         kinds[source.blur] = pa.list_(pa.list_(pa.float64()))
     return pa.schema(kinds)
+
+
+def _kind_of(values: list[Any], what: str) -> Any:
+    """The pyarrow type of a JSON field.
+
+    Raises:
+        UserError: The values have no common type, or are numbers of more than 64 bits.
+    """
+    import pyarrow as pa
+
+    try:
+        return pa.array(values).type
+    except (pa.ArrowException, OverflowError) as error:
+        raise UserError(f"{what} has no single type ({error}). Store it as text in every line.") from error

@@ -7,12 +7,13 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources import metadata_tables
+from data_prep.sources.text_columns import columns_of
 from pipeline.errors import UserError
 
 CHECKED_ROWS = 1_000
@@ -36,9 +37,10 @@ def check_source(config: DownloadConfig) -> list[str]:
     known = metadata_tables.count_known(source)
     if known is not None:
         check_rows(source, known)
-    rows = first_rows(source)
+    unreadable: list[int] = []
+    rows = first_rows(source, on_skipped=unreadable.append)
     if not rows:
-        raise UserError(f"source.table = {source.table!r} has no rows.")
+        raise UserError(f"source.table = {source.table!r} {_why_no_rows(sum(unreadable), source)}")
     return [*_check_urls(rows, source), *_check_captions(rows, source), *_check_hashes(rows, source), *_notes(config)]
 
 
@@ -90,10 +92,21 @@ def check_distributor(fetch: FetchConfig) -> None:
         )
 
 
-def first_rows(source: SourceConfig, count: int = CHECKED_ROWS) -> list[dict[str, Any]]:
-    """The first rows of the table, as dicts of the source's own column names."""
-    stream = itertools.chain.from_iterable(batch.to_pylist() for batch in metadata_tables.read(source))
-    return list(itertools.islice(stream, count))
+def first_rows(
+    source: SourceConfig, count: int = CHECKED_ROWS, *, on_skipped: Callable[[int], None] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """The first rows of the table, as dicts of the source's own column names; see `metadata_tables.read`."""
+    batches = metadata_tables.read(source, on_skipped=on_skipped)
+    return list(itertools.islice(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), count))
+
+
+def _why_no_rows(unreadable: int, source: SourceConfig) -> str:
+    if not unreadable:
+        return "has no rows."
+    return (
+        f"has {unreadable:,} rows, none of which can be read: each has a wrong number of fields, or bytes that are not "
+        f"UTF-8 text in one of the columns {', '.join(columns_of(source))}. Name other columns, or store text in them."
+    )
 
 
 def _check_urls(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:

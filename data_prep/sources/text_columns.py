@@ -57,7 +57,11 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
+        if kind == pa.string() and pa.types.is_floating(column.type):
+            column = _whole_numbers(column)
         if kind != pa.string() or not is_text(column.type):
+            if pa.types.is_nested(column.type):
+                column.validate(full=True)  # else text inside that is not UTF-8 is an error wherever it is used
             return column if column.type == kind else column.cast(kind)
         # Parquet and Arrow do not check that a string column is UTF-8; only the conversion from bytes does.
         raw = column.cast(pa.large_binary())
@@ -68,6 +72,16 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
             return pa.array(values, pa.string())
     except pa.ArrowException as error:
         raise UserError(f"{what} is of type {column.type}, which cannot be used as {kind} ({error}).") from error
+
+
+def _whole_numbers(column: Any) -> Any:
+    """Ids that became floats in a table with missing values, as integers again; other floats as they are."""
+    import pyarrow as pa
+
+    try:
+        return column.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return column
 
 
 def _decoded(value: bytes | None, place: int, good: np.ndarray) -> str | None:
@@ -90,8 +104,13 @@ def need_columns(columns: list[str], present: list[str], where: str) -> None:
     """Check that all `columns` are among `present`.
 
     Raises:
-        UserError: Some are missing.
+        UserError: Some are missing, or there are several of one name.
     """
+    twice = sorted({name for name in columns if present.count(name) > 1})
+    if twice:
+        raise UserError(
+            f"{where} has several columns named {', '.join(map(repr, twice))}: rename or remove all but one."
+        )
     missing = [name for name in columns if name not in present]
     if missing:
         raise UserError(

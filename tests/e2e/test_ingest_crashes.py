@@ -205,6 +205,26 @@ def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Pa
         assert place.contents() == expected
 
 
+def test_one_of_several_workers_finishes_a_removal_that_was_killed_in_the_shard_of_another(
+    place: Place, tmp_path: Path
+) -> None:
+    """Regression test: it rewrote the files of a shard whose commit still referred to them, so a kill lost the tar."""
+    place.download()
+    shutil.copytree(place.root, tmp_path / "before")
+    place.remove()
+    expected = place.contents()
+    shutil.rmtree(place.root)
+    shutil.copytree(tmp_path / "before", place.root)
+    forked(place.remove, "kill@shard.committed:1", tmp_path / "first")
+    one_of_two = replace(place.config, fetch=replace(place.config.fetch, worker=0, workers=2))
+    forked(lambda: ingest.download(one_of_two), "kill@shard.tar:1", tmp_path / "second")
+    place.download()
+    assert verify(place.root) == []
+    assert {n: body for n, body in place.contents().items() if n != "download.yaml"} == {
+        n: body for n, body in expected.items() if n != "download.yaml"
+    }
+
+
 def command_of(place: Place, **fetch: object) -> list[str]:
     words = {"shard_size": SHARD, "threads": 2, "retries": 0, "processes": 1, **fetch}
     return [

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from huggingface_hub import HfApi, constants
 
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources.hub import pin
-from pipeline.config import merge, parse, parse_overrides, to_tree
+from pipeline.config import dump, merge, parse, parse_overrides, to_tree
 from pipeline.errors import UserError
 
 
@@ -30,6 +31,8 @@ from pipeline.errors import UserError
         ({"fetch": {"distributor": "dask"}}, "multiprocessing"),
         ({"image": {"encode_format": "png", "encode_quality": 95}}, "from 0 to 9"),
         ({"source": {"url": "u", "caption": "u"}}, "named for two purposes"),
+        ({"source": {"keep": ["md5", "NSFW"]}}, "every sample has its own md5"),
+        ({"source": {"hash": "h", "keep": ["sha256"]}}, "every sample has its own sha256"),
         ({"fetch": {"proceses": 2}}, "nearest valid key is fetch.processes"),
         ({"source": {"name": ["cc3m"]}}, "source.name"),
         ({"guard": {"contact": "a)\r\nX: y"}}, "guard.contact"),
@@ -47,6 +50,12 @@ def test_single_value_becomes_a_list() -> None:
     assert config.guard.allow_addresses == ("127.0.0.1",)
     assert config.guard.opt_outs == ("noai",)
     assert config.source.keep == ("NSFW",)
+
+
+def test_an_unquoted_no_is_the_resize_mode_not_false() -> None:
+    config = parse(DownloadConfig, parse_overrides(["output=x", "image.resize_mode=no"]))
+    assert config.image.resize_mode == "no"
+    assert parse(DownloadConfig, yaml.safe_load(dump(config))) == config
 
 
 def test_output_is_required() -> None:

@@ -36,6 +36,11 @@ def test_progressive_jpeg_with_trailing_bytes_passes() -> None:
     check_image(jpeg(progressive=True) + b"camera notes", content_type="", max_pixels=10_000)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
+def test_bytes_after_the_end_are_allowed(kind: str) -> None:
+    check_image(encoded(kind) + b"x" * 9_000, content_type="", max_pixels=10_000)
+
+
 def test_thumbnail_does_not_hide_a_truncated_jpeg() -> None:
     thumbnail = jpeg(side=8)
     segment = b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 8) + b"Exif\0\0" + thumbnail

@@ -50,6 +50,73 @@ def test_uids_of_any_type_are_read_as_text(tmp_path: Path, kind: pa.DataType) ->
     assert read_shard(Folder(tmp_path / "out"), 0)["uid"].to_pylist() == [str(uid) for uid in uids]
 
 
+def test_integer_uids_in_a_column_of_floats_are_read_as_integers(tmp_path: Path) -> None:
+    pq.write_table(pa.table(columns(3, SAMPLE_ID=[1e12, None, 1e12 + 2])), tmp_path / "a.parquet")
+    rows = rows_of(SourceConfig(table=str(tmp_path / "a.parquet"), uid="SAMPLE_ID"))
+    assert [row["SAMPLE_ID"] for row in rows] == ["1000000000000", None, "1000000000002"]
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "words"),
+    [
+        (
+            {"id": [b"\xff\xfe"] * 3},
+            {"uid": "id"},
+            "has 3 rows, none of which can be read: .* the columns url, caption, id",
+        ),
+        ({"k": pa.array([[b"\xff"]] * 3).cast(pa.list_(pa.binary()))}, {"keep": ["k"]}, "Column 'k'.*Invalid UTF8"),
+    ],
+)
+def test_a_column_without_readable_text_is_named(
+    tmp_path: Path, more: dict[str, object], settings: dict[str, object], words: str
+) -> None:
+    table = pa.table(columns(3, **more))
+    if "k" in more:  # files may declare bytes to be text, which pyarrow does not check
+        text = pa.Array.from_buffers(pa.string(), 3, pa.array([b"\xff"] * 3).buffers())
+        table = table.set_column(2, "k", pa.ListArray.from_arrays([0, 1, 2, 3], text))
+    pq.write_table(table, tmp_path / "a.parquet")
+    tree = {"output": str(tmp_path / "out"), "source": {"table": str(tmp_path / "a.parquet"), **settings}}
+    with pytest.raises(UserError, match=words):
+        prepare(parse(DownloadConfig, tree))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_two_columns_of_one_name_are_rejected(tmp_path: Path, name: str) -> None:
+    if name == "a.csv":
+        (tmp_path / name).write_text("url,caption,caption\nhttp://a/1,x,y\n")
+    else:
+        arrays = [pa.array([url(1)]), pa.array(["x"]), pa.array(["y"])]
+        pq.write_table(pa.Table.from_arrays(arrays, names=["url", "caption", "caption"]), tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} has several columns named 'caption'"):
+        rows_of(SourceConfig(table=str(tmp_path / name)))
+
+
+def test_hidden_copies_of_a_table_are_not_read(tmp_path: Path) -> None:
+    for name in ("part.parquet", ".ipynb_checkpoints/part.parquet", ".part.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table(columns(2)), tmp_path / name)
+    assert len(rows_of(SourceConfig(table=str(tmp_path)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [([1, "two"], "Field 'id' of .*a.jsonl has no single type"), ([2**70, 1], "Field 'id' of .*a.jsonl has no single")],
+)
+def test_the_error_names_a_jsonl_field_of_several_types(tmp_path: Path, values: list[object], words: str) -> None:
+    rows = [{"url": url(k), "caption": "a cat", "id": value} for k, value in enumerate(values)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=words):
+        rows_of(SourceConfig(table=str(tmp_path / "a.jsonl"), uid="id"))
+
+
+def test_jsonl_with_a_byte_order_mark_and_an_early_bad_line(tmp_path: Path) -> None:
+    line = b'{"url": "http://a/1", "caption": "x"}\n'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + line.replace(b"x", b"\xff") + line)
+    skipped: list[int] = []
+    assert len(rows_of(SourceConfig(table=str(tmp_path / "a.jsonl")), skipped)) == 2
+    assert sum(skipped) == 1
+
+
 def test_integer_uids_in_jsonl_are_read_as_text(tmp_path: Path) -> None:
     rows = [{"url": url(k), "caption": "a cat", "id": k} for k in range(3)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

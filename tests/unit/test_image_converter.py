@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import struct
+import zlib
 
 import cv2
 import numpy as np
@@ -116,6 +118,47 @@ def test_10_bit_images_in_16_bit_arrays_become_8_bit() -> None:
     assert np.abs(stored(bytes(body)).astype(int) - np.asarray(photograph())).mean() < 4
 
 
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 2), (7, 9), (161, 147)])
+def test_thin_and_dithered_images_are_stored_in_every_format(kind: str, size: tuple[int, int]) -> None:
+    image = photograph(*size).convert("1")
+    options = ImageConfig(resize_mode="no", encode_format=kind, encode_quality=3 if kind == "png" else 100)
+    outcome = ImageConverter(options, max_pixels=PIXELS)(io.BytesIO(encoded(image, "PNG")))
+    assert outcome[0] is not None, outcome[-1]
+    assert outcome[1:5] == (*size, *size)
+    found = np.asarray(Image.open(io.BytesIO(outcome[0])).convert("L")).astype(int)
+    assert np.abs(found - seen(image)[..., 0]).mean() < 12
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_the_transparent_level_of_a_grey_png_becomes_white(bits: int) -> None:
+    body = grey_png(bits)
+    found = stored(body)
+    assert (found[:, :8] == 255).all(), "the level declared transparent"
+    assert (found[:, 8:] == 0).all()
+    assert (stored(body, skip_reencode=True)[:, :8] == 255).all()
+
+
+def grey_png(bits: int) -> bytes:
+    """A PNG whose left half has level 1 of `bits`, which a tRNS chunk declares transparent, and whose right has 0."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    levels = [1] * 8 + [0] * 8
+    line = int("".join(f"{level:0{bits}b}" for level in levels), 2).to_bytes(2 * bits, "big")
+    header = struct.pack(">IIBBBBB", 16, 8, bits, 0, 0, 0, 0)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            chunk(b"tRNS", struct.pack(">H", 1)),
+            chunk(b"IDAT", zlib.compress((b"\0" + line) * 8)),
+            chunk(b"IEND", b""),
+        )
+    )
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_images_are_stored_upright(kind: str, orientation: int) -> None:
@@ -223,3 +266,5 @@ def test_an_encoded_image_that_differs_from_its_source_is_detected() -> None:
     for wrong in (np.full_like(array, 255), np.zeros_like(array), array[::-1].copy()):
         with pytest.raises(FetchError, match="not encoded"):
             check_resemblance(array, cv2.imencode(".jpg", wrong)[1])
+        with pytest.raises(FetchError, match="not encoded"):
+            check_resemblance(array, cv2.imencode(".png", wrong)[1], kind="png")

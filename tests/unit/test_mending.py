@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -63,6 +64,17 @@ def in_the_way(path: Path) -> None:
     path.mkdir()
 
 
+def change_list(path: Path) -> None:
+    """Write the list again with another caption: a readable file, but not the one that the plan names."""
+    file = pq.ParquetFile(path)
+    with pq.ParquetWriter(path.with_suffix(".other"), file.schema_arrow) as writer:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            captions = [text.replace("picture", "drawing") for text in table["caption"].to_pylist()]
+            writer.write_table(table.set_column(table.column_names.index("caption"), "caption", [captions]))
+    path.with_suffix(".other").replace(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "manifest.json": lambda root: edit(root / "manifest.json", lambda tree: tree["failures"].update({"dns": 7})),
     "manifest.json ": lambda root: edit(root / "manifest.json", lambda tree: tree.update(attempted=99)),
@@ -75,6 +87,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "meta/00002.parquet ": lambda root: (root / "meta/00002.parquet").write_bytes(b"<html>"),
     "plan/plan.json": lambda root: (root / "plan/plan.json").write_text("[]"),
     "plan/plan.json ": lambda root: (root / "plan/part-00000.parquet").write_bytes(b"PAR1"),
+    "plan/plan.json  ": lambda root: change_list(root / "plan/part-00000.parquet"),
     "sessions.jsonl": lambda root: (root / "sessions.jsonl").write_text('{"started": \n'),
     "shards/00003.tar": lambda root: flip(root / "shards/00003.tar", 700),
     "shards/00003.tar ": lambda root: in_the_way(root / "shards/00003.tar"),
@@ -193,6 +206,17 @@ def test_removal_from_an_unfinished_dataset_writes_no_manifest(copied: Path, tmp
     Folder(copied).withdraw(0)
     with pytest.raises(UserError, match=r"1 of 4 shards of .* are not finished, the first is 0"):
         write_manifest(Folder(copied), load_plan(Folder(copied)))
+
+
+def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied: Path) -> None:
+    folder = Folder(copied)
+    with one_of_several(folder, 2), one_of_several(folder, 2):
+        with pytest.raises(UserError, match="Another process is working"), one_of_several(folder, 3):
+            pass
+        with one_of_several(folder, 2):
+            pass
+    with one_of_several(folder, 3):
+        pass
 
 
 def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:

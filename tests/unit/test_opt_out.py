@@ -42,6 +42,11 @@ def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "n
         ("otherbot: nofollow, *: none",),
         ("neuclip: unavailable_after: 25 Jun 2010 15:00:00 GMT",),
         ("googlebot: nofollow", "noimageai"),
+        ("unavailable_after: 25 Jun 2010",),
+        ("unavailable_after: 2010-06-25 15:00:00 UTC",),
+        ("unavailable_after: Jun 25, 2010, nofollow",),
+        ("unavailable_after: Friday, 25-Jun-10 15:00:00 UTC",),
+        ("noindex nofollow",),
     ],
 )
 def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
@@ -63,6 +68,9 @@ def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
         ("max-image-preview: none",),
         ("unavailable_after: Fri, 25 Jun 2077 15:00:00 GMT, nofollow",),
         ("unavailable_after: some day",),
+        ("unavailable_after: Jun 25, 2077",),
+        ("unavailable_after: 25 Jun 2077, index",),
+        ("otherbot: unavailable_after: 2010-06-25 15:00:00 UTC",),
     ],
 )
 def test_headers_that_do_not_opt_out(lines: tuple[str, ...]) -> None:

@@ -100,7 +100,7 @@ class Manifest:
             "failures": dict(sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))),
             "facts": dict(self.facts),
         }
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with replacing(path, durable=True) as temporary, temporary.open("w", encoding="utf-8") as file:
             write_object(file, header, items_of="shards", items=(asdict(shard) for shard in self.shards))
         return path
 

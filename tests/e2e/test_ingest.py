@@ -38,7 +38,7 @@ SCENES = parse(
         "pairs": PAIRS,
         "image_size": 48,
         "faults": {**RATES, "oversize": 0.01, "stall": 0.01},
-        "stall_seconds": 8,
+        "stall_seconds": 16,
         "slow_seconds": 0.2,
     },
 )
@@ -72,7 +72,7 @@ class World:
                 "contact": "test@example.org",
                 "max_pixels": 1_000_000,
             },
-            "fetch": {"shard_size": SHARD, "timeout": 2, "total_timeout": 4, **fetch},
+            "fetch": {"shard_size": SHARD, "timeout": 6, "total_timeout": 12, **fetch},
         }
         return parse(DownloadConfig, tree)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from data_prep.dataset.canonical_tar import sha256_of
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.fault_points import reach
 from data_prep.settings.download_config import SubsetConfig
@@ -23,7 +22,7 @@ from data_prep.sources.table_checks import check_rows
 from data_prep.sources.table_identity import check_unchanged, identity_of
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import flush, write_json
+from pipeline.files import flush, sha256_of, write_json
 
 _SHARDS_PER_PART = 100
 
@@ -138,7 +137,7 @@ def check_list(folder: Folder, plan: Plan) -> None:
         read_shard(folder, shard)
     for name, digest in plan.parts.items():
         if sha256_of(folder.plan / name) != digest:
-            raise UserError(f"{folder.plan / name} has been changed since the list was made. {folder.mend}")
+            raise UserError(f"{folder.plan / name} has been changed since the list was made. {folder.repair_hint}")
 
 
 def read_shard(folder: Folder, shard: int) -> Any:

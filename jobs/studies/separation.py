@@ -34,15 +34,21 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "fastclip_v1": {"name": "fastclip_v1", "tau": TAU},
     "amorlip": {"name": "amorlip", **_FIXED, "rho": 2.0},
     "queue": {"name": "neuclip", **_NPN, "npn": "queue"},
+    "queue_previous": {"name": "neuclip", **_NPN, "npn": "queue", "restart_with": "previous"},
     "neuclip": {"name": "neuclip", **_NPN},
     "neuclip_u1": {"name": "neuclip", **_NPN, "inner_steps": 1},
+    "neuclip_cap2": {"name": "neuclip", **_NPN, "ratio_cap": 2.0},
+    "neuclip_plus": {"name": "neuclip_plus", **_NPN, "prototypes": 1024},
+    "neuclip_plus_cap5": {"name": "neuclip_plus", **_NPN, "prototypes": 1024, "ratio_cap": 5.0},
     "literal": {"name": "neuclip_literal", **_NPN},
     "oracle": None,
 }
 """Objective settings of each arm; None: exact normalizers. The temperature is fixed in all arms.
 
 `batch_gcl` is the batch's own estimate without the positive pair in the denominator: `sogclr` with gamma = 1.
-FastCLIP-v3 has no arm: with a fixed temperature its gradients are v1's (tests/unit/test_separation.py checks that).
+`queue` contains the batch's own features, `queue_previous` only those of earlier batches. The arms `_cap2` and `_cap5`
+change the bound of q (`ratio_cap`), which is 5 in `neuclip` and 2 in `neuclip_plus`. FastCLIP-v3 has no arm: with a fixed
+temperature its gradients are v1's (tests/unit/test_separation.py checks that).
 """
 BASELINE = "openclip"
 
@@ -68,12 +74,13 @@ class Group:
     arms: tuple[str, ...] = tuple(ARMS)
 
 
-ALL_BUT_ORACLE = tuple(arm for arm in ARMS if arm != "oracle")
+LARGER = tuple(arm for arm in ARMS if arm not in ("oracle", "literal", "queue"))
+"""The arms at larger n: without those that cost the most, or that 4,096 pairs have answered."""
 SIZES: dict[str, tuple[Group, ...]] = {
     "desk": (
         Group(pairs=4096, epochs=16, batches=(8, 16, 32, 64), seeds=8, shared_seeds=2),
-        Group(pairs=16384, epochs=4, batches=(16, 64), seeds=4, arms=ALL_BUT_ORACLE),
-        Group(pairs=65536, epochs=1, batches=(16, 64), seeds=4, arms=ALL_BUT_ORACLE),
+        Group(pairs=16384, epochs=4, batches=(16, 64), seeds=4, arms=LARGER),
+        Group(pairs=65536, epochs=1, batches=(16, 64), seeds=4, arms=LARGER),
     ),
     "smoke": (Group(pairs=512, epochs=1, batches=(8, 32), seeds=2, shared_seeds=1),),
 }

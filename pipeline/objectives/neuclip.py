@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.mlp import MlpNpn
-from pipeline.objectives.npn.network import BothSides, Npn, PrototypeNpn, anchors_of
+from pipeline.objectives.npn.network import BothSides, Npn, Prediction, PrototypeNpn, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap
@@ -132,9 +132,9 @@ class NeuClip(SoftmaxObjective):
         targets = anchors[0].log_target, anchors[1].log_target
         with self.world.phase("npn"):
             prediction = self.npn.advance(batch, anchors)
-        alpha, ratio = [], []
+        chosen, alpha, ratio = self.chosen_normalizers(prediction, targets), [], []
         for side in (0, 1):
-            alpha.append(torch.maximum(prediction.alpha[side], targets[side] - self._log_cap))
+            alpha.append(torch.maximum(chosen[side], targets[side] - self._log_cap))
             ratio.append(torch.exp(targets[side] - alpha[side]))
         inside = (ratio[0] + alpha[0] + ratio[1] + alpha[1]).mean() + 2 * (config.rho - 1)
         tau_gradient = inside
@@ -160,6 +160,10 @@ class NeuClip(SoftmaxObjective):
             },
             update=batch,
         )
+
+    def chosen_normalizers(self, prediction: Prediction, targets: Pair) -> Pair:
+        """The log-normalizers that weigh the batch's anchors, [B] each; targets: the batch's own log(eps + g)."""
+        return prediction.alpha
 
     def cold_normalizers(self, batch: AnchorBatch) -> Pair:
         return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))

@@ -39,6 +39,8 @@ class Prediction:
     """To be used."""
     cold: Pair
     """From before the inner updates."""
+    prototypes: int = 0
+    """Prototypes that the prediction is a mean over; 0 for a network without any."""
 
 
 class Npn(Component):
@@ -139,7 +141,7 @@ class PrototypeNpn(Npn):
         self.network.next_updates += self.inner_steps
         if self.sharded:
             alpha[0], alpha[1], cold[0], cold[1] = self.context.world.all_gather(torch.stack(alpha + cold, 1)).unbind(1)
-        return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]))
+        return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]), prototypes=self._next_live)
 
     def predict(self, anchors: BothSides) -> Pair:
         live = int(self.live)

@@ -33,6 +33,7 @@ COMMANDS = {
         "jobs.normalizers",
         "Compute a run's exact log-normalizers and the error of its method's estimates.",
     ),
+    "score": ("jobs.score", "Score every image-text pair of a dataset by how well it fits, to filter data."),
     "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its tables and figures."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
     "settings": ("jobs.settings", "List settings with their defaults and meanings."),

@@ -47,8 +47,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 `batch_gcl` is the batch's own estimate without the positive pair in the denominator: `sogclr` with gamma = 1.
 `queue` contains the batch's own features, `queue_previous` only those of earlier batches. The arms `_cap2` and `_cap5`
-change the bound of q (`ratio_cap`), which is 5 in `neuclip` and 2 in `neuclip_plus`. FastCLIP-v3 has no arm: with a fixed
-temperature its gradients are v1's (tests/unit/test_separation.py checks that).
+change the bound of q (`ratio_cap`), which is 5 in `neuclip` and 2 in `neuclip_plus`. FastCLIP-v3 has no arm: with a
+fixed temperature its gradients are v1's (tests/unit/test_separation.py checks that).
 """
 BASELINE = "openclip"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
-from pipeline.model.starting_weights import model_folder_in
+from pipeline.model.starting_weights import logit_of, model_folder_in
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 
 
@@ -84,7 +84,7 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
         clip = create_clip(name, pretrained=pretrained)
         source = spec
         architecture = describe(name, clip, open_clip.get_model_config(name))
-    return for_evaluation(Towers(clip).to(device), architecture, source=source)
+    return for_evaluation(Towers(clip, logit=logit_of(clip)).to(device), architecture, source=source)
 
 
 def copy_for_evaluation(

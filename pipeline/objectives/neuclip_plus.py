@@ -19,8 +19,8 @@ from pipeline.objectives.registry import register
 class NeuClipPlusConfig(NeuClipConfig):
     """NeuCLIP with many prototypes that are not learned but are the newest features of earlier batches.
 
-    The ten inner updates of `neuclip` cost as much as a forward pass over about 30 times as many prototypes. Here a part
-    of that is spent on a longer queue instead. Chosen by `neuclip study separation`; not validated at scale.
+    The ten inner updates of `neuclip` cost as much as a forward pass over about 30 times as many prototypes. Here a
+    part of that is spent on a longer queue instead. Chosen by `neuclip study separation`; not validated at scale.
     """
 
     name: str = "neuclip_plus"

@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "neuclip_full_gradient": {**NEUCLIP, "stop_gradient": False, "ratio_cap": 0},
     "neuclip_literal": {**NEUCLIP, "name": "neuclip_literal"},
+    "neuclip_plus": {"name": "neuclip_plus", "prototypes": 24},
     "neuclip_mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
 }
 

@@ -1,0 +1,295 @@
+"""How much better each image-text pair fits than chance over the whole dataset, by a trained model.
+
+    score_i = s_ii / tau - (l_1i + l_2i) / 2,    l_1i = log mean_j exp(s_ij / tau),    l_2i = log mean_j exp(s_ji / tau)
+
+with s_ij the cosine of image i and text j: the mean of both directions' pointwise log-ratio under the model. A caption
+that fits everything has a high cosine and a high normalizer, and so a low score. The log-normalizers l come from
+NeuCLIP's network where the checkpoint has one, or from a random sample of the dataset's own pairs.
+
+Shards are scored one by one, each into a table of its own, so that a stopped job continues and ranks share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from pipeline.analysis.shard_pairs import PairBatch, read_pairs
+from pipeline.data.order.hashing import draw
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.files import replacing, write_json
+from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.objectives.neuclip import NeuClip
+from pipeline.objectives.npn.prototypes import Anchors
+
+TABLE_NAME, FACTS_NAME = "scores.parquet", "scores.json"
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("shard", pa.dictionary(pa.int32(), pa.string())),
+        ("row", pa.int32()),
+        ("key", pa.string()),
+        ("uid", pa.string()),
+        ("cosine", pa.float32()),
+        ("log_normalizer_image", pa.float32()),
+        ("log_normalizer_text", pa.float32()),
+        ("score", pa.float32()),
+        ("problem", pa.string()),
+    ]
+)
+
+
+class Normalizers(Protocol):
+    """Log-normalizers of pairs, log mean_j exp(s_ij / tau) of both sides."""
+
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, d] unit-norm features of both sides and [b] sample ids -> two [b]."""
+
+
+class NetworkNormalizers:
+    """The prediction of the network of a trained `neuclip` objective."""
+
+    def __init__(self, objective: NeuClip) -> None:
+        self._npn, self._config = objective.npn, objective.config
+        self.tau = math.exp(-objective.logit_parameters()[0])
+
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        positive = (image * text).sum(1)
+        tau, unused = positive.new_tensor(self.tau), torch.zeros_like(positive)
+        sides = [Anchors(side, positive, unused, tau, math.log(self._config.eps)) for side in (image, text)]
+        first, second = self._npn.predict((sides[0], sides[1]))
+        return first + positive / tau, second + positive / tau
+
+
+class SampledNormalizers:
+    """Means over a random sample of the dataset's pairs; a pair of the sample is left out of its own mean.
+
+    Args:
+        image: [m, d] unit-norm features of the sample.
+        text: Likewise.
+        sample_ids: [m].
+        tau: The temperature.
+    """
+
+    def __init__(self, image: Tensor, text: Tensor, sample_ids: Tensor, *, tau: float) -> None:
+        self._others, self._ids, self.tau = (text, image), sample_ids, tau
+
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        own = sample_ids[:, None] == self._ids
+        counted = (len(self._ids) - own.sum(1)).log()
+        first, second = (
+            (side @ others.T / self.tau).masked_fill(own, -math.inf).logsumexp(1) - counted
+            for side, others in zip((image, text), self._others, strict=True)
+        )
+        return first, second
+
+
+@dataclass(frozen=True)
+class ScoringFacts:
+    """What scores depend on; stored beside them, so that parts of different jobs are never mixed."""
+
+    model: str
+    data: str
+    caption: str
+    normalizers: str
+    reference: int
+    tau: float
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model with its temperature, ready to score pairs."""
+
+    model: EvaluationModel
+    normalizers: Normalizers
+    tau: float
+
+    def columns(self, batch: PairBatch, features: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        """The table's computed columns for the readable rows of a batch."""
+        image, text = features
+        cosine = (image * text).sum(1)
+        ids = torch.tensor(batch.sample_ids, device=image.device)
+        first, second = self.normalizers(image, text, ids)
+        values = {
+            "cosine": cosine,
+            "log_normalizer_image": first,
+            "log_normalizer_text": second,
+            "score": cosine / self.tau - (first + second) / 2,
+        }
+        return {name: value.cpu().numpy() for name, value in values.items()}
+
+
+def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Unit-norm features of the readable pairs of a batch, [b, d] each."""
+    device = next(model.towers.parameters()).device
+    return model.encode_image(batch.image.to(device)), model.encode_text(model.tokenize(batch.captions).to(device))
+
+
+def reference_pairs(
+    model: EvaluationModel, manifest: Manifest, *, caption: CaptionField, count: int, batch_size: int, workers: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of `count` pairs of randomly chosen shards, [m, d] each, and their ids, [m]; the same in every job.
+
+    Raises:
+        UserError: No pair of the dataset can be read.
+    """
+    order = sorted(range(len(manifest.shards)), key=lambda index: draw(index, 1))
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    total = 0
+    for batch in read_pairs(
+        manifest, order, caption=caption, preprocess=model.preprocess, batch_size=batch_size, workers=workers
+    ):
+        if batch.captions:
+            image, text = encode(model, batch)
+            found.append((image, text, torch.tensor(batch.sample_ids, device=image.device)))
+            total += len(image)
+        if total >= count:
+            break
+    if total < 2:
+        raise UserError(f"{manifest.root} holds fewer than two readable pairs: there is nothing to compare with.")
+    image, text, ids = (torch.cat(parts)[:count] for parts in zip(*found, strict=True))
+    return image, text, ids
+
+
+def score_shards(
+    scorer: Scorer,
+    manifest: Manifest,
+    *,
+    caption: CaptionField,
+    output: Path,
+    world: World,
+    batch_size: int,
+    workers: int,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the table of every shard that has none yet; this rank's share of them.
+
+    Args:
+        scorer: The model.
+        manifest: The shards.
+        caption: Where captions are.
+        output: Folder of the tables.
+        world: The ranks.
+        batch_size: Pairs that are encoded at a time.
+        workers: Decoding processes.
+        on_shard: Called with the number of this rank's finished shards, and of all its shards.
+    """
+    mine = range(world.rank, len(manifest.shards), world.size)
+    left = [index for index in mine if not part_of(output, index).is_file()]
+    done, rows = len(mine) - len(left), list[dict[str, Any]]()
+    on_shard(done, len(mine))
+    for batch in read_pairs(
+        manifest, left, caption=caption, preprocess=scorer.model.preprocess, batch_size=batch_size, workers=workers
+    ):
+        rows += _rows(scorer, manifest, batch)
+        if batch.ends_shard:
+            rows.sort(key=lambda row: int(row["row"]))
+            path = part_of(output, batch.shard)
+            with replacing(path) as temporary:
+                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary)
+            rows, done = [], done + 1
+            on_shard(done, len(mine))
+
+
+def part_of(output: Path, shard: int) -> Path:
+    """The table of one shard."""
+    return output / "parts" / f"{shard:06d}.parquet"
+
+
+def start_output(output: Path, facts: ScoringFacts) -> None:
+    """Create a folder for scores, or check that it holds scores of the same model, data and settings.
+
+    Raises:
+        UserError: It holds others.
+    """
+    path = output / FACTS_NAME
+    if path.is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))["facts"]
+        if other := [name for name, value in asdict(facts).items() if stored.get(name) != value]:
+            differing = ", ".join(f"{name} ({stored.get(name)}, now {asdict(facts)[name]})" for name in other)
+            raise UserError(f"{output} holds scores with another {differing}: give another --output, or delete it.")
+        return
+    write_json(path, {"facts": asdict(facts)})
+
+
+def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[str, Any]:
+    """Write `scores.parquet` from the tables of all shards, and the counts to `scores.json`. Returns: the counts.
+
+    Raises:
+        UserError: Tables are missing.
+    """
+    paths = [part_of(output, index) for index in range(len(manifest.shards))]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
+    problems: dict[str, int] = {}
+    with replacing(output / TABLE_NAME) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+        for path in paths:
+            table = pq.read_table(path, schema=SCHEMA)
+            for problem in table["problem"].drop_null().to_pylist():
+                problems[problem] = problems.get(problem, 0) + 1
+            writer.write_table(table)
+    counts = {"pairs": manifest.n, "scored": manifest.n - sum(problems.values()), "problems": problems}
+    write_json(output / FACTS_NAME, {"facts": asdict(facts), **counts})
+    return counts
+
+
+def worst_keys(table: Path, share: float) -> list[str]:
+    """Keys of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
+
+    Raises:
+        UserError: The shards have no keys.
+    """
+    columns = pq.read_table(table, columns=["key", "score"])
+    score = columns["score"].to_numpy(zero_copy_only=False)
+    keys = columns["key"].to_pylist()
+    order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
+    chosen = order[: int(share * int(np.isfinite(score).sum()))]
+    if any(keys[index] is None for index in chosen):
+        raise UserError("The samples have no JSON member with a key: such shards cannot be filtered by it.")
+    return [keys[index] for index in chosen]
+
+
+def best_uids(table: Path, share: float) -> np.ndarray:
+    """uids of the pairs with the highest scores, in the form that `subset.index` reads: sorted pairs of uint64.
+
+    Raises:
+        UserError: The samples have no uids of 32 hexadecimal digits.
+    """
+    columns = pq.read_table(table, columns=["uid", "score"])
+    score = columns["score"].to_numpy(zero_copy_only=False)
+    uids = columns["uid"].to_pylist()
+    scored = np.flatnonzero(np.isfinite(score))
+    chosen = scored[np.argsort(-score[scored], kind="stable")][: int(share * len(scored))]
+    try:
+        halves = [(int(uids[i][:16], 16), int(uids[i][16:], 16)) for i in chosen if len(uids[i]) == 32]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The samples have no uids of 32 hexadecimal digits ({error}).") from error
+    if len(halves) < len(chosen):
+        raise UserError("The samples have no uids of 32 hexadecimal digits.")
+    return np.sort(np.array(halves, dtype="u8,u8"))
+
+
+def _rows(scorer: Scorer, manifest: Manifest, batch: PairBatch) -> Iterator[dict[str, Any]]:
+    """The table's rows of a batch: the readable pairs, then those with a problem."""
+    shard = manifest.shards[batch.shard]
+    fixed = {"shard": shard.name}
+    if batch.captions:
+        columns = scorer.columns(batch, encode(scorer.model, batch))
+        for at, row in enumerate(batch.rows):
+            values = {name: float(column[at]) for name, column in columns.items()}
+            yield fixed | {"sample_id": shard.offset + row, "row": row, **batch.names.get(row, {}), **values}
+    for row, problem in batch.problems:
+        yield fixed | {"sample_id": shard.offset + row, "row": row, **batch.names.get(row, {}), "problem": problem}

@@ -1,0 +1,99 @@
+"""Build the scorer of `neuclip score` from a model and a dataset."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from pipeline.analysis.pair_scores import NetworkNormalizers, SampledNormalizers, Scorer, ScoringFacts, reference_pairs
+from pipeline.checkpoint.layout import META_NAME
+from pipeline.checkpoint.reader import open_checkpoint
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.starting_weights import model_folder_in
+from pipeline.objectives import build_objective
+from pipeline.objectives.neuclip import NeuClip
+from pipeline.training.recipe import parse_recipe
+
+
+def make_scorer(
+    spec: str,
+    manifest: Manifest,
+    *,
+    caption: CaptionField,
+    normalizers: str,
+    reference: int,
+    batch_size: int,
+    workers: int,
+    world: World,
+) -> tuple[Scorer, ScoringFacts]:
+    """The scorer, the same on every rank, and the facts that its scores depend on.
+
+    Args:
+        spec: As `load_for_evaluation`.
+        manifest: The dataset.
+        caption: Where captions are.
+        normalizers: "network", "sample", or "auto": the network where the checkpoint has one.
+        reference: Pairs of the sample.
+        batch_size: Pairs that are encoded at a time.
+        workers: Decoding processes.
+        world: The ranks.
+
+    Raises:
+        UserError: There is no model, it has no temperature, or no network where that was chosen.
+    """
+    model = load_for_evaluation(spec, device=world.device)
+    network = None if normalizers == "sample" else load_network(spec, device=world.device)
+    if network is not None:
+        return Scorer(model, network, network.tau), _facts(model, manifest, caption, "network", 0, network.tau)
+    if normalizers == "network":
+        raise UserError(f"{spec} is no checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
+    tau = _temperature(model, spec)
+    image, text, ids = reference_pairs(
+        model, manifest, caption=caption, count=reference, batch_size=batch_size, workers=workers
+    )
+    sampled = SampledNormalizers(image, text, ids, tau=tau)
+    return Scorer(model, sampled, tau), _facts(model, manifest, caption, "sample", reference, tau)
+
+
+def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | None:
+    """The network of the checkpoint at `spec`, a folder of one step or a run; None where there is none.
+
+    Raises:
+        UserError: The checkpoint is damaged.
+    """
+    folder = model_folder_in(Path(spec))
+    if folder is None or not (folder / META_NAME).is_file():
+        return None
+    checkpoint = open_checkpoint(folder)
+    run, state = parse_recipe(checkpoint.meta["config"]), checkpoint.objective()
+    if "npn.weight" not in state:
+        return None
+    objective = build_objective(
+        run.objective,
+        dim=state["npn.weight"].shape[-1],
+        batch_size=run.batch_size,
+        dataset_size=max(run.samples, 2),  # which the prediction does not depend on
+        total_steps=run.total_steps,
+        world=World(),  # each rank predicts for its own pairs
+        device=device,
+    )
+    objective.load_state_dict(state)
+    return NetworkNormalizers(objective) if isinstance(objective, NeuClip) else None
+
+
+def _facts(
+    model: EvaluationModel, manifest: Manifest, caption: CaptionField, normalizers: str, reference: int, tau: float
+) -> ScoringFacts:
+    return ScoringFacts(model.digest, manifest.digest, str(caption), normalizers, reference, tau)
+
+
+def _temperature(model: EvaluationModel, spec: str) -> float:
+    if model.towers.logit is None:
+        raise UserError(f"{spec} has no logit scale, and so no temperature to score with.")
+    return math.exp(-model.towers.logit[0])

@@ -1,0 +1,194 @@
+"""Read the pairs of shards in stored order, preprocessed for evaluation, with their keys."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import FORMATS, Manifest
+from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
+
+NAMES = ("key", "uid")
+"""Fields of a sample's JSON member that are reported."""
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Consecutive pairs of one shard; those that cannot be read are listed apart."""
+
+    shard: int
+    """The shard's number in the manifest."""
+    rows: list[int]
+    """Positions in the shard of the readable pairs."""
+    sample_ids: list[int]
+    """Their ids."""
+    image: Tensor
+    """[b, 3, H, W], preprocessed."""
+    captions: list[str]
+    problems: list[tuple[int, str]]
+    """Position and reason of the other pairs."""
+    names: dict[int, dict[str, str]] = field(default_factory=dict)
+    """key and uid by position, where the sample has them."""
+    ends_shard: bool = False
+
+
+def read_pairs(
+    manifest: Manifest,
+    shards: Sequence[int],
+    *,
+    caption: CaptionField,
+    preprocess: Callable[[Any], Tensor],
+    batch_size: int,
+    workers: int,
+) -> Iterator[PairBatch]:
+    """The pairs of shards, shard after shard in the given order.
+
+    Args:
+        manifest: The dataset.
+        shards: Numbers of the shards.
+        caption: Where captions are.
+        preprocess: Of a PIL image.
+        batch_size: Most pairs of a batch.
+        workers: Processes that decode; each reads whole shards, which are put back in order.
+    """
+    whole = _Shards(manifest, shards, caption, preprocess, batch_size)
+    if not workers or len(shards) < 2:
+        for place in range(len(shards)):
+            yield from whole.stream(place)
+        return
+    # Forking a process with threads, as torch's and a GPU's, may hang.
+    context = multiprocessing.get_context("forkserver")
+    loader: DataLoader[list[PairBatch]] = DataLoader(
+        whole,
+        batch_size=None,
+        num_workers=min(workers, len(shards)),
+        prefetch_factor=1,
+        multiprocessing_context=context,
+        collate_fn=_unchanged,
+    )
+    for batches in loader:
+        yield from batches
+
+
+def _unchanged(batches: list[PairBatch]) -> list[PairBatch]:
+    return batches
+
+
+@dataclass(frozen=True)
+class _Shards(Dataset[list[PairBatch]]):
+    manifest: Manifest
+    shards: Sequence[int]
+    caption: CaptionField
+    preprocess: Callable[[Any], Tensor]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, place: int) -> list[PairBatch]:
+        torch.set_num_threads(1)
+        return list(self.stream(place))
+
+    def stream(self, place: int) -> Iterator[PairBatch]:
+        number = self.shards[place]
+        shard = self.manifest.shards[number]
+        url, names = self.manifest.url(shard), self._names(number)
+        good: list[tuple[int, Tensor, str]] = []
+        bad: list[tuple[int, str]] = []
+        for row, outcome in enumerate(self._outcomes(url, shard.samples)):
+            if isinstance(outcome, str):
+                bad.append((row, outcome))
+            else:
+                good.append((row, *outcome))
+            if len(good) == self.batch_size and row + 1 < shard.samples:
+                yield self._batch(number, good, bad, names)
+                good, bad = [], []
+        yield self._batch(number, good, bad, names, ends_shard=True)
+
+    def _outcomes(self, url: str, samples: int) -> Iterator[tuple[Tensor, str] | str]:
+        """What became of each of the samples that the manifest counts, in order; damage counts for all that follow."""
+        row = 0
+        try:
+            with open_records(url, skip=0, caption_suffix=self.caption.suffix) as records:
+                for row, record in enumerate(records, start=1):
+                    if row > samples:
+                        return
+                    yield self._read(record)
+        except (DamagedTar, OSError) as error:
+            reason = f"shard cannot be read: {error}"
+        else:
+            reason = "missing in its shard"
+        for _ in range(row, samples):
+            yield reason
+
+    def _read(self, record: TarRecord) -> tuple[Tensor, str] | str:
+        try:
+            if record.problem or record.image is None:
+                raise CorruptSample(record.problem or "image is missing")
+            return self.preprocess(_decode(record.image)), self.caption.read(record)
+        except CorruptSample as error:
+            return str(error)
+
+    def _names(self, number: int) -> dict[int, dict[str, str]]:
+        """key and uid of each sample that has a JSON member."""
+        names = {}
+        try:
+            with open_records(
+                self.manifest.url(self.manifest.shards[number]), skip=0, caption_suffix="json"
+            ) as records:
+                for row, record in enumerate(records):
+                    if record.caption is not None and (found := _fields(record.caption)):
+                        names[row] = found
+        except (DamagedTar, OSError):
+            pass  # reported for the samples themselves
+        return names
+
+    def _batch(
+        self,
+        number: int,
+        good: list[tuple[int, Tensor, str]],
+        bad: list[tuple[int, str]],
+        names: dict[int, dict[str, str]],
+        *,
+        ends_shard: bool = False,
+    ) -> PairBatch:
+        offset = self.manifest.shards[number].offset
+        rows = [row for row, _, _ in good]
+        kept = {row: names[row] for row in (*rows, *(row for row, _ in bad)) if row in names}
+        image = torch.stack([image for _, image, _ in good]) if good else torch.empty(0)
+        captions = [caption for _, _, caption in good]
+        return PairBatch(number, rows, [offset + row for row in rows], image, captions, bad, kept, ends_shard)
+
+
+def _decode(data: bytes) -> Image.Image:
+    """Raises: CorruptSample."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata
+            return Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise CorruptSample("image has too many pixels") from error
+    except Exception as error:  # PIL's plugins raise exceptions of many types on broken files
+        raise CorruptSample("image cannot be decoded") from error
+
+
+def _fields(text: bytes) -> dict[str, str]:
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(tree, dict):
+        return {}
+    return {name: str(tree[name]) for name in NAMES if tree.get(name) is not None}

@@ -1,0 +1,160 @@
+"""`neuclip score`: its values equal their definition, parts resume and are never mixed, and nothing is dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from data_prep.sources.subset import _contained
+from jobs.score import command
+from pipeline.analysis.pair_scores import SampledNormalizers, encode, part_of
+from pipeline.analysis.scorer import load_network
+from pipeline.analysis.shard_pairs import read_pairs
+from pipeline.checkpoint.reader import open_checkpoint
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.starting_weights import model_folder_in
+from tests.launch import run as launch
+from tests.shards import sample, write_shards
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few steps of neuclip on 40 pairs."""
+    folder = tmp_path_factory.mktemp("score")
+    write_shards(folder / "data", [20, 12, 8])
+    launch(
+        "jobs.train", "--recipe", "jobs/recipes/desk.yaml", "objective.name=neuclip", f"output={folder / 'run'}",
+        f"data.sources={folder / 'data'}", "samples=64", "batch_size=16", "data.streams=2", "schedule.warmup_steps=0",
+        "objective.prototypes=24",
+    )  # fmt: skip
+    return folder
+
+
+def score(base: Path, output: Path, *options: str, data: str = "data") -> Result:
+    arguments = [str(base / "run"), "--data", str(base / data), "--output", str(output), "--workers", "0"]
+    return CliRunner().invoke(command, [*arguments, "--device", "cpu", *options])
+
+
+def table(output: Path) -> dict[str, list]:
+    return pq.read_table(output / "scores.parquet").to_pydict()
+
+
+def test_sampled_normalizers_equal_the_definition_and_leave_out_the_own_pair() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(9, 4, generator=generator), dim=1) for _ in range(2))
+    found = SampledNormalizers(image[:6], text[:6], torch.arange(6), tau=0.1)(image, text, torch.arange(9))
+    for i in range(9):
+        others = [j for j in range(6) if j != i]
+        expected = [
+            math.log(sum(math.exp(float(a[i] @ b[j]) / 0.1) for j in others) / len(others))
+            for a, b in ((image, text), (text, image))
+        ]
+        assert [float(side[i]) for side in found] == pytest.approx(expected, rel=1e-4)
+
+
+def test_every_pair_has_the_score_of_its_definition(base: Path, tmp_path: Path) -> None:
+    result = score(base, tmp_path / "out", "--normalizers", "sample", "--reference", "40", "--batch-size", "7")
+    assert result.exit_code == 0, result.output
+    assert "40 of 40 pairs have scores" in result.output
+    rows = table(tmp_path / "out")
+    assert rows["sample_id"] == list(range(40))
+    assert rows["row"] == [*range(20), *range(12), *range(8)]
+    facts = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert (facts["pairs"], facts["scored"], facts["problems"]) == (40, 40, {})
+    model = load_for_evaluation(str(base / "run"))
+    assert model.towers.logit is not None
+    tau = math.exp(-model.towers.logit[0])
+    assert facts["facts"]["tau"] == pytest.approx(tau)
+    score_of = [
+        c / tau - (a + b) / 2
+        for c, a, b in zip(rows["cosine"], rows["log_normalizer_image"], rows["log_normalizer_text"], strict=True)
+    ]
+    assert rows["score"] == pytest.approx(score_of, abs=1e-4)
+
+
+def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path: Path) -> None:
+    result = score(base, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "network normalizers" in result.output
+    checkpoint = model_folder_in(base / "run")
+    assert checkpoint is not None
+    network, model = load_network(str(checkpoint), device=torch.device("cpu")), load_for_evaluation(str(checkpoint))
+    weight = torch.nn.functional.normalize(open_checkpoint(checkpoint).objective()["npn.weight"], dim=2)
+    assert network is not None
+    assert weight.shape[1] == 24
+    rows = table(tmp_path / "out")
+    batch = next(
+        read_pairs(
+            load_manifest(base / "data"),
+            [0],
+            caption=CaptionField(),
+            preprocess=model.preprocess,
+            batch_size=64,
+            workers=0,
+        )
+    )
+    for side, features in zip(("image", "text"), encode(model, batch), strict=True):
+        number = ("image", "text").index(side)
+        expected = ((features @ weight[number].T) / network.tau).logsumexp(1) - math.log(24)
+        assert rows[f"log_normalizer_{side}"][:20] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_a_stopped_job_continues_and_other_settings_are_refused(base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert score(base, output).exit_code == 0
+    before, kept = table(output), part_of(output, 0).stat().st_mtime_ns
+    part_of(output, 1).unlink()
+    (output / "scores.parquet").unlink()
+    assert score(base, output).exit_code == 0
+    assert table(output) == before
+    assert part_of(output, 0).stat().st_mtime_ns == kept
+    refused = score(base, output, "--normalizers", "sample")
+    assert "another normalizers (network, now sample)" in str(refused.exception)
+
+
+def test_unreadable_samples_are_listed_with_their_reason(base: Path, tmp_path: Path) -> None:
+    folder = base / "damaged"
+    folder.mkdir()
+    manifest = load_manifest(base / "data")
+    for shard in manifest.shards:
+        (folder / shard.name).write_bytes(Path(manifest.url(shard)).read_bytes())
+    (folder / "manifest.json").write_bytes((base / "data" / "manifest.json").read_bytes())
+    last = folder / manifest.shards[2].name
+    last.write_bytes(last.read_bytes()[:-20000])
+    result = score(base, tmp_path / "out", data="damaged")
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / "out")
+    assert rows["sample_id"] == list(range(40))
+    bad = [row for row, problem in enumerate(rows["problem"]) if problem]
+    assert bad
+    assert all(row >= 32 and math.isnan(rows["score"][row] or math.nan) for row in bad)
+    assert f"{40 - len(bad)} of 40 pairs have scores" in result.output
+
+
+def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
+    uids = [f"{(index * 0x9E3779B97F4A7C15F39CC0605CEDC834) % 2**128:032x}" for index in range(1, 41)]
+    named = {
+        i: {**sample(i), "json": json.dumps({"key": f"{i:09d}", "uid": uids[i]}).encode()} for i in range(len(uids))
+    }
+    write_shards(base / "named", [25, 15], replace=named)
+    worst, best = tmp_path / "worst.txt", tmp_path / "best.npy"
+    result = score(
+        base, tmp_path / "out", "--list-worst", "0.25", str(worst), "--index-best", "0.5", str(best), data="named"
+    )
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / "out")
+    order = np.argsort(rows["score"], kind="stable")
+    assert worst.read_text().split() == [rows["key"][i] for i in order[:10]]
+    index = np.load(best)
+    assert len(index) == 20
+    kept = _contained(rows["uid"], index)
+    assert sorted(np.flatnonzero(kept)) == sorted(order[20:])

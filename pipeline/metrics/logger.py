@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
 from pipeline.metrics.sinks import SINKS, Distribution, Sink, SinkContext
+from pipeline.metrics.trackers import check_installed
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -28,7 +29,10 @@ class TelemetryConfig:
     tensorboard: bool = True
     """Write RUN/tensorboard/ beside RUN/metrics.jsonl."""
     trackers: tuple[str, ...] = ()
-    """Further sinks, by the names under which pipeline/metrics/sinks.py registers them."""
+    """Trackers beside TensorBoard: `wandb` (Weights & Biases), `trackio`, or names that code of your own registers with
+    `pipeline.metrics.sinks.register_sink`. The scores of `evaluation.suite` and the validation loss are included."""
+    project: str = "neuclip"
+    """The project in trackers; a run has the name of its folder there."""
     progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
     """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same without events, which are in
     RUN/metrics.jsonl, and with a line every 30 seconds."""
@@ -48,11 +52,12 @@ def sink_names(config: TelemetryConfig) -> list[str]:
     """The sinks that a configuration turns on.
 
     Raises:
-        UserError: `trackers` has a name that no sink is registered under.
+        UserError: `trackers` has a name that no sink is registered under, or a tracker's package is not installed.
     """
     for name in config.trackers:
         if name not in SINKS:
             raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, tuple(SINKS))}")
+    check_installed(config.trackers)
     built_in = ["jsonl", *(["tensorboard"] if config.tensorboard else []), "progress"]
     return list(dict.fromkeys([*built_in, *config.trackers]))
 
@@ -137,5 +142,7 @@ def open_telemetry(
         UserError: As `sink_names`.
     """
     names = sink_names(config)
-    context = SinkContext(run, total_steps=total_steps, first_step=first_step, progress=config.progress)
+    context = SinkContext(
+        run, total_steps=total_steps, first_step=first_step, progress=config.progress, project=config.project
+    )
     return Telemetry([SINKS[name](context) for name in names] if is_main else [])

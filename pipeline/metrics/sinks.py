@@ -32,6 +32,8 @@ class SinkContext:
     """The step at which this process continues; records of later steps are outdated."""
     progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
     """The setting `telemetry.progress`."""
+    project: str = "neuclip"
+    """The setting `telemetry.project`."""
 
 
 @dataclass(frozen=True)

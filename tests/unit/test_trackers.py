@@ -1,0 +1,135 @@
+"""Weights & Biases (offline) and trackio receive what a run reports."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.metrics import trackers
+from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
+
+
+def opened(run: Path, name: str, *, first_step: int = 0) -> Telemetry:
+    config = TelemetryConfig(progress="quiet", tensorboard=False, trackers=(name,), project="tests")
+    return open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=True)
+
+
+def report(run: Path, name: str) -> None:
+    """Report steps 1 and 2, and after a resume steps 2 and 3 with scores."""
+    run.mkdir()
+    (run / "config.yaml").write_text("samples: 80\noptimizer: {lr: 0.001}\n")
+    telemetry = opened(run, name)
+    telemetry.train(step=1, scalars={"loss": 3.0})
+    telemetry.train(step=2, scalars={"loss": 2.0})
+    telemetry.distributions(step=2, values={"gap": torch.arange(10.0)})
+    telemetry.pictures(step=2, grid=np.zeros((8, 8, 3), dtype=np.uint8), captions=["a dog"])
+    telemetry.close()
+    telemetry = opened(run, name, first_step=1)
+    telemetry.train(step=2, scalars={"loss": 2.5})
+    telemetry.validation(step=3, scores={"loss": 1.5})
+    telemetry.evaluation(step=3, scores={"imagenet": 0.25})
+    telemetry.close()
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a `.wandb` file: LevelDB's log format after a header of 7 bytes."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left = (1 << 15) - position % (1 << 15)
+        if left < 7:
+            position += left
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def wandb_records(run: Path) -> tuple[list[dict[str, Any]], set[str], dict[str, Any]]:
+    """History rows, run ids and settings of the offline files."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows, ids, settings = [], set(), {}
+    for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for data in log_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    return rows, ids, settings
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_metrics_scores_pictures_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    report(tmp_path / "mine", "wandb")
+    rows, ids, settings = wandb_records(tmp_path / "mine")
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(1, 3.0), (2, 2.0), (2, 2.5)]
+    assert next(row for row in rows if "evaluation/imagenet" in row)["evaluation/imagenet"] == 0.25
+    assert next(row for row in rows if "validation/loss" in row)["step"] == 3
+    names = {name.partition(".")[0] for row in rows for name in row}
+    assert {"batch/images", "distribution/gap"} <= names
+    assert len(ids) == 1, "a resumed run goes on in the same tracker's run"
+    assert settings["samples"] == 80
+
+
+@pytest.mark.slow
+def test_trackio_has_metrics_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip("trackio")
+    report(tmp_path / "mine", "trackio")
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        found = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    rows = [(name, step, json.loads(metrics)) for name, step, metrics in found]
+    assert {name for name, _, _ in rows} == {"mine"}
+    assert [(step, row["train/loss"]) for _, step, row in rows if "train/loss" in row] == [(1, 3.0), (2, 2.0), (2, 2.5)]
+    assert [(step, row["evaluation/imagenet"]) for _, step, row in rows if "evaluation/imagenet" in row] == [(3, 0.25)]
+
+
+def test_a_tracker_that_is_missing_or_fails_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Client:
+        @staticmethod
+        def init(**_: Any) -> None:
+            raise RuntimeError("no API key")
+
+        @staticmethod
+        def log(*_: Any, **__: Any) -> None:
+            raise RuntimeError("no network")
+
+        finish = init
+
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"telemetry\.trackers=wandb needs the package wandb: pip install wandb"):
+        sink_names(TelemetryConfig(trackers=("wandb",)))
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers.importlib, "import_module", lambda name: Client)
+    with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no API key\).*WANDB_MODE=offline"):
+        opened(tmp_path, "wandb")
+    monkeypatch.setattr(Client, "init", lambda **_: None)
+    telemetry = opened(tmp_path, "trackio")
+    telemetry.train(step=1, scalars={"loss": 1.0})
+    telemetry.train(step=2, scalars={"loss": 1.0})
+    assert capsys.readouterr().err.count("Trackio cannot be written (RuntimeError: no network)") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("loss") == 2

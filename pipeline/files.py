@@ -40,7 +40,7 @@ def replacing(path: str | Path, *, durable: bool = False, unique: bool = True) -
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = False) -> Path:
-    """Create or replace a UTF-8 text file in one step; see `replacing`. Returns: its path."""
+    """Create or replace a UTF-8 text file in one step (see `replacing`), and return its path."""
     path = Path(path)
     with replacing(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -48,7 +48,7 @@ def write_text(path: str | Path, text: str, *, durable: bool = False) -> Path:
 
 
 def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
-    """Create or replace an indented JSON file in one step; see `replacing`. Returns: its path."""
+    """Create or replace an indented JSON file in one step (see `replacing`), and return its path."""
     return write_text(path, json.dumps(tree, indent=1) + "\n", durable=durable)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import http.client
-import socket
-import ssl
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
@@ -25,13 +21,11 @@ from xxhash import xxh3_64_intdigest
 from data_prep import reasons
 from data_prep.fetching.content import check_image
 from data_prep.fetching.deadline import Deadlines
-from data_prep.fetching.guard import AddressFilter
-from data_prep.fetching.opt_out import is_opted_out
+from data_prep.fetching.url_handlers import ascii_url, check_authority, check_opt_out, director_for
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
 _CHUNK = 1 << 16
-Connect = Callable[..., socket.socket]
 
 
 class Fetched:
@@ -74,27 +68,19 @@ class Opener:
             handshake, headers or body byte by byte is abandoned.
     """
 
-    def __init__(
-        self,
-        guard: GuardConfig,
-        *,
-        connections: int,
-        retries: int,
-        total_seconds: float,
-    ) -> None:
+    def __init__(self, guard: GuardConfig, *, connections: int, retries: int, total_seconds: float) -> None:
         self._guard = guard
         self._retries = retries
         self._total_seconds = total_seconds
         self._deadlines = Deadlines(total_seconds)
-        self._director = _director(guard, self._deadlines)
+        self._director = director_for(guard, self._deadlines)
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
         self._blocked: Mapping[str, str] = {}
         self._is_closed = False
         # URLs of bodies by their hash, because img2dataset passes on a body without its URL.
         self._urls: dict[int, str] = {}
-        self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}" + (
-            f"; +{guard.contact})" if guard.contact else ")"
-        )
+        contact = f"; +{guard.contact}" if guard.contact else ""
+        self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
 
     def begin(self, blocked: Mapping[str, str]) -> None:
         """Start a shard.
@@ -150,7 +136,7 @@ class Opener:
             raise FetchError(reasons.REFUSED_SCHEME, parts.scheme or "none")
         if not name:
             raise FetchError(reasons.BAD_URL, "no host")
-        _check_authority(parts)
+        check_authority(parts)
         return self._hosts[name]
 
     def _attempt(self, request: urllib.request.Request, host: _Host, timeout: float) -> Fetched:
@@ -176,7 +162,7 @@ class Opener:
 
     def _receive(self, response: Any) -> Fetched:
         headers: Message = response.headers
-        _check_opt_out(headers, self._guard)
+        check_opt_out(headers, self._guard)
         body = b"".join(self._chunks(response))
         promised = _number(headers.get("Content-Length", ""))
         if promised is not None and len(body) < promised:
@@ -197,14 +183,14 @@ class Opener:
             yield chunk
 
     def _strike(self, host: _Host, error: Exception, reason: str) -> None:
-        """Start a back-off for a host that says that it gets too many requests."""
+        """Start a back-off for a host that reports too many requests."""
         if reason not in ("http 429", "http 503"):
             return
-        asked = _retry_after(error)
+        requested = _retry_after(error)
         with host.lock:
             doubled = self._guard.backoff * 2 ** min(host.strikes, 16)
             host.strikes += 1
-            pause = min(max(asked, doubled), self._guard.max_backoff)
+            pause = min(max(requested, doubled), self._guard.max_backoff)
             host.quiet_until = max(host.quiet_until, time.monotonic() + pause)
 
 
@@ -219,7 +205,7 @@ def _turn(host: _Host) -> Iterator[None]:
 
 
 def _retry_after(error: Exception) -> float:
-    """Seconds that a `Retry-After` header asks for (a number or a date); 0 when there is none."""
+    """Seconds that a `Retry-After` header specifies (a number or a date); 0 when there is none."""
     text = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
     seconds = _number(text)
     if seconds is not None:
@@ -234,103 +220,3 @@ def _number(text: str) -> int | None:
     """A header's number. Only ASCII digits count: `str.isdigit` also accepts superscripts, which `int` refuses."""
     text = text.strip()
     return int(text[:18]) if text.isascii() and text.isdigit() else None
-
-
-def _check_authority(parts: urllib.parse.SplitResult) -> None:
-    """Refuse credentials, which urllib would take for a host name (`user:password@host`), and invalid ports.
-
-    Credentials found on the web are not used.
-    """
-    if "@" in parts.netloc:
-        raise FetchError(reasons.BAD_URL, "a user name before the host")
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise FetchError(reasons.BAD_URL, str(error)) from error
-
-
-def _check_opt_out(headers: Message, guard: GuardConfig) -> None:
-    if is_opted_out(headers, user_agent=guard.user_agent, opt_outs=guard.opt_outs):
-        raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
-
-
-def ascii_url(url: str) -> str:
-    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
-
-    Raises:
-        UnicodeError: The host is not a valid name.
-    """
-    if url.isascii() and " " not in url:
-        return url
-    parts = urllib.parse.urlsplit(url)
-    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
-    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
-    return urllib.parse.urlunsplit((parts.scheme, host, *quoted, ""))
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
-        super().__init__(host, **options)
-        self._create_connection = connect
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
-        super().__init__(host, **options)
-        self._create_connection = connect
-
-
-class _HTTPHandler(urllib.request.HTTPHandler):
-    def __init__(self, connect: Connect) -> None:
-        super().__init__()
-        self._connection = functools.partial(_Connection, connect=connect)
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-
-class _HTTPSHandler(urllib.request.HTTPSHandler):
-    def __init__(self, connect: Connect) -> None:
-        super().__init__()
-        # One context for all connections, because creating one reads the certificate store (about 10 ms).
-        context = ssl.create_default_context()
-        self._secure = functools.partial(_SecureConnection, connect=connect, context=context)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._secure, request)
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    def __init__(self, guard: GuardConfig) -> None:
-        self._guard = guard
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
-        fp.close()  # urllib would read the whole body of a redirect, however long that takes
-        _check_opt_out(headers, self._guard)
-        parts = urllib.parse.urlsplit(newurl)
-        _check_authority(parts)
-        scheme = parts.scheme.lower()
-        if scheme not in self._guard.schemes:
-            raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
-        # urllib stores the addresses visited so far in the request itself.
-        if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
-            raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _director(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:
-    """A director for http and https only, so that no redirect can reach an ftp, file or data handler."""
-    connect = deadlines.over(AddressFilter(guard.allow_addresses).connect)
-    director = urllib.request.OpenerDirector()
-    handlers = (
-        urllib.request.ProxyHandler(None if guard.trust_proxy else {}),
-        _HTTPHandler(connect),
-        _HTTPSHandler(connect),
-        urllib.request.HTTPDefaultErrorHandler(),
-        _Redirects(guard),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.UnknownHandler(),
-    )
-    for handler in handlers:
-        director.add_handler(handler)
-    return director

@@ -51,6 +51,14 @@ def open_dataset(
 ) -> DatasetSource:
     """Find split and columns of a data set; a hub's is downloaded into the cache of `datasets`.
 
+    Args:
+        name: A folder of `save_to_disk`, or a name on the hub.
+        split: The split; None takes the only one, or train.
+        subset: Configuration of a dataset on the hub.
+        revision: Commit or branch on the hub.
+        image: Column of the image; None detects it.
+        caption: Column of the caption; None detects it.
+
     Raises:
         UserError: It cannot be loaded, the split is not given or does not exist, or columns are not found.
     """

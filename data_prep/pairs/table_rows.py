@@ -54,6 +54,13 @@ def open_table(
 ) -> PairTable:
     """Read a table's head to find its columns, and check that its images can be found.
 
+    Args:
+        path: A CSV, TSV or JSONL file.
+        images: Folder that image paths are relative to; None takes the table's.
+        image: Column of the image paths; None detects it.
+        caption: Column of the captions; None detects it.
+        header: Column names of a file without a header line.
+
     Raises:
         UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
     """

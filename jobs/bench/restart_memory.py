@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.analysis.normalizer_error import exact_log_normalizers
 from pipeline.objectives import build_objective
-from pipeline.objectives.npn.network import PrototypeNpn
+from pipeline.objectives.npn.prototype_network import PrototypeNpn
 
 PAIRS, BATCH, PROTOTYPES, DIM, TAU = 2048, 32, 256, 32, 0.1
 VARIANTS = ("keep", "new", "clear", "mean")

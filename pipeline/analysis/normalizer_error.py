@@ -69,9 +69,9 @@ class Measurement:
     variance: float
     """Their variance, which is the error of an estimator that knows only their mean."""
     cold: Errors
-    """Errors of the method's lasting state alone."""
+    """Errors of estimates from the method's stored state alone."""
     in_use: Errors
-    """Errors after what a step on the anchors' batch learns before it computes gradients."""
+    """Errors of estimates after the inner updates of a training step on the anchors' batch."""
     fresh: bool
     """Whether that step begins with a restart of the network."""
 
@@ -269,16 +269,21 @@ def _errors(given: Tensor, exact: Tensor) -> Errors:
 
 
 def checkpoints_of(run: Path, *, on_damage: Callable[[str], None]) -> list[Checkpoint]:
-    """The good checkpoints of a run's folder (or the one that `run` itself is), oldest first; damaged ones are named.
+    """The undamaged checkpoints of a run's folder (or `run` itself, if it is a checkpoint), oldest first.
 
-    Raises: UserError when no good one is there.
+    Args:
+        run: A run's folder, or a checkpoint.
+        on_damage: Called with a message for each damaged checkpoint.
+
+    Raises:
+        UserError: There is no undamaged checkpoint.
     """
     found = []
     for path in finished_checkpoints(run) or [run]:
         try:
             found.append(open_checkpoint(path))
         except UserError as error:
-            on_damage(f"{path} is left out: {error}")
+            on_damage(f"{path} is skipped: {error}")
     if not found:
         raise UserError(f"There are no good checkpoints in {run}: give a run's folder, or one of its checkpoints.")
     return sorted(found, key=lambda checkpoint: checkpoint.step)

@@ -37,7 +37,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step of a folder that is called as `name_of` says."""
+    """The step in a folder name made by `name_of`."""
     return int(path.name.removeprefix(PREFIX))
 
 

@@ -188,7 +188,7 @@ class CheckpointWriter:
         write_json(temporary / f"done-{rank:05d}.json", entries)
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:
-        """Write the state that all ranks share. Returns: the files."""
+        """Write the state that all ranks share, and return the files."""
         scale, bias = snapshot.logit
         written = save_open_clip(
             temporary,

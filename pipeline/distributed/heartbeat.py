@@ -1,4 +1,4 @@
-"""Heartbeats of every rank, so that a rank that hangs or has died is named instead of guessed.
+"""Heartbeats of every rank, which identify a rank that hangs or has died.
 
 A thread on every rank writes step and phase of the training thread to `RUN/heartbeats/rank-R.json` every few seconds,
 also while the training thread waits in a collective or elsewhere. When a rank has made no progress for
@@ -79,7 +79,7 @@ class Heartbeat:
         if self._world.size == 1:
             return
         if error is not None and lost_contact(error):
-            self._stop_the_run(f"lost contact to another rank ({error})")
+            self._stop_the_run(f"lost contact with another rank ({error})")
         self._end.set()
         self._thread.join()
         if error is None:
@@ -96,7 +96,12 @@ class Heartbeat:
                 self._stop_the_run(f"no progress for {waited:.0f} s", unless_behind=waited < HEAD_START * self._limit)
 
     def _stop_the_run(self, what: str, *, unless_behind: bool = False) -> None:
-        """Report who is behind and exit. Args: unless_behind: continue if this rank is the one behind, or has moved."""
+        """Report which rank is behind, and exit.
+
+        Args:
+            what: What this rank has noticed.
+            unless_behind: Do not exit if this rank is the one behind, or has moved.
+        """
         before = self._read()
         count = self._phases.latest.count
         time.sleep(2 * self._interval)
@@ -148,7 +153,7 @@ def behind(beats: Sequence[Beat | None]) -> list[int]:
 
 
 def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
-    """Where each rank is, one line per rank, and which rank is to blame.
+    """Where each rank is, one line per rank, and which rank is responsible.
 
     Args:
         beats: The last heartbeat of every rank.

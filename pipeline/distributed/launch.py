@@ -1,4 +1,4 @@
-"""Start several ranks of a program on this machine: as torchrun does, but a rank's own message is the last word."""
+"""Start several ranks of a program on this machine, like torchrun, but end with the failing rank's own message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
-    """Run `python -m module arguments` as so many ranks.
+    """Run `python -m module arguments` as several ranks.
 
     Returns:
         The exit code: 0, or that of the first rank that failed, which has printed why.

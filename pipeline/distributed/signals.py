@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: one meaning from the first second.
+"""Signals that stop a run.
 
 Before the first step a signal ends the process at once, with EXIT_PREEMPTED: there is nothing to save yet. While the
 run trains, signals are collected, and the run stops after its step and a checkpoint.
@@ -30,8 +30,8 @@ def exit_on_stop_signals() -> None:
     """Until `stop_signals` takes over, a stop signal ends this process at once. Call it in the main thread.
 
     A thread does it, because Python runs a signal's handler only between two steps of the main thread, which may be in
-    the middle of a long import or waiting for other ranks. A shell may have started the run with SIGINT ignored; this
-    is overruled, since the signal has a meaning later on, too.
+    the middle of a long import or waiting for other ranks. A shell may have started the run with SIGINT ignored; that
+    is overridden, because the run handles SIGINT in every phase.
     """
     if _Starting.active:
         return

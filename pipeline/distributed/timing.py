@@ -95,7 +95,7 @@ class Meter:
             self._waited += time.perf_counter() - start
 
     def start(self) -> None:
-        """Begin here: what was measured before is dropped."""
+        """Restart the measurement and drop everything before."""
         self._phases.read()
         self._begin()
 

@@ -154,7 +154,11 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Create the process group. Raises: UserError when the meeting point is taken or cannot be reached."""
+    """Create the process group.
+
+    Raises:
+        UserError: The meeting point is taken or cannot be reached.
+    """
     try:
         dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:

@@ -62,8 +62,8 @@ def model_card(
             f"## Further files\n\n{files}: normalised images [B, 3, H, W] or tokens [B, L] to unit-norm features "
             "[B, d], any batch size."
         )
-    said = licence or "not stated by whoever trained it; that of the training data and of any starting weights applies"
-    parts.append(f"## Licence\n\nOf these weights: {said}.")
+    stated = licence or "not stated; that of the training data and of any starting weights applies"
+    parts.append(f"## Licence\n\nOf these weights: {stated}.")
     if form == "open_clip":
         parts.append("Every setting is in `config.yaml`.")
     return "\n\n".join(parts) + "\n"

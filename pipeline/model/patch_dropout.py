@@ -14,7 +14,7 @@ class PatchDropout(nn.Module):
     """
 
     def __init__(self, share: float) -> None:
-        """Args: share: of the patches, that is left out; in [0, 1)."""
+        """`share` is the share of the patches that is dropped, in [0, 1)."""
         super().__init__()
         self.share = share
 

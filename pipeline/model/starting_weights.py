@@ -102,7 +102,11 @@ def model_folder_in(path: Path) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """The folder of a hub model. Raises: UserError."""
+    """The folder of a hub model.
+
+    Raises:
+        UserError: It cannot be downloaded, or is not an open_clip model.
+    """
     import huggingface_hub
 
     try:

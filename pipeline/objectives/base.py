@@ -20,6 +20,7 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.drift import DriftGuard
+from pipeline.objectives.objective_tensors import WithGradient, load_tensors
 from pipeline.objectives.sample_table import PerSampleTable
 from pipeline.precision import true_fp32
 
@@ -59,7 +60,14 @@ class ObjectiveContext:
     """Of state and arithmetic; the tests use float64."""
 
     def epochs(self, *, needed_by: str) -> int:
-        """Number of epochs of the run, counting a partial last one. Raises: UserError when its length is unknown."""
+        """Number of epochs of the run, counting a partial last one.
+
+        Args:
+            needed_by: The setting that depends on it, for the message.
+
+        Raises:
+            UserError: The length of the run is unknown.
+        """
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise UserError(
                 f"{needed_by} follows the epochs of the run: give build_objective total_steps, and dataset_size or "
@@ -199,11 +207,16 @@ class Objective(ABC):
             raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
         ids = torch.full((image.shape[0],), -1, device=image.device) if sample_ids is None else sample_ids
         output = self.compute(image.detach(), text.detach(), sample_ids=ids)
-        loss: Tensor = _WithGradient.apply(image, text, output, self.world.size)
+        gradients = (output.grad_image, output.grad_text)
+        loss: Tensor = WithGradient.apply(image, text, output.loss, gradients, self.world.size)
         return loss
 
     def gather_features(self, image: Tensor, text: Tensor) -> Pair:
-        """[b, d] features of every rank -> the global batch's, [B, d] each. Raises: UserError for a B out of range."""
+        """[b, d] features of every rank -> the global batch's, [B, d] each.
+
+        Raises:
+            UserError: B is below 2 or above the context's batch size.
+        """
         images, texts = self.world.all_gather(image), self.world.all_gather(text)
         if not 2 <= len(images) <= self.context.batch_size:
             raise UserError(
@@ -223,7 +236,7 @@ class Objective(ABC):
 
     @property
     def steps(self) -> int:
-        """Number of committed steps, part of the lasting state; schedules and restarts go by it."""
+        """Number of committed steps, part of the lasting state; schedules and restarts follow it."""
         return int(self._steps)
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
@@ -251,7 +264,11 @@ class Objective(ABC):
         return {key: value.detach().clone() for key, value in lasting.items()} | self.gathered_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned; collective. Raises: UserError on missing keys or other shapes."""
+        """Restore what `state_dict` returned; collective.
+
+        Raises:
+            UserError: A key is missing or a shape differs.
+        """
         self._pending, divided = None, self.gathered_state()
         load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
         self.divide_state(divided)
@@ -273,45 +290,8 @@ class Objective(ABC):
             self.table.load(ROWS, read)
 
 
-class _WithGradient(torch.autograd.Function):
-    """A loss whose gradients with respect to the features are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, text: Tensor, output: ObjectiveOutput, scale: int) -> Tensor:
-        ctx.save_for_backward(output.grad_image, output.grad_text)
-        ctx.scale, ctx.dtypes = scale, (image.dtype, text.dtype)
-        return output.loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scale = upstream[0] * ctx.scale
-        image, text = ((g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return image, text, None, None
-
-
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Neither TF32 nor autocast inside, even if the surrounding training loop uses them."""
     with true_fp32(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy `state[key]` into `own[key]` for every key of `own`, in place.
-
-    Raises:
-        UserError: A key is missing or a shape differs; then nothing has been changed.
-    """
-    for key, tensor in own.items():
-        if key not in state:
-            raise UserError(
-                f"The saved objective state has no {key}; it holds {', '.join(sorted(state)) or 'nothing'}. "
-                "Resume with the objective settings that the checkpoint was written with."
-            )
-        if state[key].shape != tensor.shape:
-            raise UserError(
-                f"The saved {key} has shape {tuple(state[key].shape)}, but these settings need {tuple(tensor.shape)}. "
-                "Resume with the objective settings and the batch_size that the checkpoint was written with."
-            )
-    for key, tensor in own.items():
-        tensor.copy_(state[key])

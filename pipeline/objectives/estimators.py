@@ -47,8 +47,11 @@ def cosine_gamma(epoch: int, *, gamma_min: float, decay_epochs: int) -> float:
 
 
 def gamma_at(config: Any, context: ObjectiveContext, *, step: int) -> float:
-    """gamma of a step under the configured schedule. Raises: UserError when that needs the unknown length of the
-    run."""
+    """gamma of a step under the configured schedule.
+
+    Raises:
+        UserError: The schedule depends on the length of the run, which is unknown.
+    """
     if config.gamma_schedule == "constant":
         return float(config.gamma)
     decay_epochs = config.gamma_decay_epochs

@@ -21,7 +21,7 @@ from pipeline.objectives.temperature import TauSchedule, check_tau_init, tau_lr_
 
 @section
 class ISogClrConfig(EstimatorConfig):
-    """Per-sample temperatures, learned as tau itself, and constant gamma."""
+    """Per-sample temperatures, learned directly rather than as log(1/tau), and constant gamma."""
 
     name: str = "isogclr"
     rho: float = Field(default=9.0, gt=0)

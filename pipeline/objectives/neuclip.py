@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.mlp import MlpNpn
-from pipeline.objectives.npn.network import BothSides, Npn, Prediction, PrototypeNpn, anchors_of
+from pipeline.objectives.npn.network import BothSides, Npn, Prediction, anchors_of
+from pipeline.objectives.npn.prototype_network import PrototypeNpn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap

@@ -22,7 +22,7 @@ class InnerOptimizer(Protocol):
     slots: ClassVar[tuple[str, ...]]
 
     def step(self, parameter: Tensor, gradient: Tensor, slots: Mapping[str, Tensor], *, updates: Rate) -> None:
-        """Update parameter and slots in place. Args: updates: the number of this update, from 1."""
+        """Update parameter and slots in place; `updates` is the number of this update, from 1."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,13 @@ def anchor_statistics(
 
     With h_ij = (s_ij - s_ii) / tau_i, returns `log_g = log mean_{j != i} exp(h_ij)` and
     `mean_h = sum_{j != i} softmax(h_i)_j h_ij`, both [b], so that `d log_g_i / d tau_i = -mean_h_i / tau_i`.
+
+    Args:
+        anchors_bd: Features of this rank.
+        others_Bd: The other side of the whole batch.
+        positive_b: s_ii.
+        tau_b: Temperature of each anchor.
+        first: Column of the first anchor's partner.
     """
     columns, space = others_Bd.shape[0], Workspace()
     log_g, mean_h = torch.empty_like(positive_b), torch.empty_like(positive_b)
@@ -96,6 +103,13 @@ def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, othe
     A sample's feature occurs twice: as an anchor against all others (weights of `own`, [b]) and as a negative of every
     anchor of the other side (weights of `others`, [B]). So the gradient needs the gathered scalars of the other ranks'
     anchors, but no gradient collective (FastCLIP, section 4).
+
+    Args:
+        own_bd: Features of this rank.
+        others_Bd: The other side of the whole batch.
+        own: Scalars of this rank's anchors, [b].
+        others: Scalars of all anchors of the other side, [B].
+        first: Column of row 0's partner.
     """
     local = slice(first, first + own_bd.shape[0])
     pull, space = own.pull + others.pull[local], Workspace()

@@ -123,7 +123,11 @@ class PerSampleTable:
         return snapshot
 
     def load(self, name: str, read: Callable[[str, int, int], Tensor]) -> None:
-        """Replace the owned rows with `read(name, start, stop)`, in blocks. Raises: UserError on other columns."""
+        """Replace the owned rows with `read(name, start, stop)`, in blocks.
+
+        Raises:
+            UserError: The rows have other columns.
+        """
         self._unwritten = self._fetching = None
         if any(not snapshot.finished for snapshot in self._snapshots):
             raise RuntimeError("rows are being saved: wait for the checkpoint before loading another")

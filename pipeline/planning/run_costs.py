@@ -59,6 +59,13 @@ def engine_memory(
     masters and moments among the ranks. They accumulate gradients in fp32: whole at stage 1, partitioned at 2 and 3.
     Stage 3 also partitions the weights; the layers that it gathers at a time are counted as buffers. An average of the
     weights (EMA) is counted with the masters.
+
+    Args:
+        parameters: of the towers.
+        stage: ZeRO stage.
+        bf16: whether weights are bf16 (stage 0: autocast).
+        ranks: that share the state.
+        bucket: elements that are reduced at once.
     """
     compute = 2 if bf16 and stage > 0 else 4
     share = -(-parameters // ranks)

@@ -91,7 +91,15 @@ def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Char
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:
-    """Curves as a chart with a summary in words; `options` are passed to `line_chart`."""
+    """Curves as a chart with a summary in words.
+
+    Args:
+        title: The title.
+        lines: The curves.
+        note: How to read them.
+        percent: The values are fractions, shown in percent.
+        options: Passed to `line_chart`.
+    """
     drawing = line_chart(lines, percent=percent, **options)
     ends = [f"{line.label + ' ' if line.label else ''}{_value(line.y[-1], percent)}" for line in lines]
     reach = f"{short(lines[0].x[0])} to {short(lines[0].x[-1])}"

@@ -138,14 +138,14 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         tree = _read_json(path)
         reason = summary.get("left_out", {}).get(tree.get("task"), ANOTHER_SUITE)
         if reason != ANOTHER_SUITE:
-            notes.append(f"{folder.name}/{path.name} is left out: {reason}.")
+            notes.append(f"{folder.name}/{path.name} is skipped: {reason}.")
             continue
         if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
-            notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is left out.")
+            notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
         elif all(key in tree for key in NEEDED):
             scores.append(_score(tree, path))
         else:
-            notes.append(f"{folder.name}/{path.name} is not a task's result and is left out.")
+            notes.append(f"{folder.name}/{path.name} is not a task's result and is skipped.")
     table = {key: position for position, key in enumerate(TASKS)}
     scores.sort(key=lambda score: table.get(score.task, len(table)))
     return StoredEvaluation(

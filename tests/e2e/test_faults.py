@@ -81,5 +81,5 @@ def test_a_lost_rank_is_reported(base: Path) -> None:  # noqa: F811
         check=False,
     )
     assert done.returncode != 0
-    assert "Rank 0: lost contact to another rank" in done.stderr
+    assert "Rank 0: lost contact with another rank" in done.stderr
     assert "rank 1 without a heartbeat" in done.stderr

@@ -195,7 +195,7 @@ def test_data_that_does_not_match_the_yaml_is_reported(tmp_path: Path, text: str
 def test_non_image_files_and_missing_images_are_reported(tmp_path: Path, model: EvaluationModel) -> None:
     write_class_folders(tmp_path)
     (tmp_path / "photos/mug/notes.txt").write_text("stray")
-    with pytest.raises(TaskError, match=r"holds notes\.txt, which is no image"):
+    with pytest.raises(TaskError, match=r"holds notes\.txt, which is not an image"):
         opened(tmp_path, "a: {folder: photos}")
     write_csv(tmp_path / "csv", "kind")
     (tmp_path / "csv/pictures/4.jpg").unlink(missing_ok=True)

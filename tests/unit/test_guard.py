@@ -13,7 +13,8 @@ import pytest
 
 from data_prep import reasons
 from data_prep.fetching.guard import AddressFilter
-from data_prep.fetching.opener import Opener, ascii_url
+from data_prep.fetching.opener import Opener
+from data_prep.fetching.url_handlers import ascii_url
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 from tests.web import Site, jpeg, send, serve

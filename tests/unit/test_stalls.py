@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading import loader as loader_module
+from pipeline.data.loading import worker_processes
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.stalls import describe_workers
 from pipeline.distributed.world import World
@@ -73,7 +73,7 @@ def test_a_too_low_open_file_limit_is_rejected_before_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path, [20])
-    monkeypatch.setattr(loader_module, "allow_open_files", lambda: 40)
+    monkeypatch.setattr(worker_processes, "allow_open_files", lambda: 40)
     config = DataConfig(sources=str(tmp_path), streams=4, workers=2)
     with pytest.raises(UserError, match=r"40 files open \(ulimit -n\), but 2 loading workers with 4 streams need"):
         build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_tokens)

@@ -1,22 +1,11 @@
-"""The loader that a trainer iterates: this rank's rows of each global batch, and the position in the data.
-
-Workers are started by `forkserver`: a clean process without CUDA or threads imports this package once and forks every
-worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may hold at that moment,
-and `spawn` would import torch in every worker. The fork server starts in `build_loader`, so that its imports overlap
-with building the model.
-"""
+"""The loader that a trainer iterates: this rank's rows of each global batch, and the position in the data."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +18,8 @@ from pipeline.data.loading.accounting import DataReport, Position, replaced, rep
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.resume import restore_position, save_position
 from pipeline.data.loading.stalls import StallWatch, describe_workers
-from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, allow_open_files
+from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
+from pipeline.data.loading.worker_processes import prepare_workers, start_forkserver
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.order.mixture import Mixture, load_mixture
@@ -37,10 +27,9 @@ from pipeline.data.order.streams import Layout, make_layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.signals import signals_blocked
-from pipeline.distributed.world import World, ranks_here
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
-SHARED_MEMORY = Path("/dev/shm")
 log = logging.getLogger(__name__)
 
 
@@ -74,8 +63,8 @@ def build_loader(
         tokenize: captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
 
     Raises:
-        UserError: data, batch size, streams and ranks do not fit together, or shards do not match their
-            manifest.
+        UserError: data, batch size, streams and ranks do not fit together, shards do not match their manifest, or
+            this machine cannot run the workers.
     """
     mixture = load_mixture(config)
     layout = make_layout(
@@ -93,10 +82,8 @@ def build_loader(
         config = replace(config, workers=share)
     decoder = ImageDecoder(size=image_size, crop=config.crop, mode=config.decoding, max_pixels=config.max_pixels)
     if config.workers:
-        _check_picklable(tokenize)
-        _check_open_files(config, streams=config.streams // world.size)
-        _check_shared_memory(config, world, rows=global_batch // world.size, image_size=image_size)
-        _start_forkserver()
+        rows = global_batch // world.size
+        prepare_workers(config, world=world, tokenize=tokenize, streams=share, rows=rows, image_size=image_size)
     check_shards(mixture.manifest, world)
     dataset = StreamDataset(
         order=Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer),
@@ -218,7 +205,7 @@ class Loader:
             batch_size=None,
             num_workers=self._config.workers,
             prefetch_factor=self._config.prefetch,
-            multiprocessing_context=_start_forkserver(),
+            multiprocessing_context=start_forkserver(),
             collate_fn=_as_is,
         )
         with signals_blocked():  # torch may start helper processes here
@@ -294,51 +281,3 @@ def _means_worker_died(error: Exception) -> bool:
 
 def _as_is(part: Any) -> Any:
     return part
-
-
-def _check_picklable(tokenize: Tokenize) -> None:
-    try:
-        pickle.dumps(tokenize)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"The tokenizer {tokenize!r} cannot be sent to worker processes ({error}): use data.workers=0, or a "
-            "tokenizer that is an object of a module-level class."
-        ) from error
-
-
-def _check_open_files(config: DataConfig, *, streams: int) -> None:
-    """Refuse too low a limit of open files: streams keep shards open, and workers have pipes and semaphores."""
-    needed = 64 + 16 * config.workers + -(-streams // config.workers)
-    limit = allow_open_files()
-    if limit < needed:
-        raise UserError(
-            f"This process may have {limit} files open (ulimit -n), but {config.workers} loading workers with "
-            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
-            "nofile=65536), or lower data.workers or data.streams."
-        )
-
-
-def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:
-    """Refuse too little shared memory: workers pass images through it, and die without a message when it is full."""
-    if not SHARED_MEMORY.is_dir():
-        return
-    ranks = ranks_here(world.size)
-    needed = (config.prefetch + 1) * rows * 3 * image_size**2 * ranks
-    stat = os.statvfs(SHARED_MEMORY)
-    free = stat.f_bavail * stat.f_frsize
-    if needed > free:
-        raise UserError(
-            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
-            f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
-            "container more (docker run --shm-size, or --ipc=host)."
-        )
-
-
-def _start_forkserver() -> Any:
-    """Start the fork server of the workers if it is not running; returns while it is still importing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.data.loading.preload"])
-    with signals_blocked():
-        resource_tracker.ensure_running()
-        forkserver.ensure_running()
-    return context

@@ -210,7 +210,11 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
 
 def allow_open_files() -> int:
-    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open. Returns: the limit."""
+    """Raise the soft limit of open files, usually 1,024: every stream keeps a shard open.
+
+    Returns:
+        The limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

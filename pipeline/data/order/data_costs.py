@@ -48,6 +48,13 @@ class DataPlan:
 def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int, seed: int = 0) -> DataPlan:
     """Plan the first epoch of a run.
 
+    Args:
+        config: the `data` section.
+        ranks: of the run.
+        global_batch: samples of a batch over all ranks.
+        image_size: side of the decoded images, in pixels.
+        seed: of the order.
+
     Raises:
         UserError: data, batch size, streams, ranks and workers do not fit together.
     """

@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 
 Int64 = NDArray[np.int64]
 SHARED_SHARDS = 1000
-"""From so many shards on, the processes of a node share the joined manifest and the plan of an epoch."""
+"""With at least this many shards, the processes of a node share the joined manifest and the plan of an epoch."""
 
 
 @dataclass(frozen=True)

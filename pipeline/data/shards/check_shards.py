@@ -73,7 +73,7 @@ def _size(url: str) -> int | None:
     """Bytes of a shard, or None if it does not exist.
 
     Raises:
-        UserError: the storage does not answer that. Clients of object stores raise exceptions of many types, some of
+        UserError: the storage does not report it. Clients of object stores raise exceptions of many types, some of
             them without a message.
     """
     try:

@@ -173,7 +173,7 @@ def _overridden_size(override: dict[str, str], size: int) -> int:
 
 
 def _checked_size(size: int) -> int:
-    """A size that a file can have. Raises: ValueError."""
+    """The size, or a ValueError if no file can have it."""
     if not 0 <= size <= LARGEST:
         raise ValueError(f"no file has {size} bytes")
     return size

@@ -58,7 +58,7 @@ class CsvTable:
         if self._images is not None:
             path = self._images / name
             if not path.is_file():
-                raise TaskError(f"{self.row_name(row)} names the image {path}, which is not there.")
+                raise TaskError(f"{self.row_name(row)} names the image {path}, which does not exist.")
             return read_bytes(path)
         keys = (name, Path(name).name, Path(name).stem)
         member = next((self._members[key] for key in keys if key in self._members), None)

@@ -180,7 +180,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         files = sorted(p for p in class_folder.rglob("*") if p.is_file() and not p.name.startswith("."))
         strange = [p for p in files if p.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES]
         if strange or not files:
-            what = f"{strange[0].name}, which is no image" if strange else "no image"
+            what = f"{strange[0].name}, which is not an image" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
         paths += files
         labels += [label] * len(files)

@@ -53,7 +53,7 @@ def find_table(folder: Path, *, needs: Needs, split: str = "test") -> AnyTable:
     if next(folder.rglob("*.csv"), None) is not None:
         return find_csv(folder, needs=needs)
     raise TaskError(
-        f"{folder} has no layout that is known: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
+        f"{folder} has no supported layout: expected a wds folder (test/nshards.txt), a save_to_disk folder, a "
         "cache of `datasets` (*.arrow), parquet files, or a CSV with a zip of images."
     )
 

@@ -75,7 +75,7 @@ class Suite:
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
         problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
-        lost = (Entry(Task(key, key), None, problem=f"{key} {problem}. Bring it back.") for key in keys)
+        lost = (Entry(Task(key, key), None, problem=f"{key} {problem}. Restore it.") for key in keys)
         return replace(self, entries=(*self.entries, *lost), keys=(*self.keys, *keys))
 
 
@@ -147,9 +147,7 @@ def _open(entry: Entry, folder: Path, blank_class: BlankClass) -> TaskData:
     if is_webdataset(folder):
         return open_webdataset(folder, columns=len(entry.task.fields), blank_class=blank_class)
     if entry.task.protocol == "classification":
-        raise TaskError(
-            f"{folder} has no layout that is known for {entry.task.key}: expected test/nshards.txt and tars."
-        )
+        raise TaskError(f"{folder} has no supported layout for {entry.task.key}: expected test/nshards.txt and tars.")
     return open_rows(entry.task.protocol, folder)
 
 
@@ -171,7 +169,7 @@ def _official(folder: Path) -> list[Entry]:
 
 
 def _found(folder: Path) -> list[Entry]:
-    """The benchmark's tasks that are there, own tasks in its layout, and those of `tasks.yaml` and `suite.json`."""
+    """The benchmark's tasks that exist, own tasks in its layout, and those of `tasks.yaml` and `suite.json`."""
     index, facts = index_folders(folder), read_facts(folder)
     known = [(task, find_folders(task, index)) for task in DATACOMP]
     entries = [

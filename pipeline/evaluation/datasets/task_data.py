@@ -74,7 +74,7 @@ class TaskData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How much there is of everything, as a lock records it."""
+        """Counts, as a lock records them."""
         found = {
             "samples": self.samples,
             "images": len(self.images),

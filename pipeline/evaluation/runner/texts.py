@@ -24,8 +24,7 @@ TEXTS_PER_UNIT = 1024
 class TextSide:
     """The distinct texts of a task, in units that are distributed over the processes.
 
-    Attributes:
-        rows: For every text as given, its row among the distinct ones.
+    `rows` holds for every text as given its row among the distinct ones.
 
     Args:
         texts: Class names, captions or cues, repetitions included.
@@ -100,7 +99,15 @@ def class_vectors(
     compute: Compute,
     micro_batch: int,
 ) -> Tensor:
-    """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised."""
+    """[C, d] classifier: every template filled in, encoded, L2-normalised, averaged over templates, renormalised.
+
+    Args:
+        model: The model.
+        classnames: C names.
+        templates: T prompts with `{c}` for the name.
+        compute: Where and how features are computed.
+        micro_batch: M.
+    """
     prompts = [template.replace("{c}", name) for name in classnames for template in templates]
     features = encode_texts(model, prompts, compute=compute, micro_batch=micro_batch)
     return F.normalize(features.view(len(classnames), len(templates), -1).mean(dim=1), dim=-1)

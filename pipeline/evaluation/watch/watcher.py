@@ -33,12 +33,12 @@ class WatchConfig:
     """How to watch."""
 
     interval: float = Field(default=30.0, gt=0)
-    """Seconds between looks at the folder."""
+    """Seconds between two listings of the folder."""
     retry_after: float = Field(default=300.0, ge=0)
     """Seconds before the same watcher tries a failed checkpoint again."""
     ttl: float = Field(default=180.0, gt=0)
-    """Seconds without a heartbeat after which another watcher is taken for dead; on a network file system more than its
-    attribute cache keeps entries (60 by default)."""
+    """Seconds without a heartbeat after which another watcher is considered dead; on a network file system more than
+    its attribute cache keeps entries (60 by default)."""
     attempts: int = Field(default=3, ge=1)
     """How often a checkpoint is tried before it is abandoned."""
     order: Literal["newest", "oldest"] = "newest"

@@ -127,7 +127,15 @@ class Passes:
         number: int,
         space: Workspace,
     ) -> Prototypes:
-        """The prototypes after the optimizer's step `number` (from 1), which may have been taken in place."""
+        """The prototypes after one optimizer step, which may have been taken in place.
+
+        Args:
+            gradient: The gradient, with the prototypes that it belongs to.
+            slots: The optimizer's memory, [m, d] each.
+            optimizer: The optimizer.
+            number: The number of this step, from 1.
+            space: Buffers.
+        """
         before = gradient.at
         for rows in pieces(before.weight):
             parts = {name: slot[rows] for name, slot in slots.items()}
@@ -196,7 +204,7 @@ def _low(weight_md: Tensor, dtype: torch.dtype, space: Workspace) -> Tensor | No
 
 
 def _unscaled(weight_md: Tensor, low: Tensor | None, squares: Tensor, tau: Tensor) -> Prototypes:
-    """Prototypes whose factors 1 / (|W_j| tau) are left to the pass over their products. Args: squares: |W_j|^2."""
+    """Prototypes whose factors 1 / (|W_j| tau) are left to the pass over their products; `squares` is |W_j|^2."""
     norms = squares.sqrt()
     scale = (norms * tau).reciprocal_().squeeze(1)
     return Prototypes(weight_md, weight_md if low is None else low, scale, norms, tau)

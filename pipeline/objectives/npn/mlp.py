@@ -51,7 +51,7 @@ def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[s
 
 
 def forward(parameters: Parameters, features: Tensor) -> Tensor:
-    """f of each feature, [B]. Args: parameters: of one side. features: [B, d]."""
+    """f of each of the features [B, d], with one side's parameters: [B]."""
     hidden = features
     for layer in ("1", "2"):
         hidden = F.relu(F.linear(hidden, parameters[f"linear{layer}.weight"], parameters[f"linear{layer}.bias"]))

@@ -108,7 +108,15 @@ def log_normalizer(
     passes: Passes = FUSED,
     division: Division | None = None,
 ) -> Tensor:
-    """alpha of each anchor, [B]. Args: at: as from `prepare`, for these anchors; one rank's with a division."""
+    """alpha of each anchor, [B].
+
+    Args:
+        anchors: One side of the batch.
+        at: As from `prepare`, for these anchors; one rank's with a division.
+        workspace: Buffers.
+        passes: Implementation of the passes over memory.
+        division: Given when `at` are one rank's prototypes.
+    """
     space, found = workspace or Workspace(), []
     for part, z in _products(anchors, at, space, division):
         shift, own_total = passes.sums(z, at, space)

@@ -20,7 +20,15 @@ def batch_normalizers(anchors: Tensor, partners: Tensor, tau: Tensor) -> Tensor:
 
 
 def predicted_log_normalizers(anchors: Tensor, partners: Tensor, weight: Tensor, *, tau: Tensor, eps: float) -> Tensor:
-    """alpha_i, [B], from the prototypes `weight`, [m, d]: equations (10) and (11)."""
+    """alpha_i, [B], from the prototypes: equations (10) and (11).
+
+    Args:
+        anchors: [B, d].
+        partners: The anchors' partners, [B, d].
+        weight: The prototypes W, [m, d].
+        tau: The temperature.
+        eps: The small constant beside g.
+    """
     cosine = anchors @ F.normalize(weight, dim=1).T
     positive = (anchors * partners).sum(1, keepdim=True)
     return torch.log(eps + torch.exp((cosine - positive) / tau).mean(1))

@@ -1,0 +1,126 @@
+"""urllib's handlers for guarded requests: http and https only, checked addresses, and checked redirects."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import socket
+import ssl
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from email.message import Message
+from typing import Any
+
+from data_prep import reasons
+from data_prep.fetching.deadline import Deadlines
+from data_prep.fetching.guard import AddressFilter
+from data_prep.fetching.opt_out import is_opted_out
+from data_prep.reasons import FetchError
+from data_prep.settings.download_config import GuardConfig
+
+Connect = Callable[..., socket.socket]
+
+
+def director_for(guard: GuardConfig, deadlines: Deadlines) -> urllib.request.OpenerDirector:
+    """A director for http and https only, so that no redirect can reach an ftp, file or data handler."""
+    connect = deadlines.over(AddressFilter(guard.allow_addresses).connect)
+    director = urllib.request.OpenerDirector()
+    handlers = (
+        urllib.request.ProxyHandler(None if guard.trust_proxy else {}),
+        _HTTPHandler(connect),
+        _HTTPSHandler(connect),
+        urllib.request.HTTPDefaultErrorHandler(),
+        _Redirects(guard),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+    )
+    for handler in handlers:
+        director.add_handler(handler)
+    return director
+
+
+def ascii_url(url: str) -> str:
+    """The URL as it is sent: international host names in IDNA, other characters percent-encoded.
+
+    Raises:
+        UnicodeError: The host is not a valid name.
+    """
+    if url.isascii() and " " not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
+    return urllib.parse.urlunsplit((parts.scheme, host, *quoted, ""))
+
+
+def check_authority(parts: urllib.parse.SplitResult) -> None:
+    """Refuse credentials, which urllib would take for a host name (`user:password@host`), and invalid ports.
+
+    Credentials found on the web are not used.
+    """
+    if "@" in parts.netloc:
+        raise FetchError(reasons.BAD_URL, "a user name before the host")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise FetchError(reasons.BAD_URL, str(error)) from error
+
+
+def check_opt_out(headers: Message, guard: GuardConfig) -> None:
+    if is_opted_out(headers, user_agent=guard.user_agent, opt_outs=guard.opt_outs):
+        raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
+
+
+class _Guarded:
+    """Makes http.client's connections connect through a function of ours."""
+
+    def __init__(self, host: str, *, connect: Connect, **options: Any) -> None:
+        super().__init__(host, **options)  # type: ignore[call-arg]
+        self._create_connection = connect
+
+
+class _Connection(_Guarded, http.client.HTTPConnection):
+    pass
+
+
+class _SecureConnection(_Guarded, http.client.HTTPSConnection):
+    pass
+
+
+class _HTTPHandler(urllib.request.HTTPHandler):
+    def __init__(self, connect: Connect) -> None:
+        super().__init__()
+        self._connection = functools.partial(_Connection, connect=connect)
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+
+class _HTTPSHandler(urllib.request.HTTPSHandler):
+    def __init__(self, connect: Connect) -> None:
+        super().__init__()
+        # One context for all connections, because creating one reads the certificate store (about 10 ms).
+        context = ssl.create_default_context()
+        self._secure = functools.partial(_SecureConnection, connect=connect, context=context)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._secure, request)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def __init__(self, guard: GuardConfig) -> None:
+        self._guard = guard
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
+        fp.close()  # urllib would read the whole body of a redirect, however long that takes
+        check_opt_out(headers, self._guard)
+        parts = urllib.parse.urlsplit(newurl)
+        check_authority(parts)
+        scheme = parts.scheme.lower()
+        if scheme not in self._guard.schemes:
+            raise FetchError(reasons.REFUSED_SCHEME, f"redirect to {scheme}")
+        # urllib stores the addresses visited so far in the request itself.
+        if len(getattr(req, "redirect_dict", {})) >= self._guard.max_redirects:
+            raise FetchError(reasons.REDIRECTS, f"more than {self._guard.max_redirects}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)

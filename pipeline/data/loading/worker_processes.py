@@ -1,0 +1,92 @@
+"""The start of the loader's worker processes, and checks of what they need from the machine.
+
+Workers are started by `forkserver`: a clean process without CUDA or threads imports this package once and forks every
+worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may hold at that moment,
+and `spawn` would import torch in every worker. The fork server starts in `build_loader`, so that its imports overlap
+with building the model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.stalls import SHARED_MEMORY
+from pipeline.data.loading.worker import Tokenize, allow_open_files
+from pipeline.distributed.signals import signals_blocked
+from pipeline.distributed.world import World, ranks_here
+from pipeline.errors import UserError
+
+
+def prepare_workers(
+    config: DataConfig, *, world: World, tokenize: Tokenize, streams: int, rows: int, image_size: int
+) -> None:
+    """Check that the loader's workers can run on this machine, and begin to start them.
+
+    Args:
+        config: The `data` section.
+        world: The ranks.
+        tokenize: Is sent to the workers.
+        streams: Streams of this rank.
+        rows: This rank's rows of a global batch.
+        image_size: Side of the decoded images, in pixels.
+
+    Raises:
+        UserError: `tokenize` cannot be pickled, or open files or shared memory are too scarce.
+    """
+    _check_picklable(tokenize)
+    _check_open_files(config, streams=streams)
+    _check_shared_memory(config, world, rows=rows, image_size=image_size)
+    start_forkserver()
+
+
+def start_forkserver() -> Any:
+    """Start the fork server of the workers if it is not running; returns while it is still importing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.data.loading.preload"])
+    with signals_blocked():
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
+    return context
+
+
+def _check_picklable(tokenize: Tokenize) -> None:
+    try:
+        pickle.dumps(tokenize)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"The tokenizer {tokenize!r} cannot be sent to worker processes ({error}): use data.workers=0, or a "
+            "tokenizer that is an object of a module-level class."
+        ) from error
+
+
+def _check_open_files(config: DataConfig, *, streams: int) -> None:
+    """Refuse too low a limit of open files: streams keep shards open, and workers have pipes and semaphores."""
+    needed = 64 + 16 * config.workers + -(-streams // config.workers)
+    limit = allow_open_files()
+    if limit < needed:
+        raise UserError(
+            f"This process may have {limit} files open (ulimit -n), but {config.workers} loading workers with "
+            f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
+            "nofile=65536), or lower data.workers or data.streams."
+        )
+
+
+def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_size: int) -> None:
+    """Refuse too little shared memory: workers pass images through it, and die without a message when it is full."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    ranks = ranks_here(world.size)
+    needed = (config.prefetch + 1) * rows * 3 * image_size**2 * ranks
+    stat = os.statvfs(SHARED_MEMORY)
+    free = stat.f_bavail * stat.f_frsize
+    if needed > free:
+        raise UserError(
+            f"The workers of this machine's {ranks} ranks need {needed >> 20} MiB in {SHARED_MEMORY} to pass on "
+            f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
+            "container more (docker run --shm-size, or --ipc=host)."
+        )

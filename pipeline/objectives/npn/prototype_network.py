@@ -1,0 +1,277 @@
+"""The NPN of prototypes: its state, restarts, queue and inner updates.
+
+Every rank has the gathered features. With `npn_update = replicated` each computes the whole update: no communication,
+bit-identical networks. With `prototypes` each rank owns and updates its share of the prototypes, and the ranks add up
+the anchors' sums, B scalars per update. With `sharded` each computes the gradient of its own anchors for all
+prototypes, and the ranks sum these gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.npn import prototypes
+from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
+from pipeline.objectives.npn.network import BothSides, Npn, Prediction
+from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
+from pipeline.objectives.softmax import AnchorBatch
+from pipeline.objectives.workspace import Workspace, sent
+
+
+class PrototypeNpn(Npn):
+    """Two sets of m prototypes, W1 for image anchors and W2 for text anchors, stacked as [2, m, d].
+
+    The first batch fills min(m, B) prototypes with its own features (W1 with texts, W2 with images). While fewer than m
+    are live, each batch adds its features as further prototypes: copies of features would be useless, because equal
+    prototypes get equal gradients. A restart overwrites all prototypes with the newest m features, the current batch's
+    included; with m < B with a seeded random subset of the batch, the same indices for both sides and on every rank.
+    """
+
+    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+        m, dim, world = config.prototypes, context.dim, context.world
+        update = update_mode(config, world)
+        self.sharded, self.divided = update == "sharded", update == "prototypes"
+        self._ranks = world if self.divided else World()
+        rows = -(-m // self._ranks.size)
+        weight = torch.zeros((2, rows, dim), dtype=context.dtype, device=context.device)
+        super().__init__(config, context, {"weight": weight}, slot_name="{slot}")
+        queue_length = m if m > context.batch_size or config.restart_with == "previous" else 0
+        self.queue = weight.new_zeros((2, queue_length, dim))
+        # On the host: prototypes in use; features ever written to the queue.
+        self.live, self.queued = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+        self.workspace = Workspace()
+        self.inner_steps = 0 if config.npn == "queue" else config.inner_steps
+        self._next_live = 0
+        self._held_back: list[UnitGradient] = []
+
+    def restarts_at(self, step: int) -> bool:
+        """Whether a step overwrites all prototypes."""
+        every = 1 if self.config.npn == "queue" else self.config.restart_every
+        return int(self.live) == 0 or (every > 0 and step % every == 0)
+
+    def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
+        self.network.begin()
+        self._held_back = []
+        self._next_live = self._fill(batch)
+        seen = (anchors[0].take(batch.rows), anchors[1].take(batch.rows)) if self.sharded else anchors
+        cold, alpha = [], []
+        for side in (0, 1):
+            at, first = self._inner_updates(side, seen[side])
+            full = seen[side].full_precision()
+            if at.directions.dtype != at.weight.dtype:
+                at = self._prepare(full, at.weight)
+            used = prototypes.log_normalizer(
+                full, at, workspace=self.workspace, passes=self._passes, division=self._division
+            )
+            alpha.append(used)
+            cold.append(used if first is None else first)
+        self.network.next_updates += self.inner_steps
+        if self.sharded:
+            alpha[0], alpha[1], cold[0], cold[1] = self.context.world.all_gather(torch.stack(alpha + cold, 1)).unbind(1)
+        return Prediction((alpha[0], alpha[1]), (cold[0], cold[1]), prototypes=self._next_live)
+
+    def predict(self, anchors: BothSides) -> Pair:
+        live = int(self.live)
+        if not live:
+            raise RuntimeError("there are no prototypes before the first committed step")
+        space, found = Workspace(), []
+        for side in (0, 1):
+            full, weight = anchors[side].full_precision(), self._whole(self.network.lasting["weight"][side], live)
+            at = prototypes.prepare(full, weight, space)
+            found.append(prototypes.log_normalizer(full, at, workspace=space))
+        return found[0], found[1]
+
+    def weight(self, side: int) -> Tensor:
+        """This rank's live prototypes of one side after `advance`; all of them, [m, d], unless they are divided."""
+        return self.network.working["weight"][side, : self._share(self._next_live).rows]
+
+    def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = self._whole(self.network.working["weight"][side], self._next_live)
+        return prototypes.alpha_slopes(anchors, weight, partners_bd)
+
+    def metrics(self) -> dict[str, Tensor]:
+        norms = [self.weight(side).norm(dim=1) for side in (0, 1)]
+        if self.divided:
+            mean = self._ranks.all_reduce(torch.stack([norm.sum() for norm in norms]).sum()) / (2 * self._next_live)
+        else:
+            mean = torch.stack([norm.mean() for norm in norms]).mean()
+        return {"prototype_norm": mean}
+
+    def distributions(self) -> dict[str, Tensor]:
+        weight = self.network.lasting["weight"][:, : self._share(int(self.live)).rows]
+        return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
+
+    def commit(self, update: AnchorBatch) -> None:
+        for side, gradient in enumerate(self._held_back):
+            self._updated(side, gradient, number=self.network.next_updates).write_to(gradient.at.weight)
+        self._held_back = []
+        self.network.commit()
+        self.live.fill_(self._next_live)
+        if self.queue.shape[1]:
+            for start, rows in self._ring(update):
+                for side in (0, 1):
+                    features = update.features[1 - side][rows]
+                    self.queue[side, start : start + len(features)] = features
+            self.queued += min(update.size, self.queue.shape[1])
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        queue = {"queue": self.queue, "live": self.live, "queued": self.queued}
+        network = {name: tensor for name, tensor in self.network.state().items() if name not in self._divided_state()}
+        return network | {f"npn.{name}": tensor for name, tensor in queue.items()}
+
+    def gathered_state(self) -> dict[str, Tensor]:
+        m = self.config.prototypes
+        return {
+            name: torch.stack([self._whole(side, m) for side in tensor])
+            for name, tensor in self._divided_state().items()
+        }
+
+    def divide_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._divided_state().items():
+            for side in (0, 1):
+                rows, mine = self._share(self.config.prototypes).own(0, state[name][side])
+                tensor[side, rows] = mine
+
+    def _divided_state(self) -> dict[str, Tensor]:
+        """This rank's share of the tensors that are divided among the ranks."""
+        return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
+
+    def _share(self, live: int) -> Division:
+        return Division(self._ranks, live)
+
+    @property
+    def _division(self) -> Division | None:
+        return self._share(self._next_live) if self.divided else None
+
+    def _whole(self, own: Tensor, count: int) -> Tensor:
+        """The first `count` prototypes of all ranks, [count, d], from this rank's share; collective if divided."""
+        return self._share(count).whole(own[: -(-count // self._ranks.size)], count=count)
+
+    @property
+    def _passes(self) -> Passes:
+        """Compiled only once all prototypes are live, so that one program serves one shape, also after resuming."""
+        return COMPILED if self.config.npn_compile and self._next_live == self.config.prototypes else FUSED
+
+    def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
+        """The prototypes after a step's updates, and alpha before the first update, if there is any."""
+        first, weight = None, self.weight(side)
+        at = self._prepare(anchors, weight)
+        for inner in range(self.inner_steps):
+            gradient, alpha = self._gradient(anchors, at)
+            first = alpha if first is None else first
+            if self.config.npn_schedule == "simultaneous":
+                self._held_back.append(gradient.clone())
+            else:
+                at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
+        at.write_to(weight)
+        return at, first
+
+    def _prepare(self, anchors: Anchors, weight_md: Tensor) -> Prototypes:
+        return prototypes.prepare(anchors, weight_md, self.workspace, self._passes)
+
+    def _gradient(self, anchors: Anchors, at: Prototypes) -> tuple[UnitGradient, Tensor]:
+        """The gradient of the mean over all ranks' anchors, and alpha of those given."""
+        gradient, alpha = prototypes.unit_gradient(
+            anchors,
+            at,
+            objective=self.config.npn_objective,
+            workspace=self.workspace,
+            passes=self._passes,
+            division=self._division,
+        )
+        if self.sharded:
+            total = self.context.world.all_reduce(gradient.product.to(at.weight.dtype))
+            gradient = UnitGradient(total.div_(self.context.world.size), at)
+        return gradient, alpha
+
+    def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
+        """The prototypes after the optimizer's update `number`."""
+        slots = {name: slot[: len(gradient.at.weight)] for name, slot in self.network.slots(side, "weight").items()}
+        optimizer, space = self.network.optimizer, self.workspace
+        after = self._passes.descend(gradient, slots, optimizer=optimizer, number=number, space=space)
+        if not self.config.renormalize:
+            return after
+        unit = after.weight.div_(after.weight.norm(dim=1, keepdim=True))
+        return self._passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=space)
+
+    def _fill(self, batch: AnchorBatch) -> int:
+        """Write features to the working prototypes where a restart or growth is due; returns how many are live."""
+        m, live = self.config.prototypes, int(self.live)
+        from_queue = self.config.restart_with == "previous" and int(self.queued) > 0
+        if not self.restarts_at(batch.step):
+            return self._grow(batch, live=live, from_queue=from_queue)
+        if self.config.reset_accumulator and live:
+            self.network.clear_slots()
+        if from_queue:
+            self._write(0, (self.queue[0], self.queue[1]))
+            return min(m, int(self.queued))
+        partners = (batch.features[1], batch.features[0])
+        if m <= batch.size:
+            chosen = self._subset(batch)
+            self._write(0, (partners[0][chosen], partners[1][chosen]))
+            return m
+        if not self.queue.shape[1]:  # a batch smaller than the run's: grow from it
+            return self._grow(batch, live=0, from_queue=False)
+        self._write(0, (self.queue[0], self.queue[1]))
+        for start, rows in self._ring(batch):
+            self._write(start, (partners[0][rows], partners[1][rows]))
+        return min(m, int(self.queued) + batch.size)
+
+    def _write(self, start: int, features: Pair) -> None:
+        """Overwrite the working prototypes `start`, `start + 1`, ... of both sides; each rank takes its own share."""
+        for side in (0, 1):
+            rows, mine = self._share(self.config.prototypes).own(start, features[side])
+            self.network.working["weight"][side, rows] = mine
+
+    def _grow(self, batch: AnchorBatch, *, live: int, from_queue: bool) -> int:
+        """Add features as further prototypes while fewer than m are live."""
+        m = self.config.prototypes
+        if from_queue:
+            ready = max(live, min(m, int(self.queued)))
+            self._write(live, (self.queue[0, live:ready], self.queue[1, live:ready]))
+            return ready
+        added = min(m - live, batch.size)
+        self._write(live, (batch.features[1][:added], batch.features[0][:added]))
+        return live + added
+
+    def _ring(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
+        """Where the batch overwrites the oldest entries of the queue: first entry and the batch's rows, in two runs."""
+        m = self.queue.shape[1]
+        start, count = int(self.queued) % m, min(batch.size, m)
+        head = min(count, m - start)
+        return [(start, slice(0, head)), (0, slice(head, count))]
+
+    def _subset(self, batch: AnchorBatch) -> Tensor | slice:
+        """Indices of m samples of the batch, drawn with the seed of this step."""
+        if self.config.prototypes == batch.size:
+            return slice(None)
+        generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
+        chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
+        return sent(chosen, self.context.device)
+
+
+def update_mode(config: Any, world: World) -> str:
+    """How the ranks compute an update: `prototypes`, `replicated` or `sharded`.
+
+    Raises:
+        UserError: `npn_update` is `prototypes`, and the prototypes cannot be divided among these ranks.
+    """
+    if world.size == 1:
+        return "replicated"
+    possible = config.prototypes >= world.size and config.tau_min >= LEAST_TAU
+    if config.npn_update == "auto":
+        return "prototypes" if possible else "replicated"
+    if config.npn_update == "prototypes" and not possible:
+        raise UserError(
+            f"objective.npn_update = prototypes needs at least one prototype per rank (objective.prototypes = "
+            f"{config.prototypes}, {world.size} ranks) and objective.tau_min >= {LEAST_TAU} (given {config.tau_min}): "
+            "use objective.npn_update=replicated."
+        )
+    return str(config.npn_update)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.disk_errors import explained
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.disk_errors import disk_errors_explained
+from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.journal import Journal
-from data_prep.dataset.locks import alone, one_of_several, whole_folder
+from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.rules import changes, rules_of
@@ -57,15 +57,15 @@ def download(
         Paused: Success collapses, or the engine no longer makes progress.
         PartDone: Only shards of other workers are missing.
     """
-    with explained(config.output):
+    with disk_errors_explained(config.output):
         table_checks.check_distributor(config.fetch)
         config, plan = prepare(config, on_note=on_note)
         folder = Folder(Path(config.output), config.fetch.worker)
-        mine = range(config.fetch.worker, plan.shards, config.fetch.workers)
+        own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
         _finish_removal(folder, plan, on_note)
         with (
-            one_of_several(folder, config.fetch.workers),
-            alone(folder, config.fetch.worker),
+            shared_lock(folder, config.fetch.workers),
+            part_lock(folder, config.fetch.worker),
             Journal(folder, config.fetch) as journal,
         ):
 
@@ -73,14 +73,14 @@ def download(
                 journal.beat()
                 on_progress(progress)
 
-            recover(folder, mine)
-            check_parts(folder, mine)
-            reach("settings")
+            recover(folder, own_shards)
+            check_parts(folder, own_shards)
+            fault_point("settings")
             write_text(folder.config, dump(config), durable=True)
             if retry_failed:
-                _retry(config, folder, mine, show)
+                _retry(config, folder, own_shards, show)
             finished = set(folder.finished())
-            missing = tuple(shard for shard in mine if shard not in finished)
+            missing = tuple(shard for shard in own_shards if shard not in finished)
             if missing:
                 total = sum(plan.rows_of(shard) for shard in missing)
                 fetch(config, missing, total=total, on_progress=show)
@@ -94,13 +94,13 @@ def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
             f"This worker's part is done, but {left:,} of {plan.shards:,} shards are unfinished, those of the other "
             f"{config.fetch.workers - 1}. The last worker to finish writes the manifest."
         )
-    with alone(folder, "manifest", wait=True):
+    with part_lock(folder, "manifest", wait=True):
         return write_manifest(folder, plan)
 
 
 def _finish_removal(folder: Folder, plan: Plan, on_note: Callable[[str], None]) -> None:
     if folder.pending_removal.exists():
-        with whole_folder(folder):
+        with exclusive_lock(folder):
             recover(folder, range(plan.shards))  # the removal rewrites shards of all workers
             if finish_removal(folder):
                 on_note("A removal that had been interrupted was finished first.")
@@ -126,9 +126,9 @@ def prepare(
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
     table_checks.check_blur(config)
     folder = Folder(Path(config.output), config.fetch.worker)
-    with explained(config.output):
+    with disk_errors_explained(config.output):
         folder.make()
-        with alone(folder, "plan", wait=config.fetch.workers > 1):
+        with part_lock(folder, "plan", wait=config.fetch.workers > 1):
             is_new = not plan_path.exists()
             if is_new:
                 for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
@@ -169,12 +169,12 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
     return source
 
 
-def _retry(config: DownloadConfig, folder: Folder, mine: range, on_progress: Callable[[Progress], None]) -> None:
-    records = [folder.read_record(shard) for shard in folder.finished() if shard in mine]
-    passing = {record.shard: count for record in records if (count := _passing(record))}
-    if passing:
-        fetch(config, tuple(passing), total=sum(passing.values()), mode="retry", on_progress=on_progress)
+def _retry(config: DownloadConfig, folder: Folder, own_shards: range, on_progress: Callable[[Progress], None]) -> None:
+    records = [folder.read_record(shard) for shard in folder.finished() if shard in own_shards]
+    retried = {record.shard: count for record in records if (count := _transient_failures(record))}
+    if retried:
+        fetch(config, tuple(retried), total=sum(retried.values()), mode="retry", on_progress=on_progress)
 
 
-def _passing(record: ShardRecord) -> int:
+def _transient_failures(record: ShardRecord) -> int:
     return sum(count for reason, count in record.failures.items() if is_transient(reason))

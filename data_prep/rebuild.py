@@ -10,9 +10,9 @@ from pathlib import Path
 
 from data_prep.dataset.bookkeeping import Problem
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.disk_errors import explained
+from data_prep.dataset.disk_errors import disk_errors_explained
 from data_prep.dataset.journal import read_sessions
-from data_prep.dataset.locks import whole_folder
+from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.rules import rules_of
@@ -49,9 +49,9 @@ def rebuild(
     # The settings were written by the last worker; here one process handles all shards.
     config = replace(config, fetch=replace(config.fetch, worker=0, workers=1))
     folder = Folder(Path(config.output))
-    with explained(folder.root):
+    with disk_errors_explained(folder.root):
         folder.make()
-        with whole_folder(folder):
+        with exclusive_lock(folder):
             plan = _repaired_plan(config, folder)
             recover(folder, range(plan.shards))
             shards = _shards_at_fault(folder, plan, problems)

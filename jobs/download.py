@@ -34,13 +34,13 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes only the plan. All settings and their
     defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
     """
-    from data_prep.dataset.disk_errors import explained
+    from data_prep.dataset.disk_errors import disk_errors_explained
     from data_prep.settings.download_config import DownloadConfig
     from pipeline.config import merge, parse, parse_overrides, read_yaml
 
     tree = merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides))
     config = parse(DownloadConfig, tree)
-    with explained(config.output):
+    with disk_errors_explained(config.output):
         _run(config, plan_only=plan_only, retry_failed=retry_failed)
 
 

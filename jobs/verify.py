@@ -42,9 +42,9 @@ def command(
     With --duplicates, --overlap or --remove, only that is done. The first two write lists of keys, one per line, which
     --remove accepts.
     """
-    from data_prep.dataset.disk_errors import explained
+    from data_prep.dataset.disk_errors import disk_errors_explained
 
-    with explained(folder):
+    with disk_errors_explained(folder):
         if remove:
             _remove(folder, Path(remove))
             return 0

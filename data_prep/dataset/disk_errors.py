@@ -24,7 +24,7 @@ _ADVICE = {
 
 
 @contextmanager
-def explained(root: str | Path) -> Iterator[None]:
+def disk_errors_explained(root: str | Path) -> Iterator[None]:
     """Convert file system errors inside the block to a UserError that says where, why and what to do."""
     try:
         yield

@@ -35,7 +35,7 @@ SET_POINTS = ("plan.part", "plan", "settings", "manifest", "report", "datasheet"
 POINTS = (*SHARD_POINTS, *REMOVAL_POINTS, *SET_POINTS, "decode")
 
 
-def reach(point: str, detail: str = "") -> None:
+def fault_point(point: str, detail: str = "") -> None:
     """Called at each point; does nothing unless the environment variable names a fault there."""
     wanted = os.environ.get(VARIABLE)
     if wanted:

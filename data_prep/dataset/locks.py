@@ -18,7 +18,7 @@ _OF_WORKERS = "workers-"
 
 
 @contextmanager
-def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[None]:
+def part_lock(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of one part of the work.
 
     Raises:
@@ -29,7 +29,7 @@ def alone(folder: Folder, part: int | str, *, wait: bool = False) -> Iterator[No
 
 
 @contextmanager
-def one_of_several(folder: Folder, workers: int = 1) -> Iterator[None]:
+def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
     """Hold the folder's shared lock: no removal or rebuild can start, but the other workers' downloads can.
 
     Raises:
@@ -49,7 +49,7 @@ def one_of_several(folder: Folder, workers: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(folder: Folder) -> Iterator[None]:
+def exclusive_lock(folder: Folder) -> Iterator[None]:
     """Hold the folder's exclusive lock.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.rules import digest_of, versions_used
 from data_prep.dataset.shard_plan import Plan
 from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
@@ -20,7 +20,7 @@ def write_manifest(folder: Folder, plan: Plan) -> Manifest:
         UserError: Shards are missing, damaged or made with other settings, or no URL gave a sample.
     """
     manifest = expected_manifest(folder, plan)
-    reach("manifest")
+    fault_point("manifest")
     manifest.save(folder.root)
     return manifest
 

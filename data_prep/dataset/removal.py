@@ -10,8 +10,8 @@ from typing import Any
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, load_config, read_lines, read_meta
-from data_prep.dataset.fault_points import reach
-from data_prep.dataset.locks import whole_folder
+from data_prep.dataset.fault_points import fault_point
+from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.shard_commit import publish, recover
 from data_prep.dataset.shard_plan import load_plan
@@ -51,7 +51,7 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
     """
     folder = Folder(Path(root))
     load_config(folder.root)  # fails if the folder was not made by `neuclip download`
-    with whole_folder(folder):
+    with exclusive_lock(folder):
         recover(folder, range(load_plan(folder).shards))
         done = _remove(folder, names)
         manifest = _new_manifest(folder)
@@ -86,24 +86,24 @@ def _remove(folder: Folder, names: set[str]) -> Removal:
     _begin(folder, names)
     for shard, hit in hits.items():
         _rewrite(folder, shard, hit)
-        reach("removal.shard")
+        fault_point("removal.shard")
     return Removal(len(names), len(found), samples, len(hits))
 
 
 def _begin(folder: Folder, names: set[str]) -> None:
     """Record the names before anything is removed, so that a killed removal can be detected and finished."""
     pending = sorted(names | read_lines(folder.pending_removal))
-    reach("removal.begin")
+    fault_point("removal.begin")
     write_text(folder.pending_removal, "".join(f"{line}\n" for line in pending), durable=True)
     flush(folder.root)
-    reach("removal.names")
+    fault_point("removal.names")
     lines = sorted(folder.removed_names() | names)
     write_text(folder.removed, "".join(f"{line}\n" for line in lines), durable=True)
     flush(folder.root)
 
 
 def _end(folder: Folder) -> None:
-    reach("removal.end")
+    fault_point("removal.end")
     folder.pending_removal.unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.fault_points import fault_point
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.errors import UserError
 from pipeline.files import flush, write_json
@@ -50,18 +50,18 @@ def publish(
     tar, meta = folder.staged_tar(record.shard), folder.staged_meta(record.shard)
     tar.unlink(missing_ok=True)
     size, digest = 0, ""
-    reach("shard.tar", str(record.shard))
+    fault_point("shard.tar", str(record.shard))
     if record.samples:
         size, digest = canonical_tar.write(tar, _checked(folder, record.shard, members, rows))
-    reach("shard.meta", str(record.shard))
+    fault_point("shard.meta", str(record.shard))
     meta_digest = _write_meta(folder, record.shard, rows)
     record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
     # The names of both must be on the disk before the commit refers to them.
     flush(tar.parent)
     flush(meta.parent)
-    reach("shard.commit", str(record.shard))
+    fault_point("shard.commit", str(record.shard))
     write_json(folder.commit(record.shard), record.tree(), durable=True)
-    reach("shard.committed", str(record.shard))
+    fault_point("shard.committed", str(record.shard))
     _finish(folder, record.shard)
     return record
 
@@ -129,15 +129,15 @@ def _finish(folder: Folder, shard: int) -> None:
         folder.tar(shard).unlink(missing_ok=True)
     elif folder.staged_tar(shard).exists():
         folder.staged_tar(shard).replace(folder.tar(shard))
-    reach("shard.tar-renamed", str(shard))
+    fault_point("shard.tar-renamed", str(shard))
     if folder.staged_meta(shard).exists():
         folder.staged_meta(shard).replace(folder.meta(shard))
     flush(folder.tar(shard).parent)
     flush(commit.parent)
-    reach("shard.meta-renamed", str(shard))
+    fault_point("shard.meta-renamed", str(shard))
     commit.replace(folder.record(shard))
     flush(commit.parent)
-    reach("shard.recorded", str(shard))
+    fault_point("shard.recorded", str(shard))
 
 
 def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:

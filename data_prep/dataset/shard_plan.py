@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.fault_points import fault_point
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
@@ -105,7 +105,7 @@ def make_plan(
 
 def write_plan(folder: Folder, plan: Plan) -> None:
     """Write `plan.json`, which marks the plan as complete."""
-    reach("plan")
+    fault_point("plan")
     write_json(folder.plan / "plan.json", asdict(plan), durable=True)
 
 
@@ -278,7 +278,7 @@ class _PlanWriter:
         table = table.add_column(0, "row", numbers)
         if self._shard % _SHARDS_PER_PART == 0:
             self._close_part()
-            reach("plan.part")
+            fault_point("plan.part")
             self._path = self._folder.plan_part(self._shard // _SHARDS_PER_PART)
             self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
         self._file.write_table(table, row_group_size=self._shard_size)

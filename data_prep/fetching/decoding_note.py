@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.fault_points import fault_point
 
 _LENGTH = 4096
 
@@ -28,7 +28,7 @@ class DecodingNote:
         """Note that this body is being decoded."""
         url = self._url_of(body)
         self._write(url.encode(errors="replace")[:_LENGTH].ljust(_LENGTH))
-        reach("decode", url)
+        fault_point("decode", url)
 
     def end(self) -> None:
         """Note that the image was decoded."""

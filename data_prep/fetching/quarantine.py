@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.locks import alone
+from data_prep.dataset.locks import part_lock
 from data_prep.fetching.decoding_note import noted_url
 from pipeline.files import write_json, write_text
 
 DEATHS = 2
 
 
-def blame(folder: Folder, shards: Iterable[int]) -> list[str]:
+def record_deaths(folder: Folder, shards: Iterable[int]) -> list[str]:
     """Count the deaths of workers that were processing these shards.
 
     Returns:
@@ -32,7 +32,7 @@ def blame(folder: Folder, shards: Iterable[int]) -> list[str]:
     write_json(path, deaths)
     worst = {url for url, times in deaths.items() if times >= DEATHS}
     if worst:
-        with alone(folder, "quarantine", wait=True):
+        with part_lock(folder, "quarantine", wait=True):
             lines = sorted(folder.quarantined() | worst)
             write_text(folder.quarantine, "".join(f"{line}\n" for line in lines), durable=True)
     return urls

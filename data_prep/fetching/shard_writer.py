@@ -17,7 +17,7 @@ from typing import Any
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.fault_points import reach
+from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.rules import digest_of, tool_versions
 from data_prep.dataset.shard_commit import STORED_HASH, publish
 from data_prep.dataset.shard_plan import Plan
@@ -151,7 +151,7 @@ class ShardWriter:
         facts = {k: v for k, v in record.items() if v is not None and k not in _NOT_IN_JSON}
         text = json.dumps(facts, ensure_ascii=False, sort_keys=True, default=str)
         start = self._spool.tell()
-        reach("shard.spool", str(number))
+        fault_point("shard.spool", str(number))
         self._spool.write(image)
         self._index[number] = (extension(image, self._encode_format), start, len(image), text, caption)
 

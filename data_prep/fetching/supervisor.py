@@ -18,7 +18,7 @@ from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.fault_points import RUN
 from data_prep.dataset.shard_commit import recover
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
-from data_prep.fetching.quarantine import blame
+from data_prep.fetching.quarantine import record_deaths
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -71,7 +71,7 @@ def fetch(
         Paused: Success collapses, or the engine no longer makes progress.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
-    clean(folder, shards)
+    discard_unfinished(folder, shards)
     # A retry requests rows that failed before, and a rebuild few rows: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
@@ -85,8 +85,8 @@ def fetch(
         with FetchEngine(config, tuple(sorted(monitor.waiting)), mode=mode) as engine:
             problem = _watch(engine, monitor, window, stall=limits.stall, show=show)
             abandoned = monitor.abandoned()  # before the other workers are ended as well
-        killers = blame(folder, abandoned)
-        clean(folder, shards)
+        killers = record_deaths(folder, abandoned)
+        discard_unfinished(folder, shards)
         monitor.poll()
         if len(monitor.finished) > finished:
             fruitless = deaths = 0
@@ -166,13 +166,13 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
     folder = engine.folder
     recover(folder, monitor.waiting)
     monitor.poll()
-    spoilt = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
-    for shard in spoilt:
+    suspect = [shard for shard, attempted in monitor.finished if attempted >= suspect_from]
+    for shard in suspect:
         folder.withdraw(shard)
-    clean(folder, monitor.waiting)
+    discard_unfinished(folder, monitor.waiting)
     return (
         f"Paused: {reason}. Check the network, the name server and whether the hosts have banned this address. "
-        f"{len(monitor.finished) - len(spoilt):,} shards of this run are kept, {len(spoilt):,} that it may "
+        f"{len(monitor.finished) - len(suspect):,} shards of this run are kept, {len(suspect):,} that it may "
         "have hit were withdrawn, and the same command continues. If the list is simply that old, lower "
         "monitor.min_success."
     )
@@ -226,7 +226,7 @@ class FetchEngine:
         self.stop()
 
 
-def clean(folder: Folder, shards: Iterable[int]) -> None:
+def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
     for pattern in ("*.live", "*.spool", "*.arrow", "*.decoding", "*_stats.json", ".*.tmp"):

@@ -19,7 +19,7 @@ from typing import Any
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, tar_name, total_failures
-from data_prep.dataset.locks import alone
+from data_prep.dataset.locks import part_lock
 from data_prep.pairs.convert import ImageOptions, convert, read_image
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
 from data_prep.pairs.listing import Listing
@@ -73,7 +73,7 @@ def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = la
     folder = Folder(config.output)
     _check_output(config, folder)
     folder.make()
-    with alone(folder, "pairs"):
+    with part_lock(folder, "pairs"):
         source, shard_size = _plan(config, folder)
         plan = _digest(config, source, shard_size)
         shards = -(-source.rows // shard_size)

@@ -172,11 +172,10 @@ def _evaluation(run: Path, checkpoint: Checkpoint, *, average: bool) -> str:
     if not found or not found[0].scores:
         return "This checkpoint has not been evaluated."
     evaluation = found[0]
-    rows = [
-        (score.label, score.main_metric, f"{score.score:.4f}", "" if score.chance is None else f"{score.chance:.4f}",
-         f"{score.samples:,}")
-        for score in evaluation.scores
-    ]  # fmt: skip
+    rows = []
+    for score in evaluation.scores:
+        chance = "" if score.chance is None else f"{score.chance:.4f}"
+        rows.append((score.label, score.main_metric, f"{score.score:.4f}", chance, f"{score.samples:,}"))
     text = _table(("task", "metric", "score", "chance", "samples"), rows)
     if evaluation.failures:
         text += f"\n\nWithout a score, since they failed: {', '.join(sorted(evaluation.failures))}."

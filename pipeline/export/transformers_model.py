@@ -142,8 +142,13 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-_PARTS = {"ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
-          "attn.out_proj": "self_attn.out_proj"}  # fmt: skip
+_PARTS = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
 
 
 def _block(part: str, value: Tensor) -> dict[str, Tensor]:
@@ -182,11 +187,9 @@ def _write_tokenizer(model: EvaluationModel, folder: Path) -> None:
     merges = "\n".join(" ".join(pair) for pair in own.bpe_ranks)  # type: ignore[attr-defined]
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
     length = model.architecture.model_cfg["text_cfg"].get("context_length", 77)
-    specials = ("<start_of_text>", "<end_of_text>")
-    tree = {
-        "tokenizer_class": "CLIPTokenizer", "model_max_length": length, "do_lower_case": True,
-        "bos_token": specials[0], "eos_token": specials[1], "unk_token": specials[1], "pad_token": specials[1],
-    }  # fmt: skip
+    start, end = "<start_of_text>", "<end_of_text>"
+    specials = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
+    tree = {"tokenizer_class": "CLIPTokenizer", "model_max_length": length, "do_lower_case": True, **specials}
     (folder / "tokenizer_config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 

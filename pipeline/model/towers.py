@@ -147,14 +147,21 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        clip = create_from(start, create_clip, image_size=config.image_size, context_length=config.context_length,
-                           patch_dropout=config.patch_dropout, device=device)  # fmt: skip
+        clip = create_from(
+            start,
+            create_clip,
+            image_size=config.image_size,
+            context_length=config.context_length,
+            patch_dropout=config.patch_dropout,
+            device=device,
+        )
     model_cfg = with_sizes(start.model_cfg, context_length=config.context_length)
     tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
     architecture = describe(start.name, clip, model_cfg, tokenizer=tokenizer)
     logit = logit_of(clip) if config.pretrained else None
-    lock_towers(clip, image=config.unlocked_image_blocks if config.lock_image else None,
-                text=config.unlocked_text_blocks if config.lock_text else None)  # fmt: skip
+    image_blocks = config.unlocked_image_blocks if config.lock_image else None
+    text_blocks = config.unlocked_text_blocks if config.lock_text else None
+    lock_towers(clip, image=image_blocks, text=text_blocks)
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     use_patch_dropout_on_device(clip)
     if config.packed_attention:

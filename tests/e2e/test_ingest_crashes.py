@@ -28,7 +28,7 @@ from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
 from data_prep.fetching.downloader import Job, ShardDownloader
-from data_prep.fetching.supervisor import clean
+from data_prep.fetching.supervisor import discard_unfinished
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from tests.ingested import own_opener  # noqa: F401
@@ -96,7 +96,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output))
-        clean(folder, shards)
+        discard_unfinished(folder, shards)
         downloader = ShardDownloader(Job(config, folder, load_plan(folder), (), mode))  # type: ignore[arg-type]
         for shard in shards:
             done, _row = downloader((shard, str(folder.staging / f"{shard}.arrow")))

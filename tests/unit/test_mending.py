@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from data_prep import rebuild as rebuilding
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.disk_errors import explained
+from data_prep.dataset.disk_errors import disk_errors_explained
 from data_prep.dataset.ingest_report import write_report
-from data_prep.dataset.locks import alone, one_of_several, whole_folder
+from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import check_parts, load_plan
@@ -210,22 +210,22 @@ def test_removal_from_an_unfinished_dataset_writes_no_manifest(copied: Path, tmp
 
 def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied: Path) -> None:
     folder = Folder(copied)
-    with one_of_several(folder, 2), one_of_several(folder, 2):
-        with pytest.raises(UserError, match="Another process is working"), one_of_several(folder, 3):
+    with shared_lock(folder, 2), shared_lock(folder, 2):
+        with pytest.raises(UserError, match="Another process is working"), shared_lock(folder, 3):
             pass
-        with one_of_several(folder, 2):
+        with shared_lock(folder, 2):
             pass
-    with one_of_several(folder, 3):
+    with shared_lock(folder, 3):
         pass
 
 
 def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:
     folder = Folder(copied)
-    with one_of_several(folder), one_of_several(folder), alone(folder, 0):
+    with shared_lock(folder), shared_lock(folder), part_lock(folder, 0):
         for work in (lambda: remove(copied, {"x"}), lambda: rebuild(copied, [])):
             with pytest.raises(UserError, match="Another process is working"):
                 work()
-    with whole_folder(folder), pytest.raises(UserError, match="Another process is working"):
+    with exclusive_lock(folder), pytest.raises(UserError, match="Another process is working"):
         download(replace(load_config(copied), output=str(copied)))
     with (folder.locks / "lock-folder").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(c
 
 @pytest.mark.parametrize("number", [28, 13, 30, 1])
 def test_disk_errors_are_reported_in_plain_words(number: int) -> None:
-    with pytest.raises(UserError, match=r"Cannot write or read /x/y: .*"), explained("/x"):
+    with pytest.raises(UserError, match=r"Cannot write or read /x/y: .*"), disk_errors_explained("/x"):
         raise OSError(number, "refused", "/x/y")
-    with pytest.raises(OSError, match="other"), explained("/x"):
+    with pytest.raises(OSError, match="other"), disk_errors_explained("/x"):
         raise OSError(9999, "other")

@@ -47,7 +47,7 @@ class SequentialReader:
         """Records from `position` to the end of the epoch, read as they are taken."""
         while position < self.segments.length:
             shard, start, count = self.segments.locate(position)
-            yield from self._stretch(shard, start, count)
+            yield from self._read_shard(shard, start, count)
             position += count
 
     def sample_id(self, position: int) -> tuple[int, str]:
@@ -64,7 +64,7 @@ class SequentialReader:
         source = bisect.bisect_right(self.bounds, shard) - 1
         return self.captions[min(source, len(self.captions) - 1)]
 
-    def _stretch(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
+    def _read_shard(self, shard: int, start: int, count: int) -> Iterator[TarRecord]:
         """`count` records of one shard from sample `start` on."""
         stored = self.manifest.shards[shard]
         url = self.manifest.url(stored)
@@ -120,18 +120,18 @@ class StreamReader:
     def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
         self.order, self.first = order, first
         self._source = source
-        self._next, self._gone = order.resume(turn)
+        self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
-        self._kept: dict[int, TarRecord] = {}
-        self._whole = 0
+        self._buffer: dict[int, TarRecord] = {}
+        self._readable = 0
         self.kept_bytes = self.peak_bytes = 0
 
     def take(self, place: int) -> TarRecord:
         """The record at its own turn, removed from the buffer."""
         while self._next <= place:
             self._read_one()
-        record = self._kept.pop(place)
-        self._whole -= not record.problem
+        record = self._buffer.pop(place)
+        self._readable -= not record.problem
         self.kept_bytes -= record.size
         return record
 
@@ -141,17 +141,17 @@ class StreamReader:
         It is read separately from its shard if its turn has passed, or if it is so far ahead that the buffer would grow
         beyond its limit.
         """
-        while self._next <= place and self._whole < READ_AHEAD * self.order.buffer:
+        while self._next <= place and self._readable < READ_AHEAD * self.order.buffer:
             self._read_one()
-        if place in self._kept:
-            return self._kept[place]
+        if place in self._buffer:
+            return self._buffer[place]
         return next(self._source.read(self.first + place))
 
     def _read_one(self) -> None:
         record = next(self._records)
-        if self._next not in self._gone:
-            self._kept[self._next] = record
-            self._whole += not record.problem
+        if self._next not in self._used:
+            self._buffer[self._next] = record
+            self._readable += not record.problem
             self.kept_bytes += record.size
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
         self._next += 1
@@ -159,4 +159,4 @@ class StreamReader:
     def close(self) -> None:
         """Close the open shard and drop the buffer."""
         self._records.close()  # type: ignore[attr-defined]
-        self._kept.clear()
+        self._buffer.clear()

@@ -77,22 +77,22 @@ class StreamFiller:
         record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
         try:
-            decode(record, self._showing(turn), self._source.caption(self._reader.first + place))
+            decode(record, self._row_number(turn), self._source.caption(self._reader.first + place))
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), shard)] += 1
-            return self._refill(turn, decode=decode, first=error)
+            return self._substitute(turn, decode=decode, first=error)
 
-    def _refill(self, turn: int, *, decode: Decode, first: CorruptSample) -> int:
+    def _substitute(self, turn: int, *, decode: Decode, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
-        for stream, other in self._substitutes(turn):
+        for stream, other in self._candidates(turn):
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
             try:
-                decode(reader.peek(place), self._showing(turn), self._source.caption(reader.first + place))
+                decode(reader.peek(place), self._row_number(turn), self._source.caption(reader.first + place))
                 return sample_id
             except CorruptSample as error:
                 reasons[str(error)] += 1
@@ -104,14 +104,14 @@ class StreamFiller:
             "samples without an image or a caption."
         )
 
-    def _showing(self, turn: int) -> int:
+    def _row_number(self, turn: int) -> int:
         """The row's number in the epoch, which keys its crop: a sample may occur more than once in an epoch."""
         return self.stream * self._order.layout.stream_length + turn
 
     def _lost_shards(self) -> str:
         return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
 
-    def _substitutes(self, turn: int) -> Iterator[tuple[int, int]]:
+    def _candidates(self, turn: int) -> Iterator[tuple[int, int]]:
         """`(stream, turn)` of samples that may replace a corrupt one; never one of the same global batch.
 
         The first candidates are the same row of other batches of this stream, so that two corrupt rows of a batch never
@@ -184,13 +184,13 @@ class StreamDataset(IterableDataset[Part | Failure]):
         captions: list[str] = []
         crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
-        def decode(record: TarRecord, showing: int, caption_field: CaptionField) -> None:
+        def decode(record: TarRecord, row: int, caption_field: CaptionField) -> None:
             if record.problem:
                 raise CorruptSample(record.problem)
             if record.image is None:
                 raise CorruptSample("image is missing")
-            caption = caption_field.read(record, state=draw(choices, showing))
-            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, showing)).permute(1, 2, 0)
+            caption = caption_field.read(record, state=draw(choices, row))
+            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, row)).permute(1, 2, 0)
             captions.append(caption)
 
         corrupt: Counter[tuple[str, str]] = Counter()

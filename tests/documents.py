@@ -192,8 +192,8 @@ def _dry_run(script: str, arguments: list[str], environment: dict[str, str]) -> 
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    told = [shlex.split(text) for text in (done.stdout + done.stderr).splitlines()]
-    commands = [words for words in told if words and words[0] in ("neuclip", "python", "sbatch")]
+    printed = [shlex.split(text) for text in (done.stdout + done.stderr).splitlines()]
+    commands = [words for words in printed if words and words[0] in ("neuclip", "python", "sbatch")]
     assert commands, f"{script} printed no command"
     for words in commands:
         if words[0] == "sbatch":  # sbatch with --wrap COMMAND instead of a script

@@ -78,7 +78,7 @@ def _fetcher(config: DownloadConfig) -> Callable[[str], bytes | str]:
 
 def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: DownloadConfig) -> str:
     source = config.source
-    said = (
+    mismatch = (
         f"Column {source.hash!r} does not hold the {source.hash_kind} of the bytes as served: {len(differ)} of {came} "
         f"probed images differ. "
     )
@@ -90,10 +90,10 @@ def _explain(differ: list[tuple[dict[str, Any], bytes]], came: int, config: Down
         algorithm, what = best[0][0].split(" of ", 1)
         if what == "the bytes":
             if algorithm not in HASH_KINDS:
-                return f"{said}It holds their {algorithm}, which cannot be verified here: set source.hash=null."
-            return f"{said}It holds their {algorithm}: set source.hash_kind={algorithm}."
-        return f"{said}It holds the {algorithm} of {what}, which cannot verify a download: set source.hash=null."
-    return f"{said}Its content is unknown. Name the right column, or set source.hash=null."
+                return f"{mismatch}It holds their {algorithm}, which cannot be verified here: set source.hash=null."
+            return f"{mismatch}It holds their {algorithm}: set source.hash_kind={algorithm}."
+        return f"{mismatch}It holds the {algorithm} of {what}, which cannot verify a download: set source.hash=null."
+    return f"{mismatch}Its content is unknown. Name the right column, or set source.hash=null."
 
 
 def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfig) -> list[str]:

@@ -208,8 +208,8 @@ def ranks_here(world_size: int) -> int:
 def lost_contact(error: BaseException) -> bool:
     """Whether an error came from a collective: another rank is gone, or the collective timed out."""
     names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
-    said = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
-    return said or isinstance(error, dist.DistError)
+    named = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
+    return named or isinstance(error, dist.DistError)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -51,12 +51,12 @@ def first_tau(base: Path, output: str) -> float:
 def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:
     learned = math.exp(-float(weights(base, "first")["logit_scale"]))
     assert abs(learned - 0.2) > 1e-4
-    told = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
-                 "model.context_length=16", "objective.name=openclip",
-                 "optimizer.lr=1e-12", "objective.tau_lr=0")  # fmt: skip
-    assert f"whose temperature is {learned:.4g}; the objective starts there" in told
-    assert "The weights' image size is 16, the model's 32: position embeddings are interpolated" in told
-    assert "The weights' context length is 8, the model's 16: position embeddings are interpolated" in told
+    printed = train(base, "second", "model.arch=pretrained", f"model.pretrained={base}/first", "model.image_size=32",
+                    "model.context_length=16", "objective.name=openclip",
+                    "optimizer.lr=1e-12", "objective.tau_lr=0")  # fmt: skip
+    assert f"whose temperature is {learned:.4g}; the objective starts there" in printed
+    assert "The weights' image size is 16, the model's 32: position embeddings are interpolated" in printed
+    assert "The weights' context length is 8, the model's 16: position embeddings are interpolated" in printed
     assert first_tau(base, "second") == pytest.approx(learned, rel=1e-5)
     before, after = weights(base, "first"), weights(base, "second")
     assert after["visual.positional_embedding"].shape == (17, 32)
@@ -73,10 +73,10 @@ def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Pat
 
 def test_the_initial_temperature_of_the_objective_can_be_used(base: Path) -> None:
     file = checkpoint(base, "first") / "open_clip_model.safetensors"
-    told = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
-                 "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
-                 "objective.tau_lr=0")  # fmt: skip
-    assert "the objective starts at its own" in told
+    printed = train(base, "own-tau", f"model.arch={base}/small.json", f"model.pretrained={file}",
+                    "objective.name=openclip", "model.pretrained_temperature=false", "objective.tau_init=0.07",
+                    "objective.tau_lr=0")  # fmt: skip
+    assert "the objective starts at its own" in printed
     assert first_tau(base, "own-tau") == pytest.approx(0.07)
 
 
@@ -130,5 +130,5 @@ def test_incompatible_settings_are_rejected_before_the_run_starts(base: Path) ->
          "nothing is left to train"),
     ]  # fmt: skip
     for more, message in cases:
-        told = " ".join(train(base, "refused", *more, "--dry-run", check=False).split())
-        assert message in told, told
+        printed = " ".join(train(base, "refused", *more, "--dry-run", check=False).split())
+        assert message in printed, printed

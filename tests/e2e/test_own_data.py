@@ -29,7 +29,7 @@ def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path
     arch = write_tiny(tmp_path)
     small = [f"model.arch={arch}", "batch_size=16", "data.streams=4", "data.workers=0", "epochs=2", "engine.device=cpu",
              "telemetry.tensorboard=false"]  # fmt: skip
-    told = {}
+    printed = {}
     commands = [line.words for line in lines([PAGE])][:5]
     assert [words[1] for words in commands] == ["pairs", "verify", "plan", "train", "export"]
     for words in commands:
@@ -38,10 +38,10 @@ def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path
         setting = {**environment(), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(program, cwd=tmp_path, text=True, timeout=300, env=setting, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        told[words[1]] = done.stdout
-    assert "64 of 65 rows gave a sample" in told["pairs"]
-    assert "image file missing: captions.csv:66" in told["pairs"]
-    assert "64 samples" in told["verify"]
-    assert "8 steps, 2.00 epochs" in told["plan"]
+        printed[words[1]] = done.stdout
+    assert "64 of 65 rows gave a sample" in printed["pairs"]
+    assert "image file missing: captions.csv:66" in printed["pairs"]
+    assert "64 samples" in printed["verify"]
+    assert "8 steps, 2.00 epochs" in printed["plan"]
     assert (tmp_path / "runs/mine/checkpoints/step-00000008").is_dir()
     assert open_clip.create_model(f"local-dir:{tmp_path / 'hub' / 'mine'}") is not None

@@ -19,7 +19,7 @@ from tests.towers import write_tiny
 
 
 def settings(folder: Path) -> list[str]:
-    """A run that would take hours and saves only when it is told to stop."""
+    """A run that would take hours and saves only when it is stopped."""
     write_shards(folder / "shards", [20, 30, 15])
     return [
         f"output={folder / 'run'}",

@@ -42,8 +42,8 @@ def test_finished_runs_are_not_repeated(place: Path) -> None:
     launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place), timeout=900)
     result = folder_of(unit, place) / "result.json"
     before = result.stat().st_mtime_ns
-    told = launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place)).stdout
-    assert "2 of them done" in told
+    printed = launch("jobs.study", "gamma", "--size", "smoke", "--output", str(place)).stdout
+    assert "2 of them done" in printed
     assert result.stat().st_mtime_ns == before
 
 

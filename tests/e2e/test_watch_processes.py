@@ -79,9 +79,9 @@ def test_after_kill_9_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
         assert outcomes[name]["pid"] in {watcher.pid for watcher in watchers[1:]}
     others = set(outcomes) - set(held)
     assert {outcomes[name]["attempt"] for name in others} == {1}
-    said = "\n".join(log.read_text() for log in logs[1:])
+    messages = "\n".join(log.read_text() for log in logs[1:])
     for name, outcome in outcomes.items():
-        assert said.count(f"{name}: 2 tasks done.") == (outcome["pid"] != watchers[0].pid)
+        assert messages.count(f"{name}: 2 tasks done.") == (outcome["pid"] != watchers[0].pid)
     for name in (held[0], "step-00000800"):
         alone = tmp_path / "alone" / name
         config = EvaluationConfig(workers=0, micro_batch=8)

@@ -107,11 +107,11 @@ def test_a_perfect_model_gets_perfect_scores() -> None:
 
 def test_a_stopped_study_resumes_and_the_page_is_rendered_from_the_data(tmp_path: Path) -> None:
     runs = [run for run in separation.runs_of("smoke") if run.arm in ("openclip", "neuclip_u1") and run.batch == 32]
-    said: list[str] = []
-    assert separation.run_all(runs[:2], place=tmp_path, parallel=1, report=said.append) == []
+    messages: list[str] = []
+    assert separation.run_all(runs[:2], place=tmp_path, parallel=1, report=messages.append) == []
     first = separation.path_of(runs[0], tmp_path).stat().st_mtime_ns
-    assert separation.run_all(runs, place=tmp_path, parallel=1, report=said.append) == []
-    assert f"{len(runs)} runs, 2 of them done." in said
+    assert separation.run_all(runs, place=tmp_path, parallel=1, report=messages.append) == []
+    assert f"{len(runs)} runs, 2 of them done." in messages
     assert separation.path_of(runs[0], tmp_path).stat().st_mtime_ns == first
     results = separation.read_results("smoke", tmp_path)
     files = separation_page.publish("smoke", results, total=38, folder=tmp_path / "page", command="neuclip study")

@@ -35,47 +35,49 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return open_suite(root)
 
 
-def make_watcher(run: Path, suite: Suite, said: list[str], **settings: object) -> Watcher:
+def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: object) -> Watcher:
     config = WatchConfig(**{"ttl": 30.0, "interval": 0.01, **settings})  # type: ignore[arg-type]
     processes = (Alone(), torch.device("cpu"))
     quick = EvaluationConfig(workers=0, micro_batch=8)
-    return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=said.append)
+    return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
 
 
-def evaluated(said: list[str]) -> list[list[int]]:
+def evaluated(messages: list[str]) -> list[list[int]]:
     """Return the steps evaluated in each pass, in order."""
-    return [[int(step) for step in re.findall(r"step-(\d+)", line)] for line in said if line.startswith("Evaluating")]
+    return [
+        [int(step) for step in re.findall(r"step-(\d+)", line)] for line in messages if line.startswith("Evaluating")
+    ]
 
 
 def test_the_newest_checkpoint_is_evaluated_alone_first_then_older_ones_in_groups(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 200, 300, 400):
         save_step(tmp_path, step)
-    said: list[str] = []
-    watcher = make_watcher(tmp_path, suite, said, together=2)
+    messages: list[str] = []
+    watcher = make_watcher(tmp_path, suite, messages, together=2)
     assert watcher.step()
     save_step(tmp_path, 500)
     watcher.run(threading.Event(), once=True)
-    assert evaluated(said) == [[400], [500], [300, 200], [100]]
+    assert evaluated(messages) == [[400], [500], [300, 200], [100]]
     outcomes = watcher.ledgers[tmp_path].outcomes()
     assert [outcome["outcome"] for outcome in outcomes.values()] == ["done"] * 5
     assert all((tmp_path / "evaluation" / name / "cifar10.json").is_file() for name in outcomes)
     watcher.run(threading.Event(), once=True)
-    assert len(evaluated(said)) == 4
+    assert len(evaluated(messages)) == 4
 
 
 def test_oldest_first_order_and_step_selection(tmp_path: Path, suite: Suite) -> None:
     for step in (100, 150, 200, 250):
         save_step(tmp_path, step)
-    said: list[str] = []
-    make_watcher(tmp_path, suite, said, order="oldest", together=1, every=100).run(threading.Event(), once=True)
-    assert evaluated(said) == [[100], [200]]
+    messages: list[str] = []
+    make_watcher(tmp_path, suite, messages, order="oldest", together=1, every=100).run(threading.Event(), once=True)
+    assert evaluated(messages) == [[100], [200]]
 
 
 def test_partially_written_checkpoints_are_ignored(tmp_path: Path, suite: Suite) -> None:
     folder = save_step(tmp_path, 100)
     (folder / "checkpoint.json").unlink()
-    said: list[str] = []
-    assert not make_watcher(tmp_path, suite, said).step()
+    messages: list[str] = []
+    assert not make_watcher(tmp_path, suite, messages).step()
 
 
 def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: Path, suite: Suite) -> None:
@@ -83,10 +85,10 @@ def test_a_damaged_checkpoint_is_abandoned_and_does_not_block_others(tmp_path: P
         save_step(tmp_path, step)
     broken = tmp_path / "checkpoints/step-00000200/open_clip_model.safetensors"
     broken.write_bytes(broken.read_bytes()[:1000])
-    said: list[str] = []
-    watcher = make_watcher(tmp_path, suite, said, attempts=2, retry_after=0.0)
+    messages: list[str] = []
+    watcher = make_watcher(tmp_path, suite, messages, attempts=2, retry_after=0.0)
     assert not watcher.run(threading.Event(), once=True)
-    assert any("step-00000200 is abandoned after 2 attempts" in line for line in said)
+    assert any("step-00000200 is abandoned after 2 attempts" in line for line in messages)
     outcomes = {name: outcome["outcome"] for name, outcome in watcher.ledgers[tmp_path].outcomes().items()}
     assert outcomes == {"step-00000100": "done", "step-00000200": "abandoned", "step-00000300": "done"}
     reasons = watcher.ledgers[tmp_path].outcomes()["step-00000200"]["reasons"]
@@ -103,11 +105,11 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     write_classification(root, TASKS["cifar10"], samples=8)
     second = write_classification(root, TASKS["mnist"], samples=8)
     (second / "test/1.tar").rename(second / "test/away")
-    said: list[str] = []
-    watcher = make_watcher(tmp_path / "run", open_suite(root), said, retry_after=0.0)
+    messages: list[str] = []
+    watcher = make_watcher(tmp_path / "run", open_suite(root), messages, retry_after=0.0)
     assert watcher.step()
-    assert "mnist: " in said[-1]
-    assert "shards are missing" in said[-1]
+    assert "mnist: " in messages[-1]
+    assert "shards are missing" in messages[-1]
     first = tmp_path / "run/evaluation/step-00000100/cifar10.json"
     inode = first.stat().st_ino
     (second / "test/away").rename(second / "test/1.tar")
@@ -181,19 +183,19 @@ def test_a_subset_of_finished_tasks_does_not_count_as_finished(tmp_path: Path) -
     root = tmp_path / "suite"
     for key in ("cifar10", "mnist"):
         write_classification(root, TASKS[key], samples=8)
-    said: list[str] = []
+    messages: list[str] = []
     some, everything = open_suite(root).only(["mnist"]), open_suite(root)
     for opened in (some, everything, everything):
-        make_watcher(tmp_path / "run", opened, said).run(threading.Event(), once=True)
-    assert [line.partition(": ")[2] for line in said if "done" in line] == ["1 tasks done.", "2 tasks done."]
+        make_watcher(tmp_path / "run", opened, messages).run(threading.Event(), once=True)
+    assert [line.partition(": ")[2] for line in messages if "done" in line] == ["1 tasks done.", "2 tasks done."]
 
 
 def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Suite) -> None:
     """Deleted results and an emptied outcome file are detected, and the evaluation is repeated."""
     for step in (100, 200, 300):
         save_step(tmp_path, step)
-    said: list[str] = []
-    watcher = make_watcher(tmp_path, suite, said)
+    messages: list[str] = []
+    watcher = make_watcher(tmp_path, suite, messages)
     assert watcher.run(threading.Event(), once=True)
     shutil.rmtree(tmp_path / "evaluation/step-00000100")
     (tmp_path / "evaluation/step-00000200/cifar10.json").write_text("{")
@@ -218,16 +220,16 @@ def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Sui
     (whole / "checkpoint.json").write_text(json.dumps({"step": 100, "files": files}))
     copy = run / "checkpoints" / whole.name
     copy.mkdir(parents=True)
-    said: list[str] = []
-    watcher = make_watcher(run, suite, said)
+    messages: list[str] = []
+    watcher = make_watcher(run, suite, messages)
     for name in ("checkpoint.json", *names):
         body = (whole / name).read_bytes()
         (copy / name).write_bytes(body[: len(body) // 2])
         assert not watcher.run(threading.Event(), once=True) or name == "checkpoint.json"
         (copy / name).write_bytes(body)
     assert watcher.run(threading.Event(), once=True)
-    assert sum("is not complete yet" in line for line in said) == 1
-    assert "failed" not in " ".join(said)
+    assert sum("is not complete yet" in line for line in messages) == 1
+    assert "failed" not in " ".join(messages)
     assert watcher.ledgers[run].outcomes()[whole.name]["attempt"] == 1
 
 
@@ -242,15 +244,15 @@ def test_stray_files_do_not_stop_a_watcher(tmp_path: Path, suite: Suite) -> None
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "checkpoint.json").write_text("{}")
     (tmp_path / "checkpoints/step-00000300").write_text("a file")
-    said: list[str] = []
-    watcher = make_watcher(tmp_path, suite, said)
+    messages: list[str] = []
+    watcher = make_watcher(tmp_path, suite, messages)
     folder = watcher.ledgers[tmp_path].folder / "step-00000100"
     folder.mkdir(parents=True)
     for name in ("lease-.json", "lease-abc.json", "end-x.json"):
         (folder / name).write_text("[]")
     (folder.parent / "notes.txt").write_text("stray")
     assert watcher.run(threading.Event(), once=True)
-    assert evaluated(said) == [[100]]
+    assert evaluated(messages) == [[100]]
     forget_after(tmp_path, 50)
     assert not folder.exists()
     assert (tmp_path / "evaluation/step-x").is_dir()

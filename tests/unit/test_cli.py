@@ -13,7 +13,6 @@ from jobs import cli
 from jobs.recipe_path import TRAINING, RecipePath
 from jobs.train import command as train
 from pipeline.errors import UserError
-from tests.launch import run
 
 
 def exit_code(*arguments: str) -> int:
@@ -44,13 +43,14 @@ def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "The nearest is train" in capsys.readouterr().err
 
 
-def test_user_error_is_one_paragraph_without_traceback() -> None:
-    done = run("jobs.cli", "train", "optimizer.lrr=3", check=False)
-    assert done.returncode == 2
-    assert "optimizer.lrr" in done.stderr
-    assert "The nearest valid key is optimizer.lr" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Traceback" in run("jobs.cli", "--debug", "train", "optimizer.lrr=3", check=False).stderr
+def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("train", "optimizer.lrr=3") == 2
+    printed = capsys.readouterr().err
+    assert "optimizer.lrr" in printed
+    assert "The nearest valid key is optimizer.lr" in printed
+    assert "Traceback" not in printed
+    assert exit_code("--debug", "train", "optimizer.lrr=3") == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,14 @@ def reference_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features of `count` pairs of randomly chosen shards, [m, d] each, and their ids, [m]; the same in every job.
 
+    Args:
+        model: The model.
+        manifest: The dataset.
+        caption: Where captions are.
+        count: m.
+        batch_size: Pairs encoded together.
+        workers: Processes that decode.
+
     Raises:
         UserError: No pair of the dataset can be read.
     """
@@ -226,7 +234,10 @@ def start_output(output: Path, facts: ScoringFacts) -> None:
 
 
 def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[str, Any]:
-    """Write `scores.parquet` from the tables of all shards, and the counts to `scores.json`. Returns: the counts.
+    """Write `scores.parquet` from the tables of all shards, and the counts to `scores.json`.
+
+    Returns:
+        The counts.
 
     Raises:
         UserError: Tables are missing.

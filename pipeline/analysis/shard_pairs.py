@@ -173,7 +173,11 @@ class _Shards(Dataset[list[PairBatch]]):
 
 
 def _decode(data: bytes) -> Image.Image:
-    """Raises: CorruptSample."""
+    """The decoded image.
+
+    Raises:
+        CorruptSample: PIL cannot decode it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata

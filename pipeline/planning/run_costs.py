@@ -66,6 +66,7 @@ def engine_memory(
         bf16: whether weights are bf16 (stage 0: autocast).
         ranks: that share the state.
         bucket: elements that are reduced at once.
+        average: whether an average of the weights is kept.
     """
     compute = 2 if bf16 and stage > 0 else 4
     share = -(-parameters // ranks)

@@ -128,7 +128,9 @@ def contender(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, wo
         for _ in range(steps):
             pixels = data.pixels[:local].to(world.device, non_blocking=True)
             text = data.text[:local].to(world.device, non_blocking=True)
-            image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype)
+            image = normalize(
+                pixels, mean=data.mean, std=data.std, dtype=engine.dtype, memory_format=towers.image_format
+            )
             result = take_step((image, text), sample_ids=ids, step=taken, lr_scale=1e-3)
             assert result.applied
             taken += 1

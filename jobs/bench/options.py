@@ -26,6 +26,7 @@ import torch
 OPTIONS = (
     "none",
     "packed_attention",
+    "channels_last",
     "trim_text",
     "accumulation",
     "grad_checkpointing",
@@ -33,7 +34,8 @@ OPTIONS = (
     "patch_dropout",
     "all_savings",
 )
-"""`none`: open_clip's attention, untrimmed texts. `packed_attention`: untrimmed texts. Others: both optimizations."""
+"""`none`: open_clip's attention, untrimmed texts, channels first. `packed_attention` and `channels_last` change only
+what they name. `trim_text` and the options below it have all three."""
 BUILD_SECONDS = 1800
 
 
@@ -66,8 +68,9 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "grad_checkpointing": option == "grad_checkpointing" or saving,
         "compile": option == "compile",
         "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
-        "packed_attention": option != "none",
-        "trim_text": option not in ("none", "packed_attention"),
+        "packed_attention": option not in ("none", "channels_last"),
+        "channels_last": option != "none" and option != "packed_attention",
+        "trim_text": option not in ("none", "packed_attention", "channels_last"),
         "prototypes": 0,
         "inner_steps": 0,
     }

@@ -77,6 +77,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
     parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(patch_dropout=None)
     args = parser.parse_args(argv)
     args.prototypes = prototypes_of(args, parser)
@@ -139,13 +140,14 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
     engine.train()
     take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro))
     sample_ids = torch.arange(args.batch, device=world.device)
+    memory_format = towers.image_format if args.channels_last else torch.contiguous_format
     taken = 0
 
     def run(steps: int) -> None:
         nonlocal taken
         for _ in range(steps):
             pixels = data.pixels.to(world.device, non_blocking=True)
-            image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype)
+            image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype, memory_format=memory_format)
             text = data.text.to(world.device, non_blocking=True)
             lengths = trimming.lengths(data.text) if trimming else None
             result = take_step((image, text), sample_ids=sample_ids, step=taken, lr_scale=1e-3, text_lengths=lengths)

@@ -208,8 +208,13 @@ def _train(trainer: Trainer) -> Batch:
 
 def _encode(trainer: Trainer, batch: Batch) -> None:
     device, architecture = trainer.world.device, trainer.architecture
-    mean, std, dtype = architecture.mean, architecture.std, trainer.engine.dtype
-    image = normalize(batch.image.to(device), mean=mean, std=std, dtype=dtype)
+    image = normalize(
+        batch.image.to(device),
+        mean=architecture.mean,
+        std=architecture.std,
+        dtype=trainer.engine.dtype,
+        memory_format=trainer.engine.module.image_format,
+    )
     with torch.inference_mode():
         trainer.engine.forward(image, batch.text.to(device))
 

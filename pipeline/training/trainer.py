@@ -137,8 +137,13 @@ class Trainer:
             stop: Whether this rank has received a signal to stop.
         """
         device, architecture = self.world.device, self.architecture
-        pixels, dtype = self.batches.image(batch), self.engine.dtype
-        image = normalize(pixels, mean=architecture.mean, std=architecture.std, dtype=dtype)
+        image = normalize(
+            self.batches.image(batch),
+            mean=architecture.mean,
+            std=architecture.std,
+            dtype=self.engine.dtype,
+            memory_format=self.engine.module.image_format,
+        )
         texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
         text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step(

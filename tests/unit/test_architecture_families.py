@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import torch
 
+from pipeline.data.loading.decode import normalize
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import save_open_clip
@@ -139,6 +140,33 @@ def test_family_trains_saves_and_loads_again(family: str, tmp_path: Path, tokeni
         assert torch.allclose(model.encode_text(text), expected[1], atol=1e-5)
         assert torch.allclose(again.encode_text(theirs(TEXTS), normalize=True), expected[1], atol=1e-5)
     assert float(again.logit_scale) == 2.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_in_the_fastest_layout_give_the_same_features_and_gradients(
+    family: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    towers, architecture = build_towers(ModelConfig(arch=small(family, tmp_path), tokenizer=str(tokenizer)), seed=0)
+    convolutional = family in ("ResNet", "ConvNeXt (timm)")
+    assert towers.image_format == (torch.channels_last if convolutional else torch.contiguous_format)
+    size = architecture.image_size
+    loaded = torch.randint(0, 256, (4, size, size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        towers.train().zero_grad()
+        image = normalize(
+            loaded.permute(0, 3, 1, 2), mean=architecture.mean, std=architecture.std, memory_format=layout
+        )
+        assert image.is_contiguous(memory_format=layout)
+        features = towers.encode_image(image)
+        features[:, 0].sum().backward()
+        found.append((features.detach(), {n: p.grad for n, p in towers.named_parameters() if p.grad is not None}))
+    (plain, expected), (other, gradients) = found
+    assert torch.allclose(other, plain, atol=1e-5)
+    assert expected.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, largest)), name
 
 
 def test_missing_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:

@@ -160,14 +160,19 @@ class ImageDecoder:
 
 
 def normalize(
-    image: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+    image: Tensor,
+    *,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """uint8 [b, 3, H, W] in 0..255 -> (image / 255 - mean) / std in `dtype`, on the same device.
 
     In fp32 this is the arithmetic of torchvision's Normalize, to the bit. In another precision it is one pass over
     memory, image * 1/(255 std) - mean/std with one rounding at the end.
     """
-    out = torch.empty(image.shape, dtype=dtype, device=image.device)
+    out = torch.empty(image.shape, dtype=dtype, device=image.device, memory_format=memory_format)
     if dtype == torch.float32:
         out.copy_(image).div_(255)
         return out.sub_(_per_channel(mean, image.device)).div_(_per_channel(std, image.device))

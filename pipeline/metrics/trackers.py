@@ -65,7 +65,7 @@ class TrackerSink(QuietSink):
         self._try(lambda: self._client.log({"step": step, **values}))
 
     def _try(self, call: Callable[[], Any]) -> None:
-        """Call the client; a tracker that fails must not end the run. Raises: OSError, which is reported once."""
+        """Call the client. Its errors become an OSError, which is reported once and does not end the run."""
         try:
             call()
         except Exception as error:

@@ -65,7 +65,8 @@ def test_a_worker_is_described_with_its_state_and_shards(tmp_path: Path) -> None
     write_shards(tmp_path, [2])
     with (tmp_path / "00000.tar").open("rb"):
         own, gone, *_ = describe_workers([os.getpid(), 2**22 + 1])
-    assert own.startswith(f"Worker 0 (process {os.getpid()}) is computing, has open {tmp_path / '00000.tar'}")
+    assert own.startswith(f"Worker 0 (process {os.getpid()}) is computing, has open ")
+    assert str(tmp_path / "00000.tar") in own
     assert gone == f"Worker 1 (process {2**22 + 1}) is gone."
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+from pipeline.distributed.signals import exit_on_stop_signals
+
+if "train" in sys.argv[1:3]:  # also after --debug
+    exit_on_stop_signals()  # before the imports below: until then a signal would end the process in its default way
+
 import importlib
 import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
@@ -13,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from jobs import ROOT
-from pipeline.errors import UserError, is_out_of_memory
+from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, is_out_of_memory
 
 # Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
 COMMANDS = {
@@ -24,7 +30,7 @@ COMMANDS = {
     "plan": ("jobs.plan", "Estimate a recipe's memory, time and data reading before a run."),
     "verify": ("jobs.verify", "Check shards against their manifest; rebuild, find duplicates, remove samples."),
     "evalsets": ("jobs.evalsets", "Fetch the 38 evaluation sets and verify every digest and count."),
-    "doctor": ("jobs.doctor", "Check this node before a run: versions, GPUs, collectives, disk, data."),
+    "doctor": ("jobs.doctor", "Check this node before a run, or say what happened to a run and how to continue it."),
     "train": ("jobs.train", "Train a CLIP model from a recipe."),
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
@@ -38,7 +44,6 @@ COMMANDS = {
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
     "settings": ("jobs.settings", "List settings with their defaults and meanings."),
 }
-EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
 
 class LazyGroup(click.Group):

@@ -1,4 +1,4 @@
-"""`neuclip doctor`: check this node before starting a run on it."""
+"""`neuclip doctor`: check this node before starting a run on it, or say what happened to a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.planning.node_checks import NodeFinding
+    from pipeline.planning.node_checks import DoctorFinding
 
 EXIT_BROKEN = 1
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN", "red")}
 
 
-@click.command(name="doctor", epilog="Exit codes: 0 a run can start on this node, 1 something is broken.")
+@click.command(name="doctor", epilog="Exit codes: 0 a run can start or continue, 1 something is broken.")
+@click.argument("run", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--quick", is_flag=True, help="With RUN: compare the sizes of a checkpoint's files, but not their hashes."
+)
 @click.option(
     "--output", type=click.Path(path_type=Path), default="runs", show_default=True, help="Folder of the runs."
 )
@@ -29,8 +33,24 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
     help="Tested versions [constraints.txt, if it exists].",
 )
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Processes of the gloo test.")
-def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int) -> int:
-    """Check this node (versions, GPUs, collectives, disk, shared memory, compiler, data) and report what to fix."""
+def command(
+    run: Path | None,
+    quick: bool,
+    output: Path,
+    needs_gib: float,
+    manifests: tuple[str, ...],
+    constraints: Path | None,
+    ranks: int,
+) -> int:
+    """Check this node, or say what happened to a RUN.
+
+    Without RUN: check versions, GPUs, collectives, disk, shared memory, compiler and data, and report what to fix.
+
+    With the folder of a RUN: say how it ended, which checkpoints are intact, and the command to continue. Nothing is
+    changed.
+    """
+    if run is not None:
+        return report_run(run, verify=not quick)
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
     found = []
@@ -44,7 +64,7 @@ def command(output: Path, needs_gib: float, manifests: tuple[str, ...], constrai
 
 def examine(
     output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
-) -> Iterator[NodeFinding]:
+) -> Iterator[DoctorFinding]:
     """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
     from pipeline.planning import node_checks
 
@@ -62,7 +82,18 @@ def examine(
     yield from node_checks.check_gpus()
 
 
-def show(finding: NodeFinding) -> None:
+def report_run(run: Path, *, verify: bool) -> int:
+    """Say what happened to a run. Returns: the exit code."""
+    from pipeline.postmortem.diagnosis import diagnose
+    from pipeline.postmortem.evidence import read_evidence
+
+    findings = diagnose(read_evidence(run, verify=verify))
+    for finding in findings:
+        show(finding)
+    return EXIT_BROKEN if any(finding.status == "broken" for finding in findings) else 0
+
+
+def show(finding: DoctorFinding) -> None:
     mark, colour = MARKS[finding.status]
     click.echo(f"{click.style(f'{mark:<7}', fg=colour)} {finding.subject:<14} {finding.found}")
     if finding.remedy:

@@ -1,5 +1,7 @@
 """Errors that the user can fix, whose messages are written for the terminal."""
 
+EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
+
 
 class UserError(ValueError):
     """An error that the user can fix. The message says what was given, what is allowed and what to do.
@@ -7,7 +9,16 @@ class UserError(ValueError):
     The command line prints it as one paragraph, without a traceback, and exits with `exit_code`.
     """
 
-    exit_code = 2
+    exit_code = EXIT_USER_ERROR
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a program that an error ends."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_USER_ERROR if is_out_of_memory(error) else EXIT_BUG
 
 
 def is_out_of_memory(error: BaseException) -> bool:

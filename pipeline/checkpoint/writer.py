@@ -43,6 +43,9 @@ from pipeline.files import flush, write_json, write_text
 from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import save_open_clip, save_tensors
 
+NOT_WRITTEN = "could NOT be written"
+"""In the message about a checkpoint that failed."""
+
 
 @section
 class CheckpointConfig:
@@ -161,7 +164,7 @@ class CheckpointWriter:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self.problem = f"{type(error).__name__}: {error}"
                 self._on_event(
-                    f"Checkpoint {name_of(snapshot.step)} could NOT be written ({self.problem}). "
+                    f"Checkpoint {name_of(snapshot.step)} {NOT_WRITTEN} ({self.problem}). "
                     "Training continues; older checkpoints are intact. Free some space or check the file system."
                 )
 

@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from pipeline.distributed.exit_record import FOLDER_NAME, record_exit
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
 from pipeline.files import write_text
 
-FOLDER_NAME = "heartbeats"
 EXIT_STALLED = 76
 """Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
 HEAD_START = 1.25
@@ -51,7 +51,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Context manager around a training loop; does nothing for a single rank.
+    """Context manager around a training loop. A single rank writes its heartbeat, but waits for no other rank.
 
     Args:
         run: The run's folder, which the ranks share.
@@ -69,16 +69,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        if self._world.size > 1:
+        with contextlib.suppress(OSError):  # as in _write
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._write()
-            self._thread.start()
+        self._write()
+        self._thread.start()
         return self
 
     def __exit__(self, _: type | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if self._world.size == 1:
-            return
-        if error is not None and lost_contact(error):
+        if error is not None and self._world.size > 1 and lost_contact(error):
             self._stop_the_run(f"lost contact with another rank ({error})")
         self._end.set()
         self._thread.join()
@@ -88,6 +86,8 @@ class Heartbeat:
     def _watch(self) -> None:
         while not self._end.wait(self._interval):
             self._write()
+            if self._world.size == 1:
+                continue
             waited = time.monotonic() - self._phases.latest.since
             if waited < self._limit:
                 self._reported = False
@@ -113,6 +113,7 @@ class Heartbeat:
         print(f"Rank {self._world.rank}: {what}. {text}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
         if not (unless_behind and self._world.rank in behind(after)):
+            record_exit(EXIT_STALLED, f"{what}. {text}")
             os._exit(EXIT_STALLED)
 
     def _write(self) -> None:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.distributed.signals import (
+    EXIT_PREEMPTED,
+    STOP_SIGNALS,
+    exit_on_stop_signals,
+    leave_at_once,
+    on_stop_signals,
+)
+
+SECONDS_TO_SAVE = "900"
+"""How long the other ranks may write a checkpoint after the first one has exited; torch's default is 30."""
 
 
 def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
     """Run `python -m module arguments` as several ranks.
 
+    A stop signal is passed on to the ranks, which then end as they do without a launcher.
+
     Returns:
         The exit code: 0, or that of the first rank that failed, which has printed why.
     """
+    exit_on_stop_signals()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -26,12 +44,41 @@ def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",  # torch would kill the ranks 30 s after a stop signal
     )
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_SAVE)
     try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
+        with on_stop_signals(_pass_on):
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
+        if -code in STOP_SIGNALS:  # a rank that had not yet started Python
+            return EXIT_PREEMPTED
         return code if code > 0 else 128 - code  # a signal's number is negative there
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _pass_on(number: int) -> None:
+    """Send SIGTERM to the ranks; without any, end this process.
+
+    It is SIGTERM whatever arrived: a terminal sends SIGINT to the ranks, too, and a second one would interrupt them.
+    """
+    ranks = _children()
+    if not ranks:
+        leave_at_once(number)
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _children() -> list[int]:
+    """This process's child processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # a process that has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.append(int(path.parent.name))
+    return found

@@ -11,19 +11,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from pipeline.distributed.exit_record import record_exit
 
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: stopped by a signal; start again with --resume latest."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class _Starting:
-    """Whether a stop signal ends the process at once."""
+class _Waiting:
+    """What a thread does when a stop signal arrives and the main thread may be unable to notice it."""
 
     active = False
+    """Whether the thread exists."""
+    action: Callable[[int], None] | None = None
+    """None: nothing, because the main thread handles signals itself."""
 
 
 def exit_on_stop_signals() -> None:
@@ -33,20 +38,20 @@ def exit_on_stop_signals() -> None:
     the middle of a long import or waiting for other ranks. A shell may have started the run with SIGINT ignored; that
     is overridden, because the run handles SIGINT in every phase.
     """
-    if _Starting.active:
+    if _Waiting.active:
         return
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
         signal.signal(number, _ignore)
-    _Starting.active = True
+    _Waiting.active, _Waiting.action = True, leave_at_once
 
     def watch() -> None:
         with writing:  # kept open as long as this thread lives
             while number := reading.recv(1):
-                if _Starting.active and number[0] in STOP_SIGNALS:
-                    leave_at_once(number[0])
+                if _Waiting.action is not None and number[0] in STOP_SIGNALS:
+                    _Waiting.action(number[0])
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
@@ -56,11 +61,22 @@ def leave_at_once(number: int) -> None:
     name = signal.Signals(number).name
     with suppress(OSError, ValueError):
         print(f"Stopped by {name} while starting; nothing was lost. Start again.", file=sys.stderr, flush=True)
+    record_exit(EXIT_PREEMPTED, f"Stopped by {name} while starting.")
     os._exit(EXIT_PREEMPTED)
 
 
 def _ignore(number: int, frame: Any) -> None:
     """A handler, so that the signal reaches the thread and not the default action."""
+
+
+@contextmanager
+def on_stop_signals(action: Callable[[int], None] | None) -> Iterator[None]:
+    """Within the block, a thread calls `action` with the number of each stop signal, instead of ending the process."""
+    before, _Waiting.action = _Waiting.action, action
+    try:
+        yield
+    finally:
+        _Waiting.action = before
 
 
 @contextmanager
@@ -74,11 +90,10 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    starting, _Starting.active = _Starting.active, False
     try:
-        yield received
+        with on_stop_signals(None):  # after it, another stage of the run may start
+            yield received
     finally:
-        _Starting.active = starting  # of another stage of the run
         for number, handler in before.items():
             signal.signal(number, handler)
 

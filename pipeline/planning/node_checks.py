@@ -29,7 +29,7 @@ READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
 
 
 @dataclass(frozen=True)
-class NodeFinding:
+class DoctorFinding:
     """The result of one check; `remedy` says what to do about a "note" or "broken"."""
 
     subject: str
@@ -38,7 +38,7 @@ class NodeFinding:
     remedy: str = ""
 
 
-def check_packages(constraints: Path | None) -> list[NodeFinding]:
+def check_packages(constraints: Path | None) -> list[DoctorFinding]:
     """Python, this project's requirements (broken if absent or out of range), and the tested versions (notes)."""
     from packaging.requirements import Requirement
 
@@ -52,17 +52,17 @@ def check_packages(constraints: Path | None) -> list[NodeFinding]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version or 'absent'} (needs {requirement.specifier or 'any'})")
     findings = [
-        NodeFinding("python", "good", sys.version.split()[0]),
-        NodeFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
+        DoctorFinding("python", "good", sys.version.split()[0]),
+        DoctorFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
         if wrong
-        else NodeFinding("packages", "good", f"all {seen} requirements are met"),
+        else DoctorFinding("packages", "good", f"all {seen} requirements are met"),
     ]
     if constraints is not None:
         findings.append(_against(constraints))
     return findings
 
 
-def _against(constraints: Path) -> NodeFinding:
+def _against(constraints: Path) -> DoctorFinding:
     """Compare installed versions with the tested ones; packages that are not installed are ignored."""
     pinned = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
     installed = {name: (_version(name), version) for name, version in pinned}
@@ -70,9 +70,9 @@ def _against(constraints: Path) -> NodeFinding:
         f"{name} {have} (tested {tested})" for name, (have, tested) in installed.items() if have not in (None, tested)
     ]
     if not other:
-        return NodeFinding("versions", "good", f"equal to those in {constraints.name}")
+        return DoctorFinding("versions", "good", f"equal to those in {constraints.name}")
     shown = ", ".join(other[:6]) + (f" and {len(other) - 6} more" if len(other) > 6 else "")
-    return NodeFinding(
+    return DoctorFinding(
         "versions", "note", f"{len(other)} differ from the tested ones: {shown}", "pip install -e . -c constraints.txt"
     )
 
@@ -84,21 +84,21 @@ def _version(name: str) -> str | None:
         return None
 
 
-def check_gpus() -> list[NodeFinding]:
+def check_gpus() -> list[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
             return [
-                NodeFinding(
+                DoctorFinding(
                     "GPUs",
                     "broken",
                     f"a driver is installed, but torch {torch.__version__} sees no GPU",
                     "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)",
                 )
             ]
-        return [NodeFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
+        return [DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
     findings = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -106,15 +106,17 @@ def check_gpus() -> list[NodeFinding]:
         with torch.cuda.device(index):
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if not bf16:
-            findings.append(NodeFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32"))
+            findings.append(
+                DoctorFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32")
+            )
         elif free < 0.9 * total:
-            findings.append(NodeFinding(f"GPU {index}", "note", text, "other processes hold memory: see nvidia-smi"))
+            findings.append(DoctorFinding(f"GPU {index}", "note", text, "other processes hold memory: see nvidia-smi"))
         else:
-            findings.append(NodeFinding(f"GPU {index}", "good", text))
+            findings.append(DoctorFinding(f"GPU {index}", "good", text))
     return findings
 
 
-def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFinding:
+def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFinding:
     """Let two or more processes exchange numbers: by gloo on the CPU, by NCCL on GPUs."""
     backend = "NCCL" if device == "cuda" else "gloo"
     command = [
@@ -142,7 +144,7 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFind
             cwd=Path(__file__).parents[2],
         )
     except subprocess.TimeoutExpired:
-        return NodeFinding(
+        return DoctorFinding(
             backend,
             "broken",
             f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s",
@@ -151,8 +153,8 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> NodeFind
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return NodeFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
-    return NodeFinding(backend, "good", reported[1])
+        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
+    return DoctorFinding(backend, "good", reported[1])
 
 
 def _network_hint(backend: str) -> str:
@@ -161,13 +163,13 @@ def _network_hint(backend: str) -> str:
     return "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
 
 
-def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
+def check_disk(folder: Path, *, needed_gib: float) -> list[DoctorFinding]:
     """Free space and write speed at the folder of runs; writes a file, flushes it to disk and removes it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free / GIB
-    space = NodeFinding("disk space", "good", f"{free:.1f} GiB free at {existing}")
+    space = DoctorFinding("disk space", "good", f"{free:.1f} GiB free at {existing}")
     if free < needed_gib:
-        space = NodeFinding(
+        space = DoctorFinding(
             "disk space",
             "broken",
             f"{free:.1f} GiB free at {existing}, {needed_gib:g} are needed",
@@ -187,7 +189,7 @@ def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
     except OSError as error:
         return [
             space,
-            NodeFinding(
+            DoctorFinding(
                 "disk writing",
                 "broken",
                 f"{existing} cannot be written: {error.strerror}",
@@ -197,14 +199,14 @@ def check_disk(folder: Path, *, needed_gib: float) -> list[NodeFinding]:
     finally:
         probe.unlink(missing_ok=True)
     if speed < 50:
-        slow = NodeFinding(
+        slow = DoctorFinding(
             "disk writing", "note", f"{speed:.0f} MiB/s at {existing}", "checkpoints will be slow: a local disk helps"
         )
         return [space, slow]
-    return [space, NodeFinding("disk writing", "good", f"{speed:.0f} MiB/s at {existing}")]
+    return [space, DoctorFinding("disk writing", "good", f"{speed:.0f} MiB/s at {existing}")]
 
 
-def check_memory(shm: Path = Path("/dev/shm")) -> list[NodeFinding]:
+def check_memory(shm: Path = Path("/dev/shm")) -> list[DoctorFinding]:
     """Shared memory, through which workers pass on batches, and the limit of open files."""
     findings = []
     if shm.is_dir():
@@ -212,31 +214,31 @@ def check_memory(shm: Path = Path("/dev/shm")) -> list[NodeFinding]:
         size, free = stat.f_blocks * stat.f_frsize / GIB, stat.f_bavail * stat.f_frsize / GIB
         text, remedy = f"{free:.2f} of {size:.2f} GiB free", "start the container with --shm-size=16g or --ipc=host"
         status: Literal["good", "note", "broken"] = "good" if free >= 2 else "note" if free >= 0.25 else "broken"
-        findings.append(NodeFinding("shared memory", status, text, "" if status == "good" else remedy))
+        findings.append(DoctorFinding("shared memory", status, text, "" if status == "good" else remedy))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1024:
-        findings.append(NodeFinding("open files", "note", f"at most {soft}", f"ulimit -n {min(4096, hard)}"))
+        findings.append(DoctorFinding("open files", "note", f"at most {soft}", f"ulimit -n {min(4096, hard)}"))
     else:
-        findings.append(NodeFinding("open files", "good", f"at most {soft}"))
+        findings.append(DoctorFinding("open files", "good", f"at most {soft}"))
     return findings
 
 
-def check_compiler() -> NodeFinding:
+def check_compiler() -> DoctorFinding:
     """ninja and a C++ compiler, which only DeepSpeed's compiled operations and torch.compile need."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     ninja = shutil.which("ninja") or (_version("ninja") and "the ninja package")
     missing = [name for name, there in (("a C++ compiler", compiler), ("ninja", ninja)) if not there]
     if missing:
-        return NodeFinding(
+        return DoctorFinding(
             "compiler",
             "note",
             f"{' and '.join(missing)} missing: no model.compile, no DeepSpeed ops",
             "apt-get install g++; pip install ninja",
         )
-    return NodeFinding("compiler", "good", f"{compiler}, {ninja}")
+    return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
-def check_data(manifest: str) -> list[NodeFinding]:
+def check_data(manifest: str) -> list[DoctorFinding]:
     """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
@@ -244,7 +246,7 @@ def check_data(manifest: str) -> list[NodeFinding]:
     try:
         loaded = load_manifest(manifest)
     except UserError as error:
-        return [NodeFinding("data", "broken", str(error), "name the folder of a manifest")]
+        return [DoctorFinding("data", "broken", str(error), "name the folder of a manifest")]
     count, start = 0, time.perf_counter()
     for shard in loaded.shards:
         url = loaded.url(shard)
@@ -256,7 +258,7 @@ def check_data(manifest: str) -> list[NodeFinding]:
                         break
         except OSError as error:
             return [
-                NodeFinding(
+                DoctorFinding(
                     "data", "broken", f"{url} cannot be read: {error}", "check mounts, credentials and the manifest"
                 )
             ]
@@ -265,8 +267,8 @@ def check_data(manifest: str) -> list[NodeFinding]:
     speed = count / (time.perf_counter() - start)
     per_sample = loaded.bytes / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
-    return [NodeFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")]
+    return [DoctorFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")]
 
 
-def broken(findings: Iterable[NodeFinding]) -> bool:
+def broken(findings: Iterable[DoctorFinding]) -> bool:
     return any(finding.status == "broken" for finding in findings)

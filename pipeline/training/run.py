@@ -15,11 +15,13 @@ import torch
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
+from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
+from pipeline.errors import exit_code_of
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
 from pipeline.metrics.mfu import Utilization
@@ -225,13 +227,20 @@ def _collectives_limit(run: RunConfig) -> float:
 def train(run: RunConfig, *, resume: str | None = None) -> int:
     """Train one run on this rank to its last checkpoint. Returns the exit code."""
     code = EXIT_DONE
-    with closing(stage_trainers(run, resume=resume)) as trainers:
-        for trainer in trainers:
-            code = trainer.fit()
-            del trainer  # free its memory for the next stage's trainer
-            if code != EXIT_DONE:
-                break
-    return code
+    try:
+        with closing(stage_trainers(run, resume=resume)) as trainers:
+            for trainer in trainers:
+                code = trainer.fit()
+                del trainer  # free its memory for the next stage's trainer
+                if code != EXIT_DONE:
+                    break
+        record_exit(code)
+        return code
+    except BaseException as error:
+        record_exit(exit_code_of(error), f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        stop_recording()
 
 
 def _report_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.config import dump
+from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
+from pipeline.distributed.exit_record import start_recording, stop_recording
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -46,6 +48,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
         problem = world.gather_objects(problem)[0]
         if problem:
             raise UserError(problem)
+        start_recording(folder, rank=world.rank)
         yield
 
 
@@ -90,6 +93,8 @@ def folder_of_a_start(run: RunConfig, *, world: World) -> Iterator[None]:
     try:
         yield
     except UserError:
+        if not world.is_main:
+            stop_recording()  # rank 0 records the reason, or removes the folder
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -99,5 +104,7 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
     """Write the resolved configuration into the run's folder."""
     folder = Path(run.output)
     if world.is_main:
+        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of the run's previous start, maybe on more ranks
+        (folder / HEARTBEATS).mkdir()
         write_text(folder / CONFIG_NAME, dump(run))
     world.barrier()

@@ -32,6 +32,8 @@ def settings(folder: Path) -> list[str]:
 
 
 def launch(launcher: str, arguments: list[str]) -> list[str]:
+    if launcher == "neuclip":
+        return [str(Path(sys.executable).parent / "neuclip"), "train", "--ranks", "2", *arguments, "data.workers=1"]
     if launcher == "torchrun":
         return command("jobs.train", *arguments, ranks=2)
     place = ["--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
@@ -64,6 +66,8 @@ def lives(pid: int) -> bool:
         ("torchrun", "launcher", signal.SIGTERM, 1),
         ("deepspeed", "all", signal.SIGINT, None),
         ("deepspeed", "rank", signal.SIGUSR1, 75),
+        ("neuclip", "all", signal.SIGUSR1, 75),
+        ("neuclip", "launcher", signal.SIGTERM, 75),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint(
@@ -89,6 +93,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
         output = process.communicate(timeout=120)[0]
         if code is not None:
             assert process.returncode == code, output[-3000:]
+        if launcher == "neuclip":
+            assert "Traceback" not in output, output[-3000:]
         deadline = time.monotonic() + 60
         while any(lives(pid) for pid in ranks):
             assert time.monotonic() < deadline, "a rank outlived its launcher"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,11 +54,14 @@ def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -
     assert read_beat(path) is None
 
 
-def test_a_single_rank_writes_nothing(tmp_path: Path) -> None:
+def test_a_single_rank_writes_its_heartbeat_and_waits_for_nobody(tmp_path: Path) -> None:
     phases = Phases(torch.device("cpu"))
     with Heartbeat(tmp_path, world=World(), phases=phases, timeout_seconds=0.01):
-        phases.mark("data", step=0)
-    assert not list(tmp_path.iterdir())
+        phases.mark("data", step=4)
+        time.sleep(0.1)  # beyond the limit
+        beat = read_beat(tmp_path / "heartbeats" / "rank-00000.json")
+    assert beat is not None
+    assert (beat.rank, beat.step, beat.phase) == (0, 4, "data")
 
 
 def test_which_errors_mean_lost_contact() -> None:

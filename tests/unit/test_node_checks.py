@@ -14,7 +14,7 @@ from pipeline.planning import node_checks
 from tests.shards import write_shards
 
 
-def of(findings: list[node_checks.NodeFinding], subject: str) -> node_checks.NodeFinding:
+def of(findings: list[node_checks.DoctorFinding], subject: str) -> node_checks.DoctorFinding:
     return next(finding for finding in findings if finding.subject == subject)
 
 
@@ -94,7 +94,7 @@ def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        node_checks, "check_collectives", lambda *_, **__: node_checks.NodeFinding("gloo", "good", "agree")
+        node_checks, "check_collectives", lambda *_, **__: node_checks.DoctorFinding("gloo", "good", "agree")
     )
     arguments = ["--output", str(tmp_path), "--needs-gib", "0.001"]
     good = CliRunner().invoke(command, arguments, standalone_mode=False)

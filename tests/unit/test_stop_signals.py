@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -29,10 +31,18 @@ with stop_signals() as received:
     print("saved", flush=True)
 """
 
+SLOW_IMPORT = """
+print("ready", flush=True)
+__import__("hashlib").pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
 
-def ended_by(number: signal.Signals, code: str, *, before: Callable[[], object] | None = None) -> tuple[int, str, str]:
+
+def ended_by(
+    number: signal.Signals, *arguments: str, before: Callable[[], object] | None = None, path: str = ""
+) -> tuple[int, str, str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -48,16 +58,24 @@ def ended_by(number: signal.Signals, code: str, *, before: Callable[[], object] 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_ends_the_run_immediately(number: signal.Signals) -> None:
-    code, _, errors = ended_by(number, STARTING)
+    code, _, errors = ended_by(number, "-c", STARTING)
     assert code == 75
     assert f"Stopped by {number.name} while starting" in errors
 
 
 def test_sigint_works_when_the_shell_ignores_it() -> None:
-    code, _, _ = ended_by(signal.SIGINT, STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    code, _, _ = ended_by(signal.SIGINT, "-c", STARTING, before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert code == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
-    assert ended_by(number, TRAINING) == (0, "saved\n", "")
+    assert ended_by(number, "-c", TRAINING) == (0, "saved\n", "")
+
+
+@pytest.mark.parametrize(
+    "start", [("-m", "jobs.cli", "train"), ("-m", "jobs.cli", "--debug", "train"), ("-m", "jobs.train")]
+)
+def test_signals_are_handled_before_the_first_library_is_imported(tmp_path: Path, start: tuple[str, ...]) -> None:
+    (tmp_path / "click.py").write_text(SLOW_IMPORT)
+    assert ended_by(signal.SIGTERM, *start, path=f"{tmp_path}:{ROOT}")[0] == 75

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.distributed.exit_record import record_exit
+
 SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
 STATES = {
@@ -57,7 +59,9 @@ class StallWatch:
             time.sleep(min(10.0, self._seconds / 10))
             since = self._since
             if since is not None and time.monotonic() - since > self._seconds:
-                print(self._describe(), file=sys.stderr, flush=True)
+                text = self._describe()
+                print(text, file=sys.stderr, flush=True)
+                record_exit(EXIT_STALLED, text)
                 os._exit(EXIT_STALLED)
 
 

@@ -1,0 +1,186 @@
+"""What a run's folder says about its last start: read once, nothing is changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, fallback_run, step_of
+from pipeline.checkpoint.reader import damage
+from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
+from pipeline.distributed.exit_record import ExitRecord, read_exit
+from pipeline.distributed.heartbeat import Beat, read_beat
+from pipeline.errors import UserError
+from pipeline.evaluation.watch.ledger import DONE, FINISHED
+from pipeline.evaluation.watch.watcher import LEDGER_FOLDER
+from pipeline.metrics.sinks import METRICS_NAME
+from pipeline.training.recipe import CONFIG_NAME
+from pipeline.training.run_folder import LOCK_NAME
+
+CHECKPOINT = re.compile(rf"^{re.escape(PREFIX)}\d+$")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A folder named like a checkpoint."""
+
+    path: Path
+    step: int
+    problem: str
+    """What is wrong with it; empty if every file is as it was written."""
+    size: int
+    """Bytes of its files."""
+    ranks: int
+    """Number of ranks that wrote it."""
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """The contents of a run's folder that bear on how it ended."""
+
+    run: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved settings; empty if they cannot be read."""
+    holder: str = ""
+    """Who holds the folder's lock now, so trains in it; empty: nobody."""
+    steps: int = 0
+    """The last step in metrics.jsonl."""
+    last_time: float | None = None
+    """Time of the last record, in seconds since the epoch."""
+    events: Sequence[str] = ()
+    """Messages of the last start, oldest first."""
+    beats: Sequence[tuple[Beat, float]] = ()
+    """Heartbeats that are still there, each with its age in seconds. A rank that ends by itself removes its own."""
+    exits: Sequence[ExitRecord] = ()
+    checkpoints: Sequence[StoredCheckpoint] = ()
+    """Oldest first, those in `checkpoint.fallback` included."""
+    unfinished: Sequence[str] = ()
+    """Checkpoints that were being written."""
+    evaluations: Mapping[str, str] = field(default_factory=dict)
+    """Outcome by checkpoint in the watchers' ledgers: `done`, `abandoned` or `unfinished`."""
+    free: int = 0
+    """Free bytes on the run's disk."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0 if the settings cannot be read."""
+        samples, batch = self.config.get("samples"), self.config.get("batch_size")
+        return samples // batch if isinstance(samples, int) and isinstance(batch, int) and batch else 0
+
+
+def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
+    """Read a run's folder.
+
+    Args:
+        run: The folder.
+        verify: Hash the files of every checkpoint; otherwise only their sizes are compared.
+
+    Raises:
+        UserError: It is not the folder of a run.
+    """
+    if not (run / CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no {CONFIG_NAME} and no {FOLDER_NAME}/.")
+    config = _read_config(run / CONFIG_NAME)
+    records = _read_records(run / METRICS_NAME)
+    fallback = (config.get("checkpoint") or {}).get("fallback")
+    runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
+    now = time.time()
+    beats = [(read_beat(path), now - path.stat().st_mtime) for path in sorted((run / HEARTBEATS).glob("rank-*.json"))]
+    exits = [read_exit(path) for path in sorted((run / HEARTBEATS).glob("exit-*.json"))]
+    steps = [record["step"] for record in records if record.get("kind") == "train"]
+    return RunEvidence(
+        run=run,
+        config=config,
+        holder=_holder(run / LOCK_NAME),
+        steps=max(steps, default=0),
+        last_time=max((record["time"] for record in records if "time" in record), default=None),
+        events=_last_start(records),
+        beats=[(beat, age) for beat, age in beats if beat is not None],
+        exits=[record for record in exits if record is not None],
+        checkpoints=sorted(
+            (_examine(path, verify=verify) for folder in runs for path in _folders(folder)), key=lambda c: c.step
+        ),
+        unfinished=[path.name.removeprefix(".") for path in sorted((run / FOLDER_NAME).glob(f".{PREFIX}*"))],
+        evaluations=_evaluations(run),
+        free=shutil.disk_usage(run).free,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl; a line that was cut off is skipped."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Messages since the run was last resumed."""
+    messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
+    starts = [number for number, message in enumerate(messages) if message.startswith("Resumed from")]
+    return messages[starts[-1] :] if starts else messages
+
+
+def _folders(run: Path) -> list[Path]:
+    return [path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if CHECKPOINT.match(path.name) and path.is_dir()]
+
+
+def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:
+    files = [file for file in path.iterdir() if file.is_file()]
+    try:
+        meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+        ranks = int(meta.get("world_size", 1))
+    except (OSError, ValueError, AttributeError, TypeError):
+        ranks = 1
+    size = sum(file.stat().st_size for file in files)
+    return StoredCheckpoint(path, step_of(path), damage(path, contents=verify) or "", size, ranks)
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock of a run's folder; empty if nobody does."""
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return file.read().strip() or "another process"
+    except OSError:
+        pass
+    return ""
+
+
+def _evaluations(run: Path) -> dict[str, str]:
+    found = {}
+    for folder in sorted((run / LEDGER_FOLDER).glob(f"*/{PREFIX}*")):
+        try:
+            outcome = json.loads((folder / DONE).read_text(encoding="utf-8")).get("outcome", FINISHED)
+        except (OSError, ValueError, AttributeError):
+            outcome = "unfinished"
+        found[folder.name] = str(outcome)
+    return found

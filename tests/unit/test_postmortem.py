@@ -1,0 +1,247 @@
+"""`neuclip doctor RUN` says how a run ended, what is intact and how to continue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from jobs.doctor import command
+from pipeline.data.loading.stalls import StallWatch
+from pipeline.distributed import exit_record
+from pipeline.distributed.exit_record import record_exit, start_recording, stop_recording
+from pipeline.distributed.heartbeat import Heartbeat
+from pipeline.distributed.timing import Phases
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.metrics.sinks import JsonLines, SinkContext
+from pipeline.postmortem.diagnosis import diagnose
+from pipeline.postmortem.evidence import read_evidence
+from tests.launch import ROOT
+from tests.unit.test_checkpoint import Towers, towers, write  # noqa: F401 (a fixture)
+
+CONFIG = "output: {run}\nsamples: 80\nbatch_size: 8\ncheckpoint: {{fallback: {fallback}}}\n"
+HOLDS = """
+import fcntl, sys, time
+lock = open(sys.argv[1], "a+")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+lock.write("a host, process 7"); lock.flush()
+print("locked", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of 10 steps that has taken 7 and was killed."""
+    run = tmp_path / "my run"
+    (run / "heartbeats").mkdir(parents=True)
+    (run / ".lock").touch()
+    (run / "config.yaml").write_text(CONFIG.format(run=run, fallback=tmp_path / "spare"))
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=0))
+    sink.event("Loss is not finite at step 2.", facts={})
+    for step in range(1, 8):
+        sink.scalars("train", step=step, values={"loss": 1.0})
+    sink.close()
+    return run
+
+
+def beat(run: Path, *, rank: int = 0, size: int = 1, phase: str = "forward") -> None:
+    """Leave the heartbeat of a rank that was killed."""
+    heartbeat = Heartbeat(run, world=World(rank=rank, size=size), phases=Phases(torch.device("cpu")), timeout_seconds=9)
+    heartbeat._phases.mark(phase, step=7)
+    heartbeat._write()
+
+
+def end(run: Path, code: int, reason: str = "", *, rank: int = 0) -> None:
+    start_recording(run, rank=rank)
+    record_exit(code, reason)
+    stop_recording()
+
+
+def examine(run: Path) -> tuple[str, int]:
+    done = CliRunner().invoke(command, [str(run)], standalone_mode=False, catch_exceptions=False)
+    return done.output, done.return_value
+
+
+def last_line(output: str) -> str:
+    return output.strip().splitlines()[-1]
+
+
+def test_killed_while_stepping(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [3, 6])
+    beat(run)
+    output, code = examine(run)
+    assert code == 0
+    assert "rank 0 killed from outside (SIGKILL), or the machine was lost" in output
+    assert "in step 7, forward" in output
+    assert "intact: step-00000003, step-00000006; 1 logged steps after the newest are trained again" in output
+    assert last_line(output).endswith(f"neuclip train --recipe '{run}/config.yaml' --resume latest")
+
+
+def test_one_killed_rank_of_two_is_the_cause_that_is_named(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [6])
+    for rank in (0, 1):
+        beat(run, rank=rank, size=2)
+    end(run, 76, "lost contact to another rank")
+    output, _ = examine(run)
+    assert "rank 1 killed from outside" in output.splitlines()[0]
+    assert "the other ranks noticed and ended" in output
+    assert last_line(output).endswith("--ranks 2 --resume latest")
+
+
+def test_killed_while_writing_a_checkpoint(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [3])
+    (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / ".step-00000006")
+    write_kept = run / "checkpoints" / ".step-00000006"
+    beat(run, phase="checkpoint")
+    output, code = examine(run)
+    assert code == 0
+    assert "while step-00000006 was being written" in output
+    assert "was never finished; the next start removes it" in output
+    assert "none was finished" in output
+    assert write_kept.is_dir(), "the doctor changed the folder"
+
+
+def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    write(run, towers, [3])
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
+    sink.event("Checkpoint step-00000006 could NOT be written (OSError: No space left).", facts={})
+    sink.close()
+    end(run, 74, "")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    output, code = examine(run)
+    assert code == 1
+    assert "ended with 74: its last checkpoint could not be written" in output
+    assert "less than one checkpoint" in output
+    assert "1 checkpoints failed; the last: Checkpoint step-00000006 could NOT be written" in output
+
+
+def test_a_stalled_loading_worker_is_reported_in_its_own_words(
+    run: Path,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(run, towers, [6])
+    beat(run)
+    monkeypatch.setattr(os, "_exit", lambda code: threading.Event().wait())
+    start_recording(run, rank=0)
+    with StallWatch(0.05, lambda: "Rank 0: no batch came. Worker 1 is stopped, has open 00007.tar."):
+        deadline = time.monotonic() + 20
+        while not (run / "heartbeats" / "exit-00000.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    stop_recording()
+    output, code = examine(run)
+    assert code == 1
+    assert "ended with 76: another rank or a loading worker hung" in output
+    assert "Worker 1 is stopped, has open 00007.tar." in output
+
+
+def test_finished(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [10])
+    end(run, 0)
+    output, code = examine(run)
+    assert code == 0
+    assert "finished: 10 steps" in output
+    assert last_line(output).endswith(f"neuclip report '{run}'")
+
+
+def test_never_started(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(CONFIG.format(run=run, fallback="null"))
+    assert "never took a step" in examine(run)[0]
+    (run / "heartbeats").mkdir()
+    end(run, 75, "Stopped by SIGTERM while starting.")
+    output, code = examine(run)
+    assert code == 0
+    assert "ended with 75: it was stopped by a signal: Stopped by SIGTERM while starting." in output
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        read_evidence(tmp_path)
+
+
+def test_damaged_checkpoints(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [3, 6])
+    weights = run / "checkpoints" / "step-00000006" / "open_clip_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    end(run, 75)
+    output, code = examine(run)
+    assert code == 1
+    assert "the contents of open_clip_model.safetensors do not match their SHA-256" in output
+    assert "intact: step-00000003; 4 logged steps" in output
+    assert read_evidence(run, verify=False).checkpoints[-1].problem == ""
+    (run / "checkpoints" / "step-00000003" / "moments.safetensors").unlink()
+    output, _ = examine(run)
+    assert last_line(output).endswith(f"output='{run}'-again")
+    assert "no checkpoint is intact" in last_line(output)
+
+
+def test_still_running(run: Path) -> None:
+    beat(run)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(run / ".lock")], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        output, code = examine(run)
+        assert code == 0
+        assert "is running (a host, process 7)" in output
+        os.utime(run / "heartbeats" / "rank-00000.json", (0, time.time() - 1000))
+        assert "a heartbeat is 1000 s old" in examine(run)[0]
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert "killed from outside" in examine(run)[0]
+
+
+def test_a_checkpoint_in_the_fallback_folder_is_found(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [3])
+    write(run.parent / "spare" / run.name, towers, [7])
+    end(run, 75)
+    output, _ = examine(run)
+    assert f"the newest is in {run.parent / 'spare' / run.name}" in output
+
+
+def test_watchers_that_died_and_abandoned_checkpoints_are_listed(run: Path) -> None:
+    ledger = run / "evaluation-ledger" / "suite"
+    for name, done in (("step-00000003", None), ("step-00000006", {"outcome": "abandoned"})):
+        (ledger / name).mkdir(parents=True)
+        if done:
+            (ledger / name / "done.json").write_text(json.dumps(done))
+    evidence = read_evidence(run)
+    assert dict(evidence.evaluations) == {"step-00000003": "unfinished", "step-00000006": "abandoned"}
+    shown = {finding.found for finding in diagnose(evidence) if finding.subject == "evaluations"}
+    assert shown == {"not finished: step-00000003", "abandoned after several attempts: step-00000006"}
+
+
+def test_a_process_that_holds_no_run_records_nothing(tmp_path: Path) -> None:
+    record_exit(70, "an error elsewhere")
+    start_recording(tmp_path / "refused", rank=0)
+    record_exit(2, "a refused start, whose folder was removed")
+    stop_recording()
+    assert not list(tmp_path.iterdir())
+    assert exit_record._Recording.run is None
+
+
+def test_records_that_are_cut_off_are_skipped(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 8')
+    (run / "heartbeats" / "rank-00000.json").write_text("{")
+    (run / "heartbeats" / "exit-00000.json").write_text("[]")
+    evidence = read_evidence(run)
+    assert (evidence.steps, evidence.total_steps) == (7, 10)
+    assert (list(evidence.beats), list(evidence.exits)) == ([], [])

@@ -72,8 +72,10 @@ def _outcome(evidence: RunEvidence) -> DoctorFinding:
     if first is not None:
         what, remedy = CODES.get(first.code, (f"exit code {first.code}", ""))
         reason = f": {textwrap.shorten(first.reason, REASON_LENGTH)}" if first.reason else ""
-        status = "note" if first.code in (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE) else "broken"
-        return DoctorFinding("run", status, f"ended with {first.code}: {what}{reason}", remedy)
+        harmless = first.code in (EXIT_PREEMPTED, EXIT_INTERRUPTED, EXIT_DONE)
+        return DoctorFinding(
+            "run", "note" if harmless else "broken", f"ended with {first.code}: {what}{reason}", remedy
+        )
     if not evidence.steps and not evidence.checkpoints:
         return DoctorFinding(
             "run",

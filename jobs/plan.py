@@ -111,7 +111,16 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
             ),
         ),
         *(stages if len(stages) > 1 else []),
+        *([("communication", _communication(plan))] if plan.gpus > 1 else []),
     ]
+
+
+def _communication(plan: RunPlan) -> str:
+    """What a rank contributes to collectives in a step."""
+    return (
+        f"a rank contributes {_size(plan.objective_bytes)} in {plan.objective_calls} collectives of the objective and "
+        f"{_size(plan.gradient_bytes)} of gradients per step"
+    )
 
 
 def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:

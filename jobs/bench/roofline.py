@@ -24,29 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.distributed.world import World
 from pipeline.model.attention import PackedAttention
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
 from pipeline.planning.kernel_trace import Gpu, Kernel, KernelTrace, fake_gpu
+from pipeline.planning.simulated_ranks import SimulatedRanks
 
 DIM, PROTOTYPES, INNER_STEPS = 512, 4096, 10
 UPDATES = ("replicated", "prototypes", "sharded")
 
 
 @dataclass(frozen=True)
-class TracedRanks(World):
-    """One of several ranks that do not exist; parts of the program are marked in the trace."""
+class TracedRanks(SimulatedRanks):
+    """Parts of the program are marked in the trace."""
 
     trace: KernelTrace = field(default_factory=KernelTrace, compare=False)
-
-    def all_gather(self, x_b: Tensor) -> Tensor:
-        with self._communication("all_gather", x_b):
-            return x_b.new_empty((self.size * x_b.shape[0], *x_b.shape[1:]))
-
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        with self._communication("all_reduce", x):
-            return x.clone()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.trace.within(self.trace.part if name == "communication" else name)

@@ -96,6 +96,7 @@ class ObjectiveMemory:
     """Bytes of an objective's state: on every rank, and per sample of the dataset, divided by the number of ranks."""
 
     replicated: int
+    """With the rank's share of what is divided among the ranks."""
     per_sample: float
     rows_on_host: bool
     """Whether per-sample rows are in host memory rather than on the GPU."""
@@ -136,6 +137,10 @@ class Objective(ABC):
 
     def replicated_state(self) -> dict[str, Tensor]:
         """The state that every rank holds, by name: the tensors themselves, so that loading writes into them."""
+        return {}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's share of state that is divided among the ranks, by name."""
         return {}
 
     def gathered_state(self) -> dict[str, Tensor]:
@@ -253,7 +258,8 @@ class Objective(ABC):
 
     def memory(self) -> ObjectiveMemory:
         """Size of the lasting state; an objective built on the `meta` device knows it without holding the state."""
-        replicated = sum(value.nbytes for value in (self._steps, *self.replicated_state().values()))
+        tensors = (self._steps, *self.replicated_state().values(), *self.own_state().values())
+        replicated = sum(value.nbytes for value in tensors)
         if self.table is None:
             return ObjectiveMemory(replicated, 0.0, rows_on_host=True)
         return ObjectiveMemory(replicated, float(4 * len(self.table.columns)), self.table.on_host)
@@ -293,5 +299,6 @@ class Objective(ABC):
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Neither TF32 nor autocast inside, even if the surrounding training loop uses them."""
-    with true_fp32(), torch.autocast(device.type, enabled=False):
+    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
+    with true_fp32(), torch.autocast(kind, enabled=False):
         yield

@@ -35,6 +35,10 @@ class Component:
         """The state that every rank holds, by name: the tensors themselves."""
         return {}
 
+    def own_state(self) -> dict[str, Tensor]:
+        """See `Objective.own_state`."""
+        return {}
+
     def gathered_state(self) -> dict[str, Tensor]:
         """See `Objective.gathered_state`."""
         return {}
@@ -219,6 +223,9 @@ class SoftmaxObjective(Objective):
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {**self.temperature.replicated_state(), **self._estimator.replicated_state()}
+
+    def own_state(self) -> dict[str, Tensor]:
+        return self._estimator.own_state()
 
     def gathered_state(self) -> dict[str, Tensor]:
         return self._estimator.gathered_state()

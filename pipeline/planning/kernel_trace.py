@@ -201,8 +201,6 @@ def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
         (torch.cuda, "current_stream", lambda device=None: _FakeStream(trace)),
         (torch.cuda, "stream", lambda stream: nullcontext()),
     ]
-    if device == "meta":
-        replaced.append((torch, "autocast", lambda *args, **kwargs: nullcontext()))  # it knows no meta device
     with ExitStack() as stack:
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))

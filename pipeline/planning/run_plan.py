@@ -6,8 +6,6 @@ import functools
 import operator
 from dataclasses import dataclass
 
-import torch
-
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
 from pipeline.engine.engine_config import BUCKET, deepspeed_settings
@@ -15,8 +13,9 @@ from pipeline.errors import UserError
 from pipeline.model.starting_weights import find_start
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
-from pipeline.objectives import ObjectiveMemory, build_objective
+from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost
+from pipeline.planning.simulated_ranks import SimulatedObjective, simulate_objective
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.stages import check_stages, stages_of
 
@@ -37,6 +36,8 @@ class RunPlan:
     activations: int
     """Bytes of activations of one micro-batch."""
     objective: ObjectiveMemory
+    traffic: dict[str, int]
+    """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
     stages: list[tuple[str, Cost]]
     """Description and cost of each stage; one without `schedule.stages`."""
     cost: Cost
@@ -51,6 +52,21 @@ class RunPlan:
         """Estimated bytes on one GPU at a ZeRO stage."""
         rows = 0 if self.objective.rows_on_host else round(self.objective.per_sample * self.dataset_size / self.gpus)
         return self.engine[stage].total + self.activations + self.objective.replicated + rows
+
+    @property
+    def objective_bytes(self) -> int:
+        """Bytes that a rank contributes to the objective's collectives in a step."""
+        return sum(count for name, count in self.traffic.items() if name.endswith(".bytes"))
+
+    @property
+    def objective_calls(self) -> int:
+        """The objective's collectives in a step."""
+        return sum(count for name, count in self.traffic.items() if name.endswith(".calls"))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that a rank contributes in a step; they are reduced in fp32."""
+        return 4 * self.towers.parameters
 
 
 def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
@@ -73,7 +89,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     micro = min(run.engine.micro_batch or local, local)
     again = int(micro < local) + int(run.model.grad_checkpointing)
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
-    objective = _objective(run, dim=dim, dataset_size=dataset_size)
+    objective = _objective(run, dim=dim, dataset_size=dataset_size, gpus=gpus)
     costs = _stage_costs(run, dataset_size=dataset_size, again=again)
     return RunPlan(
         gpus=gpus,
@@ -96,7 +112,8 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         activations=max(
             activation_bytes(_towers(stage.run.model)[0], micro_batch=micro, bf16=bf16) for stage in stages_of(run)
         ),
-        objective=objective,
+        objective=objective.memory,
+        traffic=objective.traffic,
         stages=costs,
         cost=functools.reduce(operator.add, (cost for _, cost in costs)),
         dataset_size=dataset_size,
@@ -133,18 +150,17 @@ def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
     return costs, architecture.dim, architecture.image_size
 
 
-def _objective(run: RunConfig, *, dim: int, dataset_size: int) -> ObjectiveMemory:
-    """Memory of the objective, built on the meta device: its table may have a billion rows."""
-    objective = build_objective(
+def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> SimulatedObjective:
+    """Memory and communication of the objective, on the meta device: its table may have a billion rows."""
+    return simulate_objective(
         run.objective,
         dim=dim,
         batch_size=run.batch_size,
+        ranks=gpus,
         dataset_size=dataset_size,
         steps_per_epoch=dataset_size // run.batch_size,
         total_steps=run.total_steps,
-        device=torch.device("meta"),
     )
-    return objective.memory()
 
 
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:

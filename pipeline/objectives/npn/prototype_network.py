@@ -123,25 +123,24 @@ class PrototypeNpn(Npn):
 
     def replicated_state(self) -> dict[str, Tensor]:
         queue = {"queue": self.queue, "live": self.live, "queued": self.queued}
-        network = {name: tensor for name, tensor in self.network.state().items() if name not in self._divided_state()}
+        network = {name: tensor for name, tensor in self.network.state().items() if name not in self.own_state()}
         return network | {f"npn.{name}": tensor for name, tensor in queue.items()}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's share of the tensors that are divided among the ranks."""
+        return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
 
     def gathered_state(self) -> dict[str, Tensor]:
         m = self.config.prototypes
         return {
-            name: torch.stack([self._whole(side, m) for side in tensor])
-            for name, tensor in self._divided_state().items()
+            name: torch.stack([self._whole(side, m) for side in tensor]) for name, tensor in self.own_state().items()
         }
 
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._divided_state().items():
+        for name, tensor in self.own_state().items():
             for side in (0, 1):
                 rows, mine = self._share(self.config.prototypes).own(0, state[name][side])
                 tensor[side, rows] = mine
-
-    def _divided_state(self) -> dict[str, Tensor]:
-        """This rank's share of the tensors that are divided among the ranks."""
-        return {f"npn.{name}": tensor for name, tensor in self.network.lasting.items()} if self.divided else {}
 
     def _share(self, live: int) -> Division:
         return Division(self._ranks, live)

@@ -224,7 +224,7 @@ def _products(
     """
     m = at.weight.shape[0]
     most = m if division is None else -(-division.live // division.world.size)  # the same blocks on all ranks
-    step = max(1, (_GPU_BLOCK if at.weight.is_cuda else _CPU_BLOCK) // most)
+    step = max(1, (_CPU_BLOCK if at.weight.device.type == "cpu" else _GPU_BLOCK) // most)
     for start in range(0, len(anchors), step):
         part = anchors.take(slice(start, start + step)) if step < len(anchors) else anchors
         if part.low is None:

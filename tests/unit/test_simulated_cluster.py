@@ -1,0 +1,132 @@
+"""Every shipped recipe on up to 1,024 ranks that do not exist: layouts, memory per rank, and bytes of collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from jobs.plan import command
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.objectives import build_objective
+from pipeline.planning.run_plan import RunPlan, plan_run
+from pipeline.planning.simulated_ranks import SimulatedRanks, simulate_objective
+from pipeline.training.recipe import load_recipe
+
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml"))
+LARGE = ("cc12m", "cc12m-fast", "dfn14m", "dfn192m", "dfn192m-fast", "dfn1b", "dfn1b-fast", "laion315m")
+"""At least ten million samples: these must run on any of these numbers of ranks."""
+SIZES = (8, 64, 512, 1024)
+META = torch.device("meta")
+pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
+
+
+@functools.cache
+def plan_of(name: str, ranks: int, *overrides: str) -> RunPlan:
+    given = ("plan.dataset_size=20000", *overrides) if name in ("own", "finetune", "demo", "desk") else overrides
+    return plan_run(load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), given), gpus=ranks)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process group of that many ranks, all but one of which do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_laid_out_on_simulated_clusters(name: str, size: int) -> None:
+    run = load_recipe(str(Path("jobs/recipes") / f"{name}.yaml"), ())
+    if name not in LARGE and (run.batch_size % size or run.data.streams % size):
+        with pytest.raises(UserError, match=f"{size} ranks"):
+            plan_of(name, size)
+        return
+    plan = plan_of(name, size)
+    assert plan.local_batch * size == run.batch_size
+    assert run.data.streams % size == 0
+    assert plan.gpu_bytes(plan.stage) < 80 * 2**30
+    if size > 8:
+        smaller = plan_of(name, 8)
+        assert plan.gpu_bytes(plan.stage) < smaller.gpu_bytes(plan.stage)
+        assert plan.objective.replicated <= smaller.objective.replicated
+        assert plan.objective_bytes <= smaller.objective_bytes, "a rank's share of the features shrinks"
+        assert plan.objective_calls == smaller.objective_calls
+    assert plan.objective_bytes < 0.2 * plan.gradient_bytes
+
+
+def test_the_plan_shows_communication() -> None:
+    printed = CliRunner().invoke(command, ["--recipe", "dfn192m", "--ranks", "64"]).output
+    plan = plan_of("dfn192m", 64)
+    assert f"in {plan.objective_calls} collectives of the objective and 598 MB of gradients per step" in printed
+
+
+OBJECTIVES = {
+    "openclip": {"name": "openclip"},
+    "siglip": {"name": "siglip"},
+    "fastclip_v3": {"name": "fastclip_v3"},
+    "isogclr": {"name": "isogclr"},
+    "amorlip": {"name": "amorlip"},
+    "prototypes": {"name": "neuclip", "prototypes": 2048},
+    "replicated": {"name": "neuclip", "prototypes": 2048, "npn_update": "replicated"},
+    "sharded": {"name": "neuclip", "prototypes": 2048, "npn_update": "sharded"},
+    "mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
+}
+BATCH, DIM, SAMPLES, INNER = 2048, 32, 10**9, 10
+FACTS = {"dataset_size": SAMPLES, "steps_per_epoch": SAMPLES // BATCH, "total_steps": 10**6}
+
+
+def by_hand(name: str, ranks: int) -> int:
+    """Bytes that a rank contributes to the collectives of a step."""
+    b = BATCH // ranks
+    features, scalars = 2 * b * DIM * 4, 5 * b * 4  # both sides; s_ii, log g and mean h
+    table = {"fastclip_v3": 2, "isogclr": 9}
+    further = {
+        "prototypes": 2 * (INNER + 1) * BATCH * 8
+        + 4,  # sums in fp64, for each update and the last prediction; a metric
+        "sharded": 2 * INNER * 2048 * DIM * 4 + 4 * b * 4,  # gradients; alpha before and after, for both sides
+        **{method: 8 * b + 4 * columns * BATCH for method, columns in table.items()},  # ids and rows
+    }
+    return features + scalars + further.get(name, 0)
+
+
+@pytest.mark.parametrize("ranks", SIZES, indirect=True)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) -> None:
+    """The plan's simulated ranks, torch's own collectives in a fake process group, and a calculation by hand agree."""
+    found = simulate_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS)
+    world = World(size=ranks, device=META)
+    objective = build_objective(OBJECTIVES[name], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS)
+    image, text = (torch.empty(BATCH // ranks, DIM, device=META) for _ in range(2))
+    for _ in range(2):
+        world.traffic.clear()
+        output = objective.compute(image, text, sample_ids=torch.empty(BATCH // ranks, dtype=torch.int64, device=META))
+        objective.commit()
+    assert output.grad_image.shape == image.shape
+    assert found.traffic == dict(world.traffic)
+    total = sum(count for key, count in found.traffic.items() if key.endswith("bytes"))
+    if name != "siglip":
+        assert total == by_hand(name, ranks)
+
+
+def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows() -> None:
+    def memory(ranks: int, settings: dict[str, object]) -> tuple[int, float]:
+        found = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS).memory
+        return found.replicated, found.per_sample
+
+    one, many = (memory(size, OBJECTIVES["prototypes"])[0] for size in (1, 64))
+    prototypes = 2 * 2 * 2048 * DIM * 4  # both sides, with the optimizer's accumulator
+    assert one - many == prototypes - prototypes // 64
+    assert memory(64, OBJECTIVES["replicated"])[0] == one
+    world = SimulatedRanks(size=64, device=META)
+    table = build_objective(OBJECTIVES["isogclr"], dim=DIM, batch_size=BATCH, world=world, device=META, **FACTS).table
+    assert table is not None
+    assert table.values.nbytes == pytest.approx(memory(64, OBJECTIVES["isogclr"])[1] * SAMPLES / 64, rel=1e-6)

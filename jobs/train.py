@@ -25,6 +25,12 @@ EXIT_CODES = (
 @click.command(name="train", epilog=EXIT_CODES)
 @click.option("--recipe", type=RecipePath(TRAINING), help="YAML with the run's settings, or a name: cc12m.")
 @click.option("--resume", metavar="latest|DIR", help="Continue from the newest good checkpoint, or from the given one.")
+@click.option(
+    "--new-batch-size",
+    is_flag=True,
+    help="With --resume DIR and a new output: continue with another batch_size. Steps are counted in new batches, the "
+    "schedule goes on at the same share of the run, the data after the samples already shown.",
+)
 @click.option("--dry-run", is_flag=True, help="Check the settings, print the resolved configuration, and exit.")
 @click.option("--local_rank", "--local-rank", type=int, hidden=True, help="Set by the deepspeed launcher.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of processes to start on this machine, one per GPU.")
@@ -32,6 +38,7 @@ EXIT_CODES = (
 def command(
     recipe: str | None,
     resume: str | None,
+    new_batch_size: bool,
     dry_run: bool,
     local_rank: int | None,
     ranks: int | None,
@@ -63,10 +70,11 @@ def command(
         from pipeline.distributed.launch import launch
 
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
-        return launch("jobs.train", [*given, *overrides], ranks=ranks)
+        flags = ["--new-batch-size"] if new_batch_size else []
+        return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
     from pipeline.training.run import train
 
-    return train(run, resume=resume)
+    return train(run, resume=resume, new_batch_size=new_batch_size)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ SMALL = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_si
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def train_here(*overrides: str, resume: str | None = None) -> None:
+def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool = False) -> None:
     """Train one run on one rank to its end; `SMALL` is below the overrides. ZeRO stage 3 needs a process of its own."""
     with _as_in_a_fresh_process():
-        assert train(load_recipe(None, [*SMALL, *overrides]), resume=resume) == 0
+        run = load_recipe(None, [*SMALL, *overrides])
+        assert train(run, resume=resume, new_batch_size=new_batch_size) == 0
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:

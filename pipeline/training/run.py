@@ -31,6 +31,7 @@ from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.held_out_pairs import HeldOutPairs
+from pipeline.training.new_batch_size import describe, in_new_steps
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_eval import PeriodicEvaluation
 from pipeline.training.periodic_tests import PeriodicTests
@@ -47,7 +48,7 @@ from pipeline.training.validation import Validation
 
 
 @contextmanager
-def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Trainer]:
+def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: bool = False) -> Iterator[Trainer]:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
 
     Args:
@@ -55,6 +56,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         world: The ranks.
         resume: None (the output folder must have no checkpoints), "latest" (a new run when there are none), or the
             folder of a checkpoint.
+        new_batch_size: Allow a checkpoint of another batch size.
 
     Raises:
         UserError: Anything that keeps the run from starting.
@@ -63,6 +65,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
     folder = Path(run.output)
     notes: list[str] = []
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append, fallback=run.checkpoint.fallback)
+    if checkpoint is not None:
+        checkpoint = in_new_steps(checkpoint, run, allowed=new_batch_size)
     with ExitStack() as stack:
         check_stages(run)
         stage = stage_at(run, checkpoint.step if checkpoint else 0)
@@ -84,8 +88,10 @@ def setup(run: RunConfig, *, world: World, resume: str | None) -> Iterator[Train
         for note in notes:
             telemetry.event(note)
         if checkpoint is not None:
-            state.restore(checkpoint)
+            skipped = state.restore(checkpoint)
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
+            if changed := describe(checkpoint, run, skipped=skipped):
+                telemetry.event(changed)
             _report_changes(trainer, checkpoint)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
@@ -197,7 +203,7 @@ def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
         yield next(trainers)
 
 
-def stage_trainers(run: RunConfig, *, resume: str | None = None) -> Generator[Trainer]:
+def stage_trainers(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> Generator[Trainer]:
     """Yield a trainer for each remaining stage of a run; fit each trainer before requesting the next one.
 
     Stops after a trainer that was not fitted to the end of its stage.
@@ -209,7 +215,7 @@ def stage_trainers(run: RunConfig, *, resume: str | None = None) -> Generator[Tr
         while True:
             with ExitStack() as stage:
                 with folder_of_a_start(run, world=world):
-                    trainer = stage.enter_context(setup(run, world=world, resume=resume))
+                    trainer = stage.enter_context(setup(run, world=world, resume=resume, new_batch_size=new_batch_size))
                 yield trainer
                 if trainer.step < trainer.end or trainer.step >= run.total_steps:
                     return
@@ -224,11 +230,11 @@ def _collectives_limit(run: RunConfig) -> float:
     return 1.5 * run.engine.timeout_minutes + 1.0
 
 
-def train(run: RunConfig, *, resume: str | None = None) -> int:
+def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> int:
     """Train one run on this rank to its last checkpoint. Returns the exit code."""
     code = EXIT_DONE
     try:
-        with closing(stage_trainers(run, resume=resume)) as trainers:
+        with closing(stage_trainers(run, resume=resume, new_batch_size=new_batch_size)) as trainers:
             for trainer in trainers:
                 code = trainer.fit()
                 del trainer  # free its memory for the next stage's trainer

@@ -16,6 +16,7 @@ from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
 from pipeline.model.resize import resized_moments, resized_state
 from pipeline.objectives import Objective
+from pipeline.training.new_batch_size import PREVIOUS
 from pipeline.training.recipe import RunConfig
 from pipeline.training.skipped_steps import SkippedSteps
 from pipeline.training.validation import ValidationHistory
@@ -76,11 +77,12 @@ class RunState:
             "versions": versions(),
         }
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint. Collective."""
-        self.loader.load_state_dict(checkpoint.meta["data"])
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Continue from a checkpoint. Collective. Returns the samples skipped because of another batch size."""
+        skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
         self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
         self.restore_training(checkpoint)
+        return skipped
 
     def restore_training(self, checkpoint: Checkpoint) -> None:
         """Restore everything but the position in the data and the counts of skipped steps. Collective.
@@ -96,9 +98,13 @@ class RunState:
             moments=resized_moments(checkpoint.moments(), shapes=shapes),
             counter=checkpoint.meta["counter"],
         )
-        self.objective.load_state_dict(checkpoint.objective())
+        objective, before = checkpoint.objective(), checkpoint.meta.get(PREVIOUS)
+        if before is not None:
+            objective["steps"] = (objective["steps"] * before / self.run.batch_size).round().long()
+        self.objective.load_state_dict(objective)
         self.objective.load_row_state_dict(checkpoint.read_rows)
         if self.ema is not None and average is None:  # the run had no average before
             self.ema.reset()
-        self.validation.load_state_dict(checkpoint.meta.get("validation", ValidationHistory().state_dict()))
+        stored = checkpoint.meta.get("validation") if before is None else None
+        self.validation.load_state_dict(stored or ValidationHistory().state_dict())
         self.step = checkpoint.step

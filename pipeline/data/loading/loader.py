@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.resume import restore_position, save_position
+from pipeline.data.loading.resume import restore_position, save_position, with_batch_size
 from pipeline.data.loading.stalls import StallWatch, describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
 from pipeline.data.loading.worker_processes import prepare_workers, start_forkserver
@@ -187,14 +187,23 @@ class Loader:
         """
         return save_position(position or self._position, self._dataset, world=self._world)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, new_batch_size: bool = False) -> int:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
+
+        Args:
+            state: what `state_dict` returned.
+            new_batch_size: allow a state of another batch size, see `with_batch_size`.
+
+        Returns:
+            The number of samples skipped because of another batch size.
 
         Raises:
             UserError: this run's order differs from that of the state.
         """
         self.close()
+        state, skipped = with_batch_size(state, self._dataset) if new_batch_size else (state, 0)
         self._position = restore_position(state, self._dataset, world=self._world)
+        return skipped
 
     def _start(self) -> Iterator[Part | Failure]:
         dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)

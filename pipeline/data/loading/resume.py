@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline.data.loading.accounting import Position, Tally, merge
@@ -18,6 +19,10 @@ from pipeline.errors import UserError
 DECODERS = ("simplejpeg", "pillow", "torch")
 # Settings of checkpoints that were written before these were recorded.
 _UNRECORDED = {"data.caption": "txt", "crops are drawn by": "sample"}
+ANOTHER_ORDER = (
+    "Batch {batch} of epoch {epoch} would not hold the checkpoint's samples although all settings are equal: this "
+    "program computes another order. Resume with the version that wrote the checkpoint."
+)
 log = logging.getLogger(__name__)
 
 
@@ -57,15 +62,38 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         corrupt=Tally().plus(corrupt if world.is_main else Counter()),
     )
     if _proof(dataset.order, position, range(dataset.order.layout.streams)) != state["proof"]:
-        raise UserError(
-            f"Batch {position.batch - 1} of epoch {position.epoch} would not hold the checkpoint's samples although "
-            "all settings are equal: this program computes another order. Resume with the version that wrote the "
-            "checkpoint."
-        )
+        raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
     before = {**_UNRECORDED, **state["pixels"]}
     if world.is_main and (changed := _differences(before, _pixel_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
     return position
+
+
+def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[dict[str, Any], int]:
+    """A stored position for this run's batch size: the streams go on after their last sample that was in a batch.
+
+    The order within streams does not depend on the batch size, so that no sample of the epoch is shown twice. New
+    batches begin at multiples of their size: up to one of them is skipped.
+
+    Returns:
+        The state for `restore_position`, and the number of samples skipped.
+
+    Raises:
+        UserError: this program computes another order than the one that wrote the state.
+    """
+    layout, before = dataset.order.layout, int(state["order"]["global batch"])
+    if before % layout.streams or state["order"]["data.streams"] != layout.streams:
+        return dict(state), 0  # other streams: `restore_position` refuses the state with the reason
+    old = replace(dataset.order, layout=replace(layout, global_batch=before))
+    everywhere = range(layout.streams)
+    if _proof(old, Position(epoch=state["epoch"], batch=state["batch"]), everywhere) != state["proof"]:
+        raise UserError(ANOTHER_ORDER.format(batch=state["batch"] - 1, epoch=state["epoch"]))
+    turn = state["batch"] * old.layout.rows
+    batch = min(-(-turn // layout.rows), layout.steps)
+    skipped = max(0, batch * layout.rows - turn) * layout.streams
+    proof = _proof(dataset.order, Position(epoch=state["epoch"], batch=batch), everywhere)
+    order = {**state["order"], "global batch": layout.global_batch}
+    return {**state, "batch": batch, "proof": proof, "order": order}, skipped
 
 
 def _shared_proof(dataset: StreamDataset, position: Position, world: World) -> str:

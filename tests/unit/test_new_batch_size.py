@@ -1,0 +1,77 @@
+"""Resuming with another batch size: data, steps, schedule, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.distributed.world import World
+from pipeline.engine.lr_schedule import ScheduleConfig, lr_scale
+from pipeline.errors import UserError
+from tests.shards import count_tokens, write_shards
+from tests.towers import write_tiny
+from tests.training import records, train_here
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("batch")
+    write_tiny(folder)
+    write_shards(folder / "shards", [30, 34])
+    return folder
+
+
+def loader(base: Path, batch: int, streams: int = 4) -> Loader:
+    config = DataConfig(sources=[str(base / "shards")], streams=streams, shuffle_buffer=5, workers=0)  # type: ignore[arg-type]
+    return build_loader(config, world=World(), global_batch=batch, seed=3, image_size=16, tokenize=count_tokens)
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "after", "skipped"), [(16, 2, 8, 0), (8, 3, 16, 8), (8, 2, 32, 16), (16, 4, 8, 0)]
+)
+def test_no_sample_of_the_epoch_is_repeated(base: Path, before: int, steps: int, after: int, skipped: int) -> None:
+    first, second = loader(base, before), loader(base, after)
+    seen = torch.cat([next(first).sample_id for _ in range(steps)]).tolist()
+    assert second.load_state_dict(first.state_dict(), new_batch_size=True) == skipped
+    left = (64 - len(seen) - skipped) // after
+    rest = torch.cat([torch.empty(0, dtype=torch.int64), *(next(second).sample_id for _ in range(left))]).tolist()
+    assert len(set(seen + rest)) == len(seen) + len(rest) == 64 - skipped
+    assert next(second).position.epoch == 1
+    again = loader(base, after)
+    again.load_state_dict(second.state_dict())
+    assert torch.equal(next(again).sample_id, next(second).sample_id)
+
+
+def test_another_number_of_streams_is_still_refused(base: Path) -> None:
+    first, second = loader(base, 8), loader(base, 16, streams=8)
+    next(first)
+    with pytest.raises(UserError, match=r"data\.streams was 4, now 8"):
+        second.load_state_dict(first.state_dict(), new_batch_size=True)
+    with pytest.raises(UserError, match="global batch was 8, now 16"):
+        loader(base, 16).load_state_dict(first.state_dict())
+
+
+def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> None:
+    given = [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'shards'}", "samples=128"]
+    train_here(*given, f"output={base / 'first'}", "checkpoint.every=4", "checkpoint.keep_last=9")
+    checkpoint = str(base / "first" / "checkpoints" / "step-00000004")
+    new = [*given, f"output={base / 'second'}", "batch_size=16"]
+    with pytest.raises(UserError, match=r"batch_size = 8, and this run has 16.*--new-batch-size with a new output"):
+        train_here(*new, resume=checkpoint)
+    with pytest.raises(UserError, match="choose another output, with --resume"):
+        train_here(*given, f"output={base / 'first'}", "batch_size=16", resume=checkpoint, new_batch_size=True)
+    train_here(*new, resume=checkpoint, new_batch_size=True)
+    (message,) = [r["message"] for r in records(base / "second", "event") if "New batch size" in r["message"]]
+    assert "8 -> 16" in message
+    assert "step-00000004 is step 2 of 8 now" in message
+    assert "0 samples of this epoch are skipped" in message
+    steps = records(base / "second", "train")
+    assert [(record["step"], record["samples"]) for record in steps] == [(n, 16 * n) for n in range(3, 9)]
+    expected = [0.001 * lr_scale(ScheduleConfig(warmup_steps=1), step=n - 1, total_steps=8) for n in range(3, 9)]
+    assert [record["lr"] for record in steps] == pytest.approx(expected, rel=1e-6)
+    train_here(*new, "samples=160", resume="latest")
+    assert records(base / "second", "train")[-1]["step"] == 10

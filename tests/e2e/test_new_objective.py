@@ -62,9 +62,9 @@ def test_one_file_adds_a_method(tmp_path: Path, place: str) -> None:
         return
     # Tests named after another method do not see the new one; they run in the suite itself.
     others = f"in_batch_toy or not ({' or '.join(objective_names())})"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-rA", "-k", others, *TESTS]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-v", "-k", others, *TESTS]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     for test in FOR_EACH_METHOD:
-        assert f"PASSED {test}[in_batch_toy]" in done.stdout
-    assert f"PASSED {TESTS[-1]}" in done.stdout
+        assert f"{test}[in_batch_toy] PASSED" in done.stdout
+    assert f"{TESTS[-1]} PASSED" in done.stdout

@@ -44,7 +44,8 @@ def command(
 ) -> int:
     """Check this node, or say what happened to a RUN.
 
-    Without RUN: check versions, GPUs, collectives, disk, shared memory, compiler and data, and report what to fix.
+    Without RUN: check versions, GPUs, collectives, disk, shared memory, compiler, data and loading, and report
+    what to fix.
 
     With the folder of a RUN: say how it ended, which checkpoints are intact, and the command to continue. Nothing is
     changed.
@@ -74,8 +75,12 @@ def examine(
     yield from node_checks.check_disk(output, needed_gib=needs_gib)
     for manifest in manifests:
         yield from node_checks.check_data(manifest)
-    yield node_checks.check_collectives("cpu", ranks=ranks)
     import torch
+
+    from pipeline.planning.loading_check import check_loading
+
+    yield check_loading(manifests, ranks=max(1, torch.cuda.device_count()))
+    yield node_checks.check_collectives("cpu", ranks=ranks)
 
     if torch.cuda.is_available():  # before this process allocates GPU memory itself
         yield node_checks.check_collectives("cuda", ranks=torch.cuda.device_count())

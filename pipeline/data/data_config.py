@@ -9,6 +9,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pipeline.config import section
 from pipeline.data.shards.caption_field import CaptionField
 
+MOST_WORKERS = 12
+"""Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
+
+
+def default_workers(*, cores: int, ranks: int) -> int:
+    """Decoding processes per rank where `data.workers` is not set, for a machine with these cores and ranks."""
+    return max(1, min(MOST_WORKERS, cores // ranks - 1))
+
 
 @section
 class Source:
@@ -69,8 +77,9 @@ class DataConfig:
     memory. Part of the order: it cannot change within a run."""
     replacement: bool = False
     """Draw shards with replacement instead of permuting them."""
-    workers: int = Field(default=2, ge=0, le=1024)
-    """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process."""
+    workers: int | None = Field(default=None, ge=0, le=1024)
+    """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. None: the
+    rank's share of the machine's cores less one, at most 12. `neuclip doctor` measures what they deliver."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Batches that each worker keeps ready."""
     timeout_minutes: float = Field(default=20.0, gt=0)

@@ -159,7 +159,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     return RunMeasurement(
         ranks=ranks,
         local_batch=run.batch_size,
-        workers=run.data.workers,
+        workers=trainer.loader.workers,
         loader=loader,
         step=run.batch_size / alone,
         phases={name.removeprefix("time_"): share * alone for name, share in phases.items()

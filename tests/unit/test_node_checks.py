@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.doctor import command
-from pipeline.planning import node_checks
+from pipeline.data.data_config import default_workers
+from pipeline.planning import loading_check, node_checks
+from pipeline.planning.loading_check import check_loading
 from tests.shards import write_shards
 
 
@@ -39,6 +42,34 @@ def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: py
     assert "no-such-package absent" in finding.found
     assert "needs >=99" in finding.found
     assert "x absent" not in finding.found
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(2, 1, 1), (1, 1, 1), (8, 1, 7), (16, 1, 12), (96, 8, 11), (192, 8, 12), (8, 8, 1)]
+)
+def test_workers_share_the_cores(cores: int, ranks: int, workers: int) -> None:
+    assert default_workers(cores=cores, ranks=ranks) == workers
+
+
+def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path, [20])
+    for manifests, what in (([], "generated, 384 px"), ([str(tmp_path)], f"of {tmp_path}")):
+        finding = check_loading(manifests, ranks=1)
+        assert finding.subject == "loading"
+        assert what in finding.found
+        assert int(re.findall(r"decodes ([\d,]+) images/s", finding.found)[0].replace(",", "")) > 10
+
+
+def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading_check, "_rate", lambda _: 150.0)
+    for cores, ranks, remedy in ((32, 1, "data.workers=17 data.streams=17"), (16, 8, "more cores per rank")):
+        monkeypatch.setattr(loading_check.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        finding = check_loading([], ranks=ranks)
+        assert finding.status == "note"
+        assert remedy in finding.remedy
+    monkeypatch.setattr(loading_check, "_rate", lambda _: 900.0)
+    assert check_loading([], ranks=1).status == "good"
+    assert "not measured" in check_loading(["/no/such/folder"], ranks=1).found
 
 
 def test_two_processes_exchange_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline.data.data_config import DataConfig
+from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.resume import restore_position, save_position, with_batch_size
@@ -27,7 +28,7 @@ from pipeline.data.order.streams import Layout, make_layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.signals import signals_blocked
-from pipeline.distributed.world import World
+from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,12 @@ def build_loader(
         ranks=world.size,
     )
     share = config.streams // world.size
-    if config.workers > share:
-        if world.is_main:
-            log.warning(
-                "data.workers = %d, but a rank has %d streams and uses one worker for each.", config.workers, share
-            )
-        config = replace(config, workers=share)
+    workers = config.workers
+    if workers is None:
+        workers = default_workers(cores=len(os.sched_getaffinity(0)), ranks=ranks_here(world.size))
+    elif workers > share and world.is_main:
+        log.warning("data.workers = %d, but a rank has %d streams and uses one worker for each.", workers, share)
+    config = replace(config, workers=min(workers, share))
     decoder = ImageDecoder(size=image_size, crop=config.crop, mode=config.decoding, max_pixels=config.max_pixels)
     if config.workers:
         rows = global_batch // world.size
@@ -101,6 +102,8 @@ class Loader:
 
     def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset) -> None:
         self._config, self._world, self._dataset = config, world, dataset
+        self.workers = config.workers or 0
+        """Decoding processes of this rank."""
         self._parts: Iterator[Part | Failure] | None = None
         self._position = Position()
         self._watch = StallWatch(60 * config.timeout_minutes, self._stalled)
@@ -144,7 +147,7 @@ class Loader:
         """
         if self._parts is None:
             self._parts = self._start()
-        parts = [self._next_part(self._parts) for _ in range(max(1, self._config.workers))]
+        parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
         self._position = _advance(self._position, parts, steps=self.layout.steps)
         return Batch(
             image=self._join(parts),
@@ -157,7 +160,7 @@ class Loader:
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
         parts, self._parts = self._parts, None
-        if parts is not None and self._config.workers:
+        if parts is not None and self.workers:
             parts._shutdown_workers()  # type: ignore[attr-defined]
 
     def report(self, position: Position | None = None) -> DataReport:
@@ -207,12 +210,12 @@ class Loader:
 
     def _start(self) -> Iterator[Part | Failure]:
         dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)
-        if not self._config.workers:
+        if not self.workers:
             return iter(dataset)
         loader = DataLoader(
             dataset,
             batch_size=None,
-            num_workers=self._config.workers,
+            num_workers=self.workers,
             prefetch_factor=self._config.prefetch,
             multiprocessing_context=start_forkserver(),
             collate_fn=_as_is,
@@ -225,7 +228,7 @@ class Loader:
             with self._watch:
                 part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
-            if not (self._config.workers and _means_worker_died(error)):
+            if not (self.workers and _means_worker_died(error)):
                 raise
             raise UserError(
                 f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the "

@@ -66,11 +66,12 @@ def _check_picklable(tokenize: Tokenize) -> None:
 
 def _check_open_files(config: DataConfig, *, streams: int) -> None:
     """Refuse too low a limit of open files: streams keep shards open, and workers have pipes and semaphores."""
-    needed = 64 + 16 * config.workers + -(-streams // config.workers)
+    workers = config.workers or 1
+    needed = 64 + 16 * workers + -(-streams // workers)
     limit = allow_open_files()
     if limit < needed:
         raise UserError(
-            f"This process may have {limit} files open (ulimit -n), but {config.workers} loading workers with "
+            f"This process may have {limit} files open (ulimit -n), but {workers} loading workers with "
             f"{streams} streams need about {needed}: raise the limit (ulimit -n 65536; in a container --ulimit "
             "nofile=65536), or lower data.workers or data.streams."
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.data_config import DataConfig
+from pipeline.data.data_config import MOST_WORKERS, DataConfig
 from pipeline.data.order.canonical_order import Order, planned_ids
 from pipeline.data.order.mixture import Mixture, load_mixture, shared_epoch
 from pipeline.data.order.shuffle_quality import ShuffleQuality, shuffle_quality
@@ -80,7 +80,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         bytes=manifest.bytes,
         layout=layout,
         ranks=ranks,
-        workers=min(config.workers, layout.streams // ranks),
+        workers=min(MOST_WORKERS if config.workers is None else config.workers, layout.streams // ranks),
         seeks=seeks,
         epoch_bytes=round(layout.samples * sample_bytes) + (0 if seeks else passed_bytes),
         passed_samples=passed_samples,

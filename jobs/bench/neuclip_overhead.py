@@ -114,7 +114,7 @@ def contender(args: argparse.Namespace, data: Data, *, kind: str, ranks: int, wo
     )
     engine = DeepSpeedEngine(
         towers.to(world.device),
-        config=EngineConfig(deepspeed=f"zero1_{args.precision}", micro_batch=micro),
+        config=EngineConfig(deepspeed=f"zero2_{args.precision}", micro_batch=micro),
         optimizer=OPTIMIZER,
         world=world,
         global_batch=local,
@@ -197,7 +197,7 @@ def main() -> None:
         cuda = world.device.type == "cuda"
         where = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {args.threads} threads"
         packages = ", ".join(f"{name} {version}" for name, version in versions(("torch", "deepspeed")).items())
-        print(f"{args.arch}, {args.precision}, ZeRO-1, {where}; {packages}")
+        print(f"{args.arch}, {args.precision}, ZeRO-2, {where}; {packages}")
         if args.setting in ("whole", "both"):
             measure(args, kinds=("openclip", "neuclip"), ranks=1, world=world)
         if args.setting in ("gathered", "both"):

@@ -48,7 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patch-dropout", type=float, default=0.5)
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=2, help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=1, help="steps per contender and round")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one warm-up round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=2, help="ZeRO stage")
     parser.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
     parser.add_argument("--inner-steps", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")

@@ -26,7 +26,7 @@ FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
 class EngineConfig:
     """How forward, backward and the optimizer step are run."""
 
-    deepspeed: str = "zero1_bf16"
+    deepspeed: str = "zero2_bf16"
     """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of any DeepSpeed JSON file."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): how many samples of a rank are in memory

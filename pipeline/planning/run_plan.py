@@ -88,7 +88,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     local = run.batch_size // gpus
     micro = min(run.engine.micro_batch or local, local)
     again = int(micro < local) + int(run.model.grad_checkpointing)
-    bucket = int(zero.get("reduce_bucket_size", BUCKET))
+    bucket = int(zero.get("reduce_bucket_size", BUCKET)) * (2 if zero.get("overlap_comm") else 1)  # it has two buffers
     objective = _objective(run, dim=dim, dataset_size=dataset_size, gpus=gpus)
     costs = _stage_costs(run, dataset_size=dataset_size, again=again)
     return RunPlan(

@@ -27,6 +27,7 @@ import torch
 from PIL import Image
 from PIL.Image import Resampling
 
+from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import build_loader
@@ -96,8 +97,8 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, images
     return folder
 
 
-def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalized: bool = False, decoding: str = "fast") -> None:
-    config = DataConfig(sources=str(folder), streams=8, workers=0, decoding=decoding)  # type: ignore[arg-type]
+def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalized: bool = False, **settings: Any) -> None:
+    config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
     loader = build_loader(
         config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=fast_tokenizer(tokenizer)
     )
@@ -152,6 +153,7 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             "ours": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer),
             "and normalized here": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, normalized=True),
             "ours, scaled": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="scaled"),
+            "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, altered_shards="ignore"),
             "ours, exact": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="exact"),
         }
         for run in runs.values():

@@ -97,6 +97,11 @@ class DataConfig:
     """Larger images count as corrupt (decompression bombs)."""
     corrupt_limit: float = Field(default=0.01, ge=0, le=1)
     """Share of an epoch's samples that may be corrupt before the run stops."""
+    altered_shards: Literal["stop", "skip", "ignore"] = "stop"
+    """What happens when the bytes of a shard are not those that its manifest has the SHA-256 of, which is known when a
+    stream has read the shard to its end: `stop` ends the run, `skip` reports it and replaces those of its samples that
+    were not shown yet, which count as corrupt. `ignore` does not hash. Not checked are manifests without hashes, and
+    shards of samples above 100 kB that a run enters in the middle."""
     retries: int = Field(default=3, ge=0, le=100)
     """How often reading a shard is tried again without any progress before its remaining samples count as lost."""
 

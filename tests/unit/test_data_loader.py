@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records
 from pipeline.distributed.world import World
@@ -197,6 +199,27 @@ def test_shard_of_the_wrong_size_is_refused_before_the_first_step(tmp_path: Path
         file.write(b"\0" * 512)
     with pytest.raises(UserError, match=r"do not match their manifest.*00001.tar has \d+ bytes, not \d+"):
         loaders(tmp_path)
+
+
+def test_an_altered_shard_stops_the_run_or_its_remaining_samples_are_replaced_and_counted(tmp_path: Path) -> None:
+    """In a worker process. The shard is altered so that every sample can still be read."""
+    write_shards(tmp_path, [12, 12, 12, 12])
+    path = tmp_path / "00002.tar"
+    body = path.read_bytes()
+    path.write_bytes(body.replace(b'{"url": "x"}', b'{"url": "y"}', 1))
+    for policy, raised in (("stop", True), ("ignore", False)):
+        (loader,) = loaders(tmp_path, workers=1, altered_shards=policy)
+        with loader, pytest.raises(UserError, match="ids 24 to 35") if raised else nullcontext():
+            run([loader], 6)
+    (loader,) = loaders(tmp_path, workers=1, altered_shards="skip", corrupt_limit=1.0)
+    with loader:
+        ids, _ = run([loader], 6)
+        report = loader.report()
+    assert report.corrupt_by_reason == {ALTERED: report.replaced}
+    assert report.corrupt_by_shard == {"00002.tar": report.replaced}
+    shown = sum(1 for i in ids.flatten().tolist() if 24 <= i < 36)
+    assert 0 < report.replaced <= 6, "those in the shuffle buffer, and the last one"
+    assert shown == 12 - report.replaced
 
 
 def test_unreadable_data_ends_the_run_with_a_message(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import webdataset
 from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep.dataset import canonical_tar as canonical
-from pipeline.data.loading.stream_reader import TRUNCATED, SequentialReader, StreamReader
+from pipeline.data.loading.stream_reader import ALTERED, TRUNCATED, SequentialReader, StreamReader
 from pipeline.data.order.mixture import Segments, make_mixture, plan_epoch
 from pipeline.data.order.streams import stream_order
 from pipeline.data.shards.check_shards import check_shards
@@ -31,14 +31,14 @@ from tests.shards import jpeg, sample, write_shards, write_tar
 DIALECTS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 
 
-def reader(manifest: Manifest, *, retries: int = 0) -> SequentialReader:
+def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignore") -> SequentialReader:
     mixture = make_mixture([manifest])
     starts = manifest.offsets
     segments = Segments(
         shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
     )
     pauses: list[float] = []
-    return SequentialReader(manifest, segments, retries, pause=pauses.append)
+    return SequentialReader(manifest, segments, retries, altered_shards=altered_shards, pause=pauses.append)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -145,6 +145,55 @@ def test_a_temporary_failure_loses_nothing(tmp_path: Path) -> None:
     one = reader(manifest, retries=1)
     one.pause = lambda _: path.write_bytes(whole) and None  # type: ignore[assignment,func-returns-value]
     assert [r.caption for r in one.read(0)] == [f"caption {i}".encode() for i in range(6)]
+
+
+def alter(path: Path) -> None:
+    """Change a byte of the first sample's caption, so that the tar stays readable and only its hash is wrong."""
+    data = path.read_bytes()
+    place = data.index(b"caption 0")
+    path.write_bytes(data[:place] + b"C" + data[place + 1 :])
+
+
+def test_an_altered_shard_ends_the_run_and_names_its_ids(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 4, 3])
+    alter(tmp_path / "00000.tar")
+    records = reader(manifest, altered_shards="stop").read(0)
+    assert [next(records).caption, next(records).caption] == [b"Caption 0", b"caption 1"]
+    with pytest.raises(UserError, match=r"00000.tar are not those of its manifest: .* its 3 samples, ids 0 to 2, may"):
+        next(records)
+    assert len(list(reader(manifest, altered_shards="stop").read(3))) == 7, "the other shards are intact"
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_an_altered_shard_can_be_skipped(tmp_path: Path, position: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What was passed on before the end of the shard cannot be taken back; also if reading starts in the middle."""
+    manifest = write_shards(tmp_path, [3, 2])
+    alter(tmp_path / "00000.tar")
+    one = reader(manifest, altered_shards="skip")
+    problems = [record.problem for record in one.read(position)]
+    assert problems == [""] * (2 - position) + [ALTERED, "", ""]
+    assert [record.problem for record in one.read(0)] == [ALTERED] * 3 + [""] * 2
+    assert caplog.text.count("ids 0 to 2") == 1
+
+
+def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 2])
+    alter(tmp_path / "00000.tar")
+    assert [record.problem for record in reader(manifest, altered_shards="ignore").read(0)] == [""] * 5
+    rows = [(shard.name, shard.samples, shard.bytes, "") for shard in manifest.shards]
+    adopted = make_manifest(rows, root=tmp_path)
+    assert [record.problem for record in reader(adopted, altered_shards="stop").read(0)] == [""] * 5
+
+
+@pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
+def test_remote_shards_are_hashed_too(tmp_path: Path, form: str) -> None:
+    manifest = write_shards(tmp_path, [3])
+    rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    remote = make_manifest(rows)
+    assert [record.problem for record in reader(remote, altered_shards="stop").read(0)] == [""] * 3
+    alter(tmp_path / "00000.tar")
+    with pytest.raises(UserError, match="are not those of its manifest"):
+        list(reader(remote, altered_shards="stop").read(0))
 
 
 class Flaky(MemoryFileSystem):

@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
@@ -82,7 +83,8 @@ def shrunk(box: Box, *, by: int) -> Box:
 class ImageDecoder:
     """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
 
-    Mode "exact" gives the pixels of open_clip's training transform for the same box. "fast" decodes JPEG with
+    Mode "exact" gives the pixels of open_clip's training transform for the same box, except that it scales 16-bit grey
+    to 8 bits where open_clip gets white. "fast" decodes JPEG with
     libjpeg-turbo and resizes with torch; its pixels differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically
     first). "scaled" is "fast", but decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its crop is at least 2, 4 or 8
     times as large as the result. The crop moves by up to half a scaled pixel; pixels of the same crop differ by 1 to 4
@@ -147,7 +149,7 @@ class ImageDecoder:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
                 self._check(image.height, image.width)
                 top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
-                window = image.convert("RGB").crop((left, top, left + w, top + h))
+                window = _eight_bits(image).convert("RGB").crop((left, top, left + w, top + h))
                 resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
         except CorruptSample:
             raise
@@ -157,6 +159,13 @@ class ImageDecoder:
             raise CorruptSample("image cannot be decoded") from error
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16-bit grey as 8-bit grey, and other images as they are: Pillow's own conversion would clip it to white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
 
 
 def normalize(

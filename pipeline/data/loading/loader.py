@@ -93,6 +93,7 @@ def build_loader(
         tokenize=tokenize,
         retries=config.retries,
         captions=tuple(CaptionField.parse(source.caption or config.caption) for source in config.sources),
+        altered_shards=config.altered_shards,
     )
     return Loader(config, world=world, dataset=dataset)
 

@@ -8,16 +8,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pipeline.data.order.mixture import Segments
 from pipeline.data.order.streams import StreamOrder
 from pipeline.data.shards.caption_field import CaptionField
-from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.storage import is_local, open_records
+from pipeline.data.shards.manifest_format import Manifest, Shard
+from pipeline.data.shards.storage import StreamHash, is_local, open_records
 from pipeline.data.shards.tar_reader import DamagedTar, TarRecord
 from pipeline.errors import UserError
 
 TRUNCATED = "shard is damaged or shorter than its manifest says"
+ALTERED = "shard has other bytes than its manifest says"
 READ_AHEAD = 2  # shuffle buffers that a search for a substitute may read ahead
 log = logging.getLogger(__name__)
 
@@ -37,11 +39,15 @@ class SequentialReader:
     """Where captions are, by source."""
     bounds: tuple[int, ...] = (0,)
     """First shard number of each source, ascending."""
+    altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
+    """See DataConfig."""
     pause: Callable[[float], None] = time.sleep
     passed: int = 0
     """Samples skipped to reach the first sample of a segment."""
     lost: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Shard number -> first lost sample, and the reason."""
+    altered: set[int] = field(default_factory=set)
+    """Numbers of shards whose bytes differ from their manifest."""
 
     def read(self, position: int) -> Iterator[TarRecord]:
         """Records from `position` to the end of the epoch, read as they are taken."""
@@ -71,15 +77,23 @@ class SequentialReader:
         suffix, size = self._caption_of(shard).suffix, stored.bytes / stored.samples
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
+            stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
             try:
-                with open_records(url, skip=start, caption_suffix=suffix, sample_bytes=size) as records:
+                with open_records(
+                    url, skip=start, caption_suffix=suffix, sample_bytes=size, stream_hash=stream_hash
+                ) as records:
                     self.passed += start
                     for record in records:
                         start += 1
-                        yield record
+                        # Before the last sample is passed on: a stream is not read any further at the end of an epoch.
+                        if start == stored.samples and stream_hash is not None:
+                            self._check(shard, stored, stream_hash.finish())
+                        yield self.checked(record, shard)
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
+            except UserError:
+                raise
             except Exception as error:  # every remote file system has exceptions of its own
                 if is_local(url) and not isinstance(error, (OSError, DamagedTar)):
                     raise
@@ -96,6 +110,33 @@ class SequentialReader:
                 failures += 1
         for _ in range(stop - start):
             yield TarRecord(problem=self.lost[shard][1])
+
+    def checked(self, record: TarRecord, shard: int) -> TarRecord:
+        """The record, or a problem in its place if its shard turned out to be altered."""
+        return TarRecord(problem=ALTERED) if shard in self.altered and not record.problem else record
+
+    def shard_at(self, position: int) -> int:
+        """The number of the shard that holds the sample at a position."""
+        return self.segments.locate(position)[0]
+
+    def _check(self, number: int, shard: Shard, digest: str | None) -> None:
+        """Compare a shard's digest, if it was computed, with the manifest's."""
+        if digest in (None, shard.sha256):
+            return
+        message = (
+            f"The bytes of the shard {self.manifest.url(shard)} are not those of its manifest: SHA-256 {digest} "
+            f"instead of {shard.sha256}. Each of its {shard.samples} samples, ids {shard.offset} to "
+            f"{shard.offset + shard.samples - 1}, may have another image or caption than was stored, also where this "
+            "run has used it."
+        )
+        if self.altered_shards == "stop":
+            raise UserError(
+                f"{message} Restore the shard (`neuclip verify --rebuild`), write a new manifest (`neuclip manifest "
+                "--replace`), or set data.altered_shards=skip."
+            )
+        self.altered.add(number)
+        self.lost[number] = (0, ALTERED)
+        log.warning("%s Those that were not shown yet are replaced.", message)
 
 
 def _refuse_exhaustion(error: Exception) -> None:
@@ -133,7 +174,7 @@ class StreamReader:
         record = self._buffer.pop(place)
         self._readable -= not record.problem
         self.kept_bytes -= record.size
-        return record
+        return self._checked(record, place)
 
     def peek(self, place: int) -> TarRecord:
         """The record of a place, kept for its own turn.
@@ -144,8 +185,13 @@ class StreamReader:
         while self._next <= place and self._readable < READ_AHEAD * self.order.buffer:
             self._read_one()
         if place in self._buffer:
-            return self._buffer[place]
+            return self._checked(self._buffer[place], place)
         return next(self._source.read(self.first + place))
+
+    def _checked(self, record: TarRecord, place: int) -> TarRecord:
+        if not self._source.altered:
+            return record
+        return self._source.checked(record, self._source.shard_at(self.first + place))
 
     def _read_one(self) -> None:
         record = next(self._records)

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -148,6 +149,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     retries: int
     captions: tuple[CaptionField, ...] = (CaptionField(),)
     """Where captions are, by source."""
+    altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
+    """See DataConfig."""
     epoch: int = 0
     batch: int = 0
 
@@ -169,7 +172,12 @@ class StreamDataset(IterableDataset[Part | Failure]):
             segments = shared_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
             mixture = self.order.mixture
             source = SequentialReader(
-                mixture.manifest, segments, self.retries, captions=self.captions, bounds=mixture.bounds[:-1]
+                mixture.manifest,
+                segments,
+                self.retries,
+                captions=self.captions,
+                bounds=mixture.bounds[:-1],
+                altered_shards=self.altered_shards,
             )
             fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
             for batch in range(first, self.order.layout.steps):

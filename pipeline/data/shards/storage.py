@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
 
@@ -17,7 +19,12 @@ SEEKING_PAYS = 100_000
 
 @contextmanager
 def open_records(
-    url: str, *, skip: int, caption_suffix: str = "txt", sample_bytes: float = 0.0
+    url: str,
+    *,
+    skip: int,
+    caption_suffix: str = "txt",
+    sample_bytes: float = 0.0,
+    stream_hash: StreamHash | None = None,
 ) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
@@ -29,6 +36,7 @@ def open_records(
         skip: samples that are skipped.
         caption_suffix: of the member with the caption.
         sample_bytes: mean size of a sample.
+        stream_hash: takes the bytes as they are read, unless some of them are not.
 
     Raises:
         OSError: the shard cannot be read.
@@ -42,7 +50,43 @@ def open_records(
             yield read_records(file, caption_suffix=caption_suffix)
     else:
         with open_shard(url) as file:
-            yield read_records(file, skip=skip, caption_suffix=caption_suffix)
+            source = file if stream_hash is None else stream_hash.over(file)
+            yield read_records(source, skip=skip, caption_suffix=caption_suffix)
+
+
+class StreamHash:
+    """The SHA-256 of a shard, computed from the bytes that a reader takes from it."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._file: BinaryIO | None = None
+
+    def over(self, file: BinaryIO) -> BinaryIO:
+        """The same stream, hashed in large pieces; it cannot seek, so that no byte is left out."""
+        self._file = cast(BinaryIO, io.BufferedReader(_Hashed(file, self._sha256.update), BUFFER))
+        return self._file
+
+    def finish(self) -> str | None:
+        """Read the rest of the stream, and return the digest; None if the stream was not read from its start."""
+        if self._file is None:
+            return None
+        while self._file.read(BUFFER):
+            pass
+        return self._sha256.hexdigest()
+
+
+class _Hashed(io.RawIOBase):
+    def __init__(self, file: BinaryIO, update: Callable[[bytes], None]) -> None:
+        self._source, self._update = file, update
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        self._update(data)
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def is_local(url: str) -> bool:

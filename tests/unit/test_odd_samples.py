@@ -1,0 +1,148 @@
+"""Odd samples of every kind in a shard: the loader uses or replaces each, and counts those it replaces by reason."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from pipeline.config import parse
+from pipeline.data.data_config import CropConfig, DataConfig
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.loader import build_loader
+from pipeline.distributed.world import World
+from tests.shards import jpeg, write_shards
+
+UNDECODABLE = "image cannot be decoded"
+TOO_LARGE = "image is larger than data.max_pixels"
+MAX_PIXELS = 4_000_000
+
+
+def photograph(size: tuple[int, int] = (60, 48)) -> Image.Image:
+    pixels = np.random.default_rng(5).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png(width: int, height: int, *, data: bytes, bits: int = 8, colour: int = 0) -> bytes:
+    """A PNG of these dimensions with this image data, which need not fit them."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    return start + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+def large_jpeg_header() -> bytes:
+    """A JPEG that claims 60,000 x 60,000 pixels."""
+    body = bytearray(jpeg(1))
+    place = body.index(b"\xff\xc0") + 5
+    body[place : place + 4] = struct.pack(">HH", 60_000, 60_000)
+    return bytes(body)
+
+
+def text_bomb() -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("comment", "x" * 90_000_000, zip=True)
+    return encoded(photograph(), "PNG", pnginfo=info)
+
+
+def with_exif() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x9286] = 6, b"x" * 60_000
+    return encoded(photograph(), "JPEG", exif=exif)
+
+
+PALETTE = photograph().quantize(32)
+WHOLE_PNG = encoded(photograph((200, 160)), "PNG")
+IMAGES: dict[str, tuple[bytes, str]] = {
+    "PNG bomb": (png(30_000, 30_000, data=bytes(10_000), bits=1), TOO_LARGE),
+    "JPEG with a large header": (large_jpeg_header(), TOO_LARGE),
+    "text bomb in a PNG": (text_bomb(), UNDECODABLE),
+    "PNG whose pixels end early": (png(500, 500, data=bytes(1_000)), UNDECODABLE),
+    "PNG with damaged pixels": (WHOLE_PNG[:3_000] + bytes(500) + WHOLE_PNG[3_500:], UNDECODABLE),
+    "cut JPEG": (jpeg(2, size=(90, 90))[:-400], UNDECODABLE),
+    "nothing": (b"", UNDECODABLE),
+    "zeros": (bytes(5_000), UNDECODABLE),
+    "HTML": (b"<!doctype html><html><body>404</body></html>", UNDECODABLE),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"><rect width="9" height="9"/></svg>', UNDECODABLE),
+    "EPS, which PIL would give to Ghostscript": (encoded(photograph(), "EPS"), UNDECODABLE),
+    "PDF": (encoded(photograph(), "PDF"), UNDECODABLE),
+    "ICO": (encoded(photograph(), "ICO"), UNDECODABLE),
+    "16-bit PNG": (png(20, 20, data=(b"\0" + bytes(40)) * 20, bits=16), ""),
+    "animated GIF": (encoded(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(90)]), ""),
+    "animated WebP": (encoded(photograph(), "WEBP", save_all=True, append_images=[photograph().rotate(9)]), ""),
+    "animated PNG": (encoded(photograph(), "PNG", save_all=True, append_images=[photograph().rotate(9)]), ""),
+    "JPEG with a large and rotated EXIF": (with_exif(), ""),
+    "CMYK JPEG": (encoded(photograph().convert("CMYK"), "JPEG"), ""),
+    "palette with transparency": (encoded(PALETTE, "PNG", transparency=3), ""),
+    "1 pixel": (encoded(photograph((1, 1)), "PNG"), ""),
+    "1 x 3,000 pixels": (encoded(photograph((1, 3_000)), "PNG"), ""),
+    "TIFF": (encoded(photograph(), "TIFF"), ""),
+    "JPEG with bytes after its end": (jpeg(3) + b"x" * 5_000, ""),
+}
+CAPTIONS: dict[str, tuple[dict[str, bytes], str]] = {
+    "caption of 1 MB": ({"jpg": jpeg(4), "txt": b"word " * 200_000}, ""),
+    "caption with zeros and line breaks": ({"jpg": jpeg(5), "txt": b"a\0b\r\n\tc"}, ""),
+    "emoji and right-to-left marks": ({"jpg": jpeg(6), "txt": "🐈 \u202e קט".encode()}, ""),
+    "invalid UTF-8": ({"jpg": jpeg(7), "txt": b"a \xff\xfe cat"}, "caption is not UTF-8"),
+    "no caption": ({"jpg": jpeg(8)}, "caption is missing"),
+    "no image": ({"txt": b"a cat"}, "image is missing"),
+}
+COUNTS = {UNDECODABLE: 11, TOO_LARGE: 2, "caption is not UTF-8": 1, "caption is missing": 1, "image is missing": 1}
+"""Corrupt samples of one epoch, by reason."""
+GOOD = 34
+
+
+def count_bytes(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(text.encode())] for text in texts])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    odd = [{"jpg": body, "txt": b"a cat"} for body, _ in IMAGES.values()] + [
+        members for members, _ in CAPTIONS.values()
+    ]
+    write_shards(folder, [len(odd), GOOD], replace=dict(enumerate(odd)))
+    return folder
+
+
+@pytest.mark.parametrize("decoding", ["fast", "scaled", "exact"])
+def test_odd_samples_are_used_or_counted_by_reason(folder: Path, decoding: str) -> None:
+    assert len(IMAGES) + len(CAPTIONS) == 30
+    settings = {"sources": str(folder), "streams": 1, "shuffle_buffer": 1, "workers": 0, "corrupt_limit": 1.0}
+    config = parse(DataConfig, {**settings, "decoding": decoding, "max_pixels": MAX_PIXELS})
+    with build_loader(config, world=World(), global_batch=8, seed=0, image_size=16, tokenize=count_bytes) as loader:
+        batches = [next(loader) for _ in range(loader.steps_per_epoch)]
+        report = loader.report()
+    assert report.corrupt_by_reason == COUNTS
+    shown = torch.cat([batch.sample_id for batch in batches]).tolist()
+    kinds = dict(enumerate([*IMAGES, *CAPTIONS]))
+    reasons = {name: reason for name, (_, reason) in (*IMAGES.items(), *CAPTIONS.items())}
+    unused = [name for number, name in kinds.items() if not reasons[name] and number not in shown]
+    used = [name for number, name in kinds.items() if reasons[name] and number in shown]
+    assert (unused, used) == ([], [])
+    assert sum(batch.replaced for batch in batches) == sum(COUNTS.values())
+
+
+@pytest.mark.parametrize("decoding", ["fast", "exact"])
+def test_16_bit_grey_is_scaled_to_8_bits(decoding: Any) -> None:
+    """Pillow's own conversion clips it to white."""
+    body = png(20, 20, data=(b"\0" + struct.pack(">H", 128 * 257) * 20) * 20, bits=16)
+    decoder = ImageDecoder(size=16, crop=CropConfig(), mode=decoding, max_pixels=MAX_PIXELS)
+    assert (decoder(body, state=1) == 128).all()

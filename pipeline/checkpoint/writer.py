@@ -35,8 +35,9 @@ from pipeline.checkpoint.layout import (
     best_checkpoint,
     name_of,
     sha256,
-    step_of,
 )
+from pipeline.checkpoint.mirror import Mirror, kept_names, open_mirror
+from pipeline.checkpoint.reader import abandon_after
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.files import flush, write_json, write_text
@@ -65,6 +66,13 @@ class CheckpointConfig:
     fallback: str | None = None
     """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`. All
     ranks must see it. `--resume latest` looks there, too."""
+    mirror: str | None = None
+    """Where finished checkpoints are copied in the background, for machines whose disks are lost with them:
+    `s3://bucket/folder` (`pip install 'neuclip[s3]'`) or any other URL that fsspec supports. The run's copy is in a
+    folder with the name of the run's, and as many checkpoints are kept there. `--resume latest` on a machine without
+    newer checkpoints downloads the newest one."""
+    mirror_minutes: float = Field(default=20.0, ge=0.0)
+    """How long the end of a run waits for the upload of its last checkpoint; less than `engine.timeout_minutes`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,9 @@ class CheckpointWriter:
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
         self._seconds_to_wait = 600.0
+        self._mirror: Mirror | None = None
         if world.is_main:
+            self._mirror = open_mirror(config.mirror, run, keep=self._kept, on_event=on_event)
             self._sweep()
         world.barrier()
 
@@ -147,6 +157,20 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def finish(self) -> None:
+        """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
+        self.wait()
+        if self._mirror is not None and not self._mirror.wait(60 * self._config.mirror_minutes):
+            self._on_event(
+                f"The upload of the last checkpoint was not finished in {self._config.mirror_minutes:g} minutes."
+            )
+
+    def abandon_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
+        abandon_after(self.run, step)
+        if self._mirror is not None:
+            self._mirror.abandon_after(step)
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
@@ -239,6 +263,8 @@ class CheckpointWriter:
         if snapshot.best:
             write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
         flush(self.folder)
+        if self._mirror is not None:
+            self._mirror.offer(final)
         self._prune()
         size = sum(entry["bytes"] for entry in files.values())
         self._on_event(f"Checkpoint {final.name} written ({size / 1e6:.1f} MB).")
@@ -256,12 +282,20 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         """Remove the checkpoints that the configuration does not keep."""
-        best = best_checkpoint(self.run)
-        names = [path for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
-        for path in sorted(names)[: -self._config.keep_last]:
-            keep = self._config.keep_every
-            if path != best and (keep is None or step_of(path) % keep):
+        paths = [path for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
+        kept = self._kept([path.name for path in paths])
+        uploading = self._mirror.busy if self._mirror is not None else set()
+        for path in paths:
+            if path.name not in kept and path not in uploading:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _kept(self, names: list[str]) -> set[str]:
+        """The checkpoints that the configuration keeps, of those with these names."""
+        best = best_checkpoint(self.run)
+        config = self._config
+        return kept_names(
+            names, keep_last=config.keep_last, keep_every=config.keep_every, best=best.name if best else None
+        )
 
     def _sweep(self) -> None:
         """Remove what failed or killed writes have left behind."""

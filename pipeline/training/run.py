@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.checkpoint.mirror import fetch_newest
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
@@ -64,6 +65,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
     check_run(run, world_size=world.size)
     folder = Path(run.output)
     notes: list[str] = []
+    if resume == "latest" and run.checkpoint.mirror:
+        fetch_newest(folder, run.checkpoint.mirror, world=world, on_event=notes.append)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append, fallback=run.checkpoint.fallback)
     if checkpoint is not None:
         checkpoint = in_new_steps(checkpoint, run, allowed=new_batch_size)
@@ -80,7 +83,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
         )
         stack.callback(telemetry.close)
         trainer = _build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
-        stack.callback(trainer.writer.wait)
+        stack.callback(trainer.writer.finish)
         if untrimmed := why_not_trimmed(trainer.engine.module.clip):
             telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
         if checkpoint is None and (start := describe_start(run, trainer.engine.module.logit)):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint
+from pipeline.checkpoint.reader import agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch, Loader
@@ -189,7 +189,7 @@ class Trainer:
     def _finish(self, batch: Batch | None, *, stop: bool) -> bool:
         """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""
         self.phases.mark("last checkpoint")
-        self.writer.wait()
+        self.writer.finish()
         if batch is None or not self._agreed(self.writer.problem):  # every rank waits here until rank 0 has written
             return True
         return save_again(
@@ -253,7 +253,7 @@ class Trainer:
         skipped.rollbacks += 1
         self.world.barrier()  # all ranks have read it
         if self.world.is_main:
-            abandon_after(folder, self.step)
+            self.writer.abandon_after(self.step)
             self.on_rollback(self.step)
         self.telemetry.rewind(self.step)
         self.telemetry.event(

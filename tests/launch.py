@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,19 +16,50 @@ ROOT = Path(__file__).parents[1]
 
 def run(
     module: str, *arguments: str, ranks: int = 0, timeout: float = 300, check: bool = True
-) -> subprocess.CompletedProcess:
-    """Run `python -m module arguments`, with torchrun and `ranks` processes if `ranks` is more than 0."""
-    done = subprocess.run(
-        command(module, *arguments, ranks=ranks),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module arguments`, as `ranks` connected processes if `ranks` is more than 0.
+
+    Training runs and programs of the tests are forked from a server that has imported the heavy packages (see
+    `tests/fork_server.py`); with TEST_LAUNCHER=torchrun, everything is started by Python and torchrun.
+    """
+    if os.environ.get("TEST_LAUNCHER") == "torchrun" or not (module == "jobs.train" or module.startswith("tests.")):
+        call = command(module, *arguments, ranks=ranks)
+        done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+    else:
+        done = _forked(module, arguments, ranks=ranks, timeout=timeout)
     if check:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done
+
+
+def _forked(module: str, arguments: tuple[str, ...], *, ranks: int, timeout: float) -> subprocess.CompletedProcess[str]:
+    base, port = environment(), str(free_port())
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = [{**base, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "environments": environments or [base],
+            "output": str(output),
+            "seconds": timeout,
+        }
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        codes: list[int] = json.loads(server.stdout.readline())
+        out, err = (output.with_suffix(suffix).read_text(errors="replace") for suffix in (".out", ".err"))
+    return subprocess.CompletedProcess([module, *arguments], next((code for code in codes if code), 0), out, err)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The server of this test process; it ends with its standard input."""
+    call = [sys.executable, "-m", "tests.fork_server"]
+    return subprocess.Popen(call, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:

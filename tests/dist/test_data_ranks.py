@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.distributed.world import World
 from tests.dist.data_ranks import BATCH, make_loader, steps
+from tests.launch import run
 from tests.shards import write_shards
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +24,7 @@ SIZES = [9, 30, 4, 17, 22, 5, 13]  # 100 samples: 8 steps of 12, 4 dropped
 
 def launch(folder: Path, out: Path, scenario: str) -> list[dict[str, Any]]:
     """Run a scenario of `data_ranks` on two ranks and return the result of each rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["-m", "tests.dist.data_ranks", str(folder), str(out), scenario]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("tests.dist.data_ranks", str(folder), str(out), scenario, ranks=2)
     return [json.loads((out / f"{scenario}-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +9,11 @@ import torch
 
 from pipeline.distributed.world import World
 from tests.dist.objectives_ranks import BATCH, DIM, VARIANTS, everything, own_loop
+from tests.launch import run
 from tests.unit.objectives_reference import relative_error
 
 pytestmark = pytest.mark.slow  # starts several processes twice
 
-ROOT = Path(__file__).parents[2]
 SIZES = (2, 4)
 
 
@@ -26,12 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     """Return the results of every rank, for runs with 2 and with 4 processes."""
     out = tmp_path_factory.mktemp("objectives")
     for size in SIZES:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        command += ["-m", "tests.dist.objectives_ranks", str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run("tests.dist.objectives_ranks", str(out), ranks=size)
     return {size: [torch.load(out / f"{size}-{rank}.pt") for rank in range(size)] for size in SIZES}
 
 

@@ -105,6 +105,6 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
     folder = Path(run.output)
     if world.is_main:
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # of the run's previous start, maybe on more ranks
-        (folder / HEARTBEATS).mkdir()
+        (folder / HEARTBEATS).mkdir(parents=True)
         write_text(folder / CONFIG_NAME, dump(run))
     world.barrier()

@@ -51,6 +51,8 @@ change the bound of q (`ratio_cap`), which is 5 in `neuclip` and 2 in `neuclip_p
 fixed temperature its gradients are v1's (tests/unit/test_separation.py checks that).
 """
 BASELINE = "openclip"
+BASELINES = (BASELINE, "neuclip")
+"""The arms that tables compare with, paired by seed."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,15 @@ class Group:
     arms: tuple[str, ...] = tuple(ARMS)
 
 
-LARGER = tuple(arm for arm in ARMS if arm not in ("oracle", "literal", "queue"))
-"""The arms at larger n: without those that cost the most, or that 4,096 pairs have answered."""
+FURTHER = ("literal", "queue", "queue_previous", "neuclip_cap2", "neuclip_plus_cap5")
+"""Arms that explain the others; they have fewer seeds."""
+MAIN = tuple(arm for arm in ARMS if arm not in FURTHER)
+LARGER = tuple(arm for arm in MAIN if arm not in ("oracle", "amorlip"))
+"""The arms at larger n: without those that cost the most."""
 SIZES: dict[str, tuple[Group, ...]] = {
     "desk": (
-        Group(pairs=4096, epochs=16, batches=(8, 16, 32, 64), seeds=8, shared_seeds=2),
+        Group(pairs=4096, epochs=16, batches=(8, 16, 32, 64), seeds=8, shared_seeds=2, arms=MAIN),
+        Group(pairs=4096, epochs=16, batches=(8, 16, 32, 64), seeds=4, arms=FURTHER),
         Group(pairs=16384, epochs=4, batches=(16, 64), seeds=4, arms=LARGER),
         Group(pairs=65536, epochs=1, batches=(16, 64), seeds=4, arms=LARGER),
     ),

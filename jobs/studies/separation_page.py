@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
-from jobs.studies.separation import ARMS, BASELINE, NAME, REPRODUCES, SHARED, TAU, TITLE
+from jobs.studies.separation import ARMS, BASELINE, BASELINES, NAME, REPRODUCES, SHARED, TAU, TITLE
 from jobs.studies.study_figures import STYLE, as_svg
 from pipeline.versions import versions
 
@@ -134,7 +134,7 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     how = (
         provenance(data, reproduces=REPRODUCES, finished=len(results))
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
-        "± standard deviation over seeds; differences from `openclip` are paired by seed, mean ± standard error (t), "
+        "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
         f"bold where |t| is {CLEAR:g} or more. Errors are mean squared errors of log-normalizers over the whole "
         "dataset, at 16 steps of each run; on the shared trajectory all methods see the same features. This page is "
         "generated from `results.json` by `neuclip study separation`; do not edit it."
@@ -149,16 +149,23 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
 
 
 def _table(results: Results, *, pairs: int, batch: int) -> list[str]:
-    columns = ["seeds", *(m.title for m in MEASURES.values()), f"NCE against `{BASELINE}`", "error, shared trajectory"]
+    columns = [
+        "seeds",
+        *(m.title for m in MEASURES.values()),
+        *(f"NCE against `{other}`" for other in BASELINES),
+        "error, shared trajectory",
+    ]
     lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
     for arm in ARMS:
         found = {key: values_of(results, pairs=pairs, batch=batch, arm=arm, measure=key) for key in MEASURES}
         if not found["nce"]:
             continue
         cells = [_spread(list(found[key].values()), measure.form) for key, measure in MEASURES.items()]
-        gain = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=BASELINE)
+        for other in BASELINES:
+            gain = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=other)
+            cells.append(_paired(gain) if arm != other else "–")
         shared = _spread(shared_errors(results, pairs=pairs, batch=batch, arm=arm), ".3f") if arm != "oracle" else "–"
-        cells += [_paired(gain) if arm != BASELINE else "–", shared]
+        cells.append(shared)
         lines.append(f"| `{arm}` | {len(found['nce'])} | " + " | ".join(cells) + " |")
     return lines
 
@@ -225,7 +232,7 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
     sizes = sorted({pairs for pairs, _, _ in settings_of(results)})
     figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.0), layout="constrained")
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
-    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, pairs in zip(panels, sizes, strict=True):
         batches = sorted({batch for p, batch, _ in settings_of(results) if p == pairs})
         for number, arm in enumerate(ARMS):
@@ -238,7 +245,7 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
                 [value[0] for _, value in present],
                 yerr=[value[1] or 0.0 for _, value in present],
                 label=arm,
-                color=palette[number % 10],
+                color=palette[(2 * number + number // 10) % 20],
                 marker="o",
                 markersize=3,
                 linewidth=1.3,

@@ -12,6 +12,7 @@ runs; a step that does not fit into the remaining time is skipped and listed. Ex
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -80,8 +81,22 @@ def train(output: str, *, arch: str, batch: int, steps: int, settings: Sequence[
             "telemetry.images_every=null", "checkpoint.every=1000000", *settings]  # fmt: skip
 
 
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED = 2 * 2**30
+"""Workers pass batches of images through shared memory, of which containers often have 64 MB."""
+NEEDED = ("deepspeed", "open_clip", "open_clip_train", "webdataset", "simplejpeg", "pydantic", "pytest")
+"""What the steps import that a machine with torch may lack; the rest is imported at once."""
+
+
+def workers(count: int, *, shared: Path = SHARED_MEMORY) -> str:
+    """That many loading workers; none where their batches do not fit into shared memory."""
+    stat = os.statvfs(shared) if shared.is_dir() else None
+    enough = stat is not None and stat.f_bavail * stat.f_frsize >= LEAST_SHARED
+    return f"data.workers={count if enough else 0}"
+
+
 CPU = ("engine.device=cpu", "engine.deepspeed=zero1_fp32", "data.workers=1", "data.streams=4")
-GPU = ("engine.device=cuda", "engine.deepspeed=zero1_bf16", "data.streams=64")
+GPU = ("engine.device=cuda", "data.streams=64")
 TINY = ("--arch", "scenes-vit-micro", "--device", "cpu", "--rounds", "1", "--steps", "1")
 B16 = ("--arch", "ViT-B-16", "--batch", "640", "--device", "cuda")
 NEUCLIP = ("objective.name=neuclip", "objective.prototypes=16")
@@ -107,13 +122,14 @@ def steps() -> list[Step]:
         ),
         Step(
             "200 steps of the demo's model", "Does a small run train on a GPU from end to end?", 45,
-            train("demo", arch="scenes-vit-tiny", batch=128, steps=200, settings=(*GPU, "data.workers=8", *NEUCLIP)),
+            train("demo", arch="scenes-vit-tiny", batch=128, steps=200,
+                  settings=(*GPU, "engine.deepspeed=zero1_bf16", workers(8), *NEUCLIP)),
             train("demo", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="demo",
         ),
         Step(
             "200 steps of ViT-B/32", "The same at the size of a real model: rate, MFU, waits for data.", 150,
             train("b32", arch="ViT-B-32", batch=1024, steps=200,
-                  settings=(*GPU, "data.workers=12", "objective.name=neuclip", "objective.prototypes=1024")),
+                  settings=(*GPU, workers(12), "objective.name=neuclip", "objective.prototypes=1024")),
             train("b32", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="b32",
         ),
         Step(
@@ -133,7 +149,9 @@ def steps() -> list[Step]:
         ),
         Step(
             "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 220,
-            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3"),
+            # Each contender is a process with a model of its own in the GPU's memory: all eight might not fit.
+            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3", "--options", "none",
+                  "packed_attention", "trim_text", "accumulation", "compile"),
             bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "accumulation"),
         ),
         Step(
@@ -144,14 +162,14 @@ def steps() -> list[Step]:
         Step(
             "profile", "Which kernels take the time? A trace for https://ui.perfetto.dev.", 90,
             train("profile", arch="ViT-B-16", batch=640, steps=16,
-                  settings=(*GPU, "data.workers=12", "objective.name=neuclip", "telemetry.profile=[8,12]")),
+                  settings=(*GPU, workers(12), "objective.name=neuclip", "telemetry.profile=[8,12]")),
             train("profile", arch="scenes-vit-micro", batch=16, steps=4,
                   settings=(*CPU, *NEUCLIP, "telemetry.profile=[1,2]")), run="profile",
         ),
         Step(
             "forecast", "What `neuclip plan --measure` forecasts for ViT-B/16.", 90,
             [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "40",
-             *train("plan", arch="ViT-B-16", batch=640, steps=1000, settings=(*GPU, "data.workers=12"))[4:]],
+             *train("plan", arch="ViT-B-16", batch=640, steps=1000, settings=(*GPU, workers(12)))[4:]],
             [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "2",
              *train("plan", arch="scenes-vit-micro", batch=16, steps=1000, settings=CPU)[4:]],
         ),
@@ -169,6 +187,7 @@ def machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": versions()}
     found["capability"] = torch.backends.cpu.get_cpu_capability()
+    found["workers"] = workers(12)
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -273,6 +292,12 @@ def suite(chosen: Sequence[Step], *, output: Path, seconds: float, tiny: bool) -
         raise SystemExit(
             f"torch {torch.__version__} sees no GPU on this machine, so nothing was measured. --dry-run lists the "
             "steps; --tiny runs each of them in a tiny form on the CPU, which tests the suite and measures nothing."
+        )
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"The steps need packages that are missing here: {', '.join(missing)}. docs/benchmarks.md says how to "
+            "bring them to a machine without network."
         )
     start, outcomes = time.monotonic(), list[StepOutcome]()
     facts = {"tiny": tiny, "machine": machine()}

@@ -23,6 +23,11 @@ from typing import Any
 
 import torch
 
+from pipeline.metrics.mfu import known_peak, training_flops
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.trimming import TextChunks, text_trimming
+from pipeline.training.step import micro_batches
+
 OPTIONS = (
     "none",
     "packed_attention",
@@ -148,13 +153,34 @@ def main(argv: list[str] | None = None) -> None:
         f"micro-batch {args.micro_batch}, patch dropout {args.patch_dropout}"
     )
     first = args.options[0]
-    print(f"{'':<20}{'samples/s':>10}{'/ ' + first:>10}{'lowest':>9}{'highest':>9}{'peak GiB':>10}{'/ ' + first:>10}")
+    peak = known_peak(torch.cuda.get_device_name()) if cuda else None
+    print(f"{'':<20}{'samples/s':>10}{'/ ' + first:>10}{'lowest':>9}{'highest':>9}{'peak GiB':>10}{'/ ' + first:>10}"
+          f"{'MFU':>8}")  # fmt: skip
     for option in args.options:
         ratios = [a / b for a, b in zip(times[first], times[option], strict=True)]
+        rate = args.batch / statistics.median(times[option])
+        share = "?" if peak is None else f"{rate * useful_flops(args, option) / (peak * 1e12):.1%}"
         print(
-            f"{option:<20}{args.batch / statistics.median(times[option]):>10.1f}{statistics.median(ratios):>10.2f}"
-            f"{min(ratios):>9.2f}{max(ratios):>9.2f}{peaks[option]:>10.2f}{peaks[option] / peaks[first]:>10.2f}"
+            f"{option:<20}{rate:>10.1f}{statistics.median(ratios):>10.2f}{min(ratios):>9.2f}{max(ratios):>9.2f}"
+            f"{peaks[option]:>10.2f}{peaks[option] / peaks[first]:>10.2f}{share:>8}"
         )
+
+
+def useful_flops(args: argparse.Namespace, option: str) -> float:
+    """Forward and backward FLOPs of a pair, without recomputation, of the text tokens that an option computes."""
+    from jobs.bench.train import make_data
+
+    settings = settings_of(args, option)
+    model = ModelConfig(arch=args.arch, image_size=args.image_size, patch_dropout=settings["patch_dropout"],
+                        packed_attention=settings["packed_attention"])  # fmt: skip
+    towers, _ = build_towers(model, seed=0, device="meta")
+    trimming = text_trimming(towers.clip, wanted=None if settings["trim_text"] else False)
+    if trimming is None:
+        return training_flops(model)
+    text = make_data(args).text
+    chunks = micro_batches(args.batch, args.batch // settings["accumulate"])
+    tokens = TextChunks(text, chunks, lengths=trimming.lengths(text)).computed_tokens / args.batch
+    return training_flops(model, text_tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,20 @@ def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) ->
     assert written["machine"]["versions"]["torch"]
 
 
+def test_missing_packages_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package"))
+    with pytest.raises(SystemExit, match=r"missing here: no_such_package\. docs/benchmarks\.md"):
+        gpu.suite(gpu.steps(), output=tmp_path / "gpu.json", seconds=1, tiny=True)
+
+
+def test_without_shared_memory_nothing_is_loaded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LEAST_SHARED", 0)
+    assert gpu.workers(8, shared=tmp_path) == "data.workers=8"
+    assert gpu.workers(8, shared=tmp_path / "none") == "data.workers=0"
+    monkeypatch.setattr(gpu, "LEAST_SHARED", 2**63)
+    assert gpu.workers(8, shared=tmp_path) == "data.workers=0"
+
+
 def test_figures_are_those_of_the_second_half(tmp_path: Path) -> None:
     records = [{"kind": "event"}] + [{"kind": "train", "loss": 1.0, "samples_per_second": rate, "lr": 1.0,
                                       "time_npn": 0.1} for rate in (1, 2, 30, 40, 50)]  # fmt: skip

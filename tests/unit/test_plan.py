@@ -102,7 +102,7 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
     result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
     assert result.exit_code == 0, result.output
-    for part in ("2 x 20 pairs", "1 (recipe)", "GPU hours", "120 samples in 2 shards", "distinct shards in a batch"):
+    for part in ("2 x 20 pairs", "2 (recipe)", "GPU hours", "120 samples in 2 shards", "distinct shards in a batch"):
         assert part in result.output
     absent = CliRunner().invoke(command, [*settings(arch, "plan.dataset_size=400"), "--ranks", "1"])
     assert "400 samples of about 30 kB expected" in absent.output

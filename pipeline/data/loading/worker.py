@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import logging
 import multiprocessing
 import os
 import resource
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ Decode = Callable[[TarRecord, int, CaptionField], None]
 PARENT_CHECK_SECONDS = 1.0
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
+FULL_PAUSE_SECONDS = 1.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,10 @@ class StreamDataset(IterableDataset[Part | Failure]):
         index, count = (info.id, info.num_workers) if info else (0, 1)
         s = len(self.streams)
         try:
-            yield from self._parts(self.streams[s * index // count : s * (index + 1) // count])
+            for part in self._parts(self.streams[s * index // count : s * (index + 1) // count]):
+                if info is not None:
+                    share(part.image_bHWC)
+                yield part
         except UserError as error:
             yield Failure(str(error))
 
@@ -215,6 +224,34 @@ class StreamDataset(IterableDataset[Part | Failure]):
             order_hash=hashed,
             corrupt=corrupt,
         )
+
+
+def share(image: Tensor, *, pause: float = FULL_PAUSE_SECONDS) -> None:
+    """Move images to shared memory, through which they reach the training process, and wait while it is full.
+
+    torch would move them in a thread of its queue, which drops the batch if that fails: the training process would then
+    wait for it forever, even when there is space again.
+    """
+    while True:
+        try:
+            image.share_memory_()
+            return
+        except RuntimeError as error:
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+        _report_full_memory()
+        time.sleep(pause)
+
+
+@functools.cache
+def _report_full_memory() -> None:
+    """Once per worker: a run that is short of shared memory comes here at almost every batch."""
+    log.warning(
+        "/dev/shm is full, so loading worker %d waits for space to pass on its batches: the run is slow, or ends after "
+        "data.timeout_minutes. Remove other files there, lower data.prefetch or data.workers, or give the container "
+        "more (docker run --shm-size, or --ipc=host).",
+        os.getpid(),
+    )
 
 
 def allow_open_files() -> int:

@@ -88,7 +88,7 @@ def examine(
 
 
 def report_run(run: Path, *, verify: bool) -> int:
-    """Say what happened to a run. Returns: the exit code."""
+    """Print what happened to a run, and return the exit code."""
     from pipeline.postmortem.diagnosis import diagnose
     from pipeline.postmortem.evidence import read_evidence
 

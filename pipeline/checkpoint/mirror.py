@@ -70,7 +70,11 @@ class MirrorStore:
             return ""
 
     def upload(self, path: Path) -> None:
-        """Copy a finished checkpoint, verified. Raises: OSError, also when the copy differs."""
+        """Copy a finished checkpoint, verified.
+
+        Raises:
+            OSError: It could not be copied, or the copy differs.
+        """
         self.remove(path.name)
         meta = (path / META_NAME).read_bytes()
         self._files.makedirs(f"{self._root}/{path.name}", exist_ok=True)
@@ -93,7 +97,7 @@ class MirrorStore:
                 self._files.rm(path, recursive=True)
 
     def download(self, name: str, folder: Path) -> str:
-        """Copy a checkpoint to `folder`/`name`. Returns: what is wrong with it, or an empty string."""
+        """Copy a checkpoint to `folder`/`name`, and return what is wrong with it, or an empty string."""
         temporary, final = folder / f".{name}", folder / name
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -157,7 +161,7 @@ class Mirror:
                 self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all is uploaded, or given up. Returns: whether that was in time."""
+        """Wait until everything is uploaded or given up, and return whether that was in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout=seconds)
 

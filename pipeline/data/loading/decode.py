@@ -180,6 +180,13 @@ def normalize(
 
     In fp32 this is the arithmetic of torchvision's Normalize, to the bit. In another precision it is one pass over
     memory, image * 1/(255 std) - mean/std with one rounding at the end.
+
+    Args:
+        image: uint8 [b, 3, H, W].
+        mean: of each channel.
+        std: of each channel.
+        dtype: of the result.
+        memory_format: of the result.
     """
     out = torch.empty(image.shape, dtype=dtype, device=image.device, memory_format=memory_format)
     if dtype == torch.float32:

@@ -35,7 +35,8 @@ def command(
     """Export CHECKPOINT (a checkpoint folder, or a run: its newest checkpoint) to the new folder OUTPUT.
 
     Load OUTPUT/open_clip_model.safetensors with open_clip.create_model_and_transforms(ARCH, pretrained=FILE), the
-    folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel instead.
+    folder as "local-dir:OUTPUT", or after an upload "hf-hub:NAME". --format transformers writes a CLIPModel or
+    SiglipModel instead.
     All exported models are compared with the trained model.
     """
     from pipeline.errors import UserError

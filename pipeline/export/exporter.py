@@ -23,7 +23,7 @@ from pipeline.checkpoint.layout import EMA_NAME, META_NAME, best_checkpoint, fin
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
-from pipeline.export.transformers_model import write_clip
+from pipeline.export.transformers_model import write_transformers
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.model_folder import WEIGHTS_NAME
@@ -113,7 +113,7 @@ def export(
 def export_transformers(
     checkpoint: Checkpoint, output: Path, *, card: str, logit_scale: float, average: bool = False
 ) -> Exported:
-    """Write a folder that `transformers.CLIPModel` loads, with equal features.
+    """Write a folder that `transformers.CLIPModel` or `SiglipModel` loads, with equal features.
 
     Args:
         checkpoint: What to export.
@@ -123,7 +123,7 @@ def export_transformers(
         average: Export the average of the weights (EMA).
 
     Raises:
-        UserError: As `export`, or `CLIPModel` cannot hold the architecture.
+        UserError: As `export`, or neither can hold the architecture.
     """
 
     source = model_of(checkpoint, average=average)
@@ -131,7 +131,10 @@ def export_transformers(
     def write(folder: Path) -> float:
         (folder / "README.md").write_text(card, encoding="utf-8")
         model = load_for_evaluation(str(source))
-        return write_clip(model, folder, examples=example_inputs(model), logit_scale=logit_scale)
+        _, bias = logit_parameters(source)
+        return write_transformers(
+            model, folder, examples=example_inputs(model), logit_scale=logit_scale, logit_bias=bias
+        )
 
     return write_checked(output, write)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
+from pipeline.export.siglip_model import is_siglip
 from pipeline.model.architectures import CONFIG_NAME, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.report.run_page import in_markdown
@@ -45,7 +46,7 @@ def model_card(
     parts = [
         _front_matter(form=form, method=method, licence=licence),
         f"# {arch}, trained with {method}",
-        _usage_transformers() if form == "transformers" else usage(arch, bias=bias, config=config["model"]),
+        _usage_transformers(checkpoint) if form == "transformers" else usage(arch, bias=bias, config=config["model"]),
         "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
     ]
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
@@ -105,8 +106,10 @@ def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
     return text
 
 
-def _usage_transformers() -> str:
+def _usage_transformers(checkpoint: Checkpoint) -> str:
     """A snippet that runs as it is in the export's folder."""
+    if is_siglip(json.loads((checkpoint.path / CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]):
+        return _USAGE_SIGLIP
     return """```python
 import torch
 from PIL import Image
@@ -122,6 +125,24 @@ texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(**texts, **processor(image, return_tensors="pt")).logits_per_image
 print(dict(zip(classes, logits[0].softmax(0).tolist())))
+```"""
+
+
+_USAGE_SIGLIP = """```python
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
+
+FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
+model = AutoModel.from_pretrained(FOLDER).eval()
+tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
+image = Image.new("RGB", (640, 480), "red")  # your picture: Image.open(...)
+classes = ["red", "green", "blue"]
+prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
+texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
+with torch.no_grad():
+    logits = model(input_ids=texts["input_ids"], **processor(image, return_tensors="pt")).logits_per_image
+print(dict(zip(classes, logits[0].sigmoid().tolist())))
 ```"""
 
 

@@ -1,7 +1,8 @@
-"""Export as a `transformers` model: `CLIPModel` for open_clip's own ViTs, refused if the features differ.
+"""Export as a `transformers` model: `CLIPModel` or `SiglipModel`, refused if the features differ.
 
-Names and settings follow transformers' CLIP (models/clip/modeling_clip.py), which is OpenAI's architecture: pre-norm
-transformers, class-token pooling, causal text pooled at the end token, projections without bias.
+`CLIPModel` is for open_clip's own ViTs, `SiglipModel` for SigLIP's family. Names and settings of the former follow
+transformers' CLIP (models/clip/modeling_clip.py), which is OpenAI's architecture: pre-norm transformers, class-token
+pooling, causal text pooled at the end token, projections without bias.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.export.siglip_model import is_siglip, pooled, siglip, why_not_siglip, write_tokenizer
+from pipeline.export.transformers_state import block
 from pipeline.model.evaluation_model import EvaluationModel
 
 # Settings of open_clip's towers that transformers' CLIP has no counterpart for -> the value that it implies.
@@ -44,7 +47,14 @@ def why_not_clip(model_cfg: Mapping[str, Any]) -> str:
     return ""
 
 
-def write_clip(model: EvaluationModel, folder: Path, *, examples: tuple[Tensor, Tensor], logit_scale: float) -> float:
+def write_transformers(
+    model: EvaluationModel,
+    folder: Path,
+    *,
+    examples: tuple[Tensor, Tensor],
+    logit_scale: float,
+    logit_bias: float = 0.0,
+) -> float:
     """Write `config.json`, `model.safetensors`, the image processor's and the tokenizer's files.
 
     Args:
@@ -52,14 +62,17 @@ def write_clip(model: EvaluationModel, folder: Path, *, examples: tuple[Tensor, 
         folder: An existing folder.
         examples: Images and tokens to compare features on.
         logit_scale: 1 / tau.
+        logit_bias: The bias of a sigmoid loss, which `SiglipModel` stores.
 
     Returns:
         The largest difference of any feature of the written model, loaded by transformers, from the trained one's.
 
     Raises:
-        UserError: transformers is not installed, or `CLIPModel` cannot hold the architecture.
+        UserError: transformers is not installed, or its models cannot hold the architecture.
     """
-    problem = why_not_clip(model.architecture.model_cfg)
+    config = model.architecture.model_cfg
+    sigmoid = is_siglip(config)
+    problem = why_not_siglip(model.towers.clip, config) if sigmoid else why_not_clip(config)
     if problem:
         raise UserError(
             f"{model.architecture.name} cannot be a transformers model: {problem}. Export it without --format: "
@@ -69,8 +82,12 @@ def write_clip(model: EvaluationModel, folder: Path, *, examples: tuple[Tensor, 
         import transformers
     except ImportError as error:
         raise UserError("--format transformers needs transformers: pip install transformers.") from error
-    config = transformers.CLIPConfig(**clip_config(model))
-    clip = transformers.CLIPModel(config).eval()
+    if sigmoid:
+        siglip(model, logit_scale=logit_scale, logit_bias=logit_bias).save_pretrained(str(folder))
+        _write_processor(model, folder, kind="SiglipImageProcessor")
+        write_tokenizer(model, folder)
+        return _difference(model, folder, *examples)
+    clip = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model))).eval()
     state = clip_state(model.towers.clip.state_dict())
     state["logit_scale"] = torch.tensor(logit_scale).log()
     missing, unexpected = clip.load_state_dict(state, strict=False)
@@ -78,7 +95,7 @@ def write_clip(model: EvaluationModel, folder: Path, *, examples: tuple[Tensor, 
     assert not lost, lost
     assert not unexpected, unexpected
     clip.save_pretrained(str(folder))
-    _write_processor(model, folder)
+    _write_processor(model, folder, kind="CLIPImageProcessor")
     _write_tokenizer(model, folder)
     return _difference(model, folder, *examples)
 
@@ -138,38 +155,22 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for key, value in tower.items():
             if key.startswith("transformer.resblocks."):
                 number, _, part = key.removeprefix("transformer.resblocks.").partition(".")
-                found |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in _block(part, value).items()}
+                found |= {f"{name}.encoder.layers.{number}.{k}": v for k, v in block(part, value).items()}
     return found
 
 
-_PARTS = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-    "attn.out_proj": "self_attn.out_proj",
-}
-
-
-def _block(part: str, value: Tensor) -> dict[str, Tensor]:
-    """One parameter of a block under transformers' names."""
-    if part.startswith("attn.in_proj_"):
-        kind = part.removeprefix("attn.in_proj_")
-        return {f"self_attn.{name}_proj.{kind}": one for name, one in zip("qkv", value.chunk(3), strict=True)}
-    module, _, kind = part.rpartition(".")
-    return {f"{_PARTS[module]}.{kind}": value}
-
-
-def _write_processor(model: EvaluationModel, folder: Path) -> None:
+def _write_processor(model: EvaluationModel, folder: Path, *, kind: str) -> None:
+    """Write the settings of an image processor: CLIP's cuts the middle, SigLIP's resizes to a square."""
     preprocess = model.architecture.preprocess_cfg
-    bicubic = 3  # PIL's number
+    bicubic, square = 3, {"height": model.image_size, "width": model.image_size}  # PIL's number
+    resize: dict[str, Any] = {"size": square}
+    if kind == "CLIPImageProcessor":
+        resize = {"size": {"shortest_edge": model.image_size}, "do_center_crop": True, "crop_size": square}
     tree = {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": kind,
         "do_resize": True,
-        "size": {"shortest_edge": model.image_size},
+        **resize,
         "resample": bicubic if preprocess.get("interpolation") == "bicubic" else 2,
-        "do_center_crop": True,
-        "crop_size": {"height": model.image_size, "width": model.image_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -198,8 +199,11 @@ def _difference(model: EvaluationModel, folder: Path, image: Tensor, text: Tenso
     """Largest difference of unit-norm features between the folder, as transformers loads it, and the trained model."""
     import transformers
 
-    theirs = transformers.CLIPModel.from_pretrained(str(folder)).eval()
-    vision = theirs.visual_projection(theirs.vision_model(pixel_values=image).pooler_output)
-    words = theirs.text_projection(theirs.text_model(input_ids=text).pooler_output)
+    theirs = transformers.AutoModel.from_pretrained(str(folder)).eval()
+    if isinstance(theirs, transformers.SiglipModel):
+        vision, words = pooled(theirs, image, text)
+    else:
+        vision = theirs.visual_projection(theirs.vision_model(pixel_values=image).pooler_output)
+        words = theirs.text_projection(theirs.text_model(input_ids=text).pooler_output)
     pairs = ((vision, model.encode_image(image)), (words, model.encode_text(text)))
     return max(float((torch.nn.functional.normalize(a, dim=-1) - b).abs().max()) for a, b in pairs)

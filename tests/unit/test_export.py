@@ -42,13 +42,13 @@ def siglip(base: Path) -> Path:
     return write_run(base / "siglip", base, bias=BIAS)
 
 
-def write_run(folder: Path, base: Path, *, bias: float) -> Path:
+def write_run(folder: Path, base: Path, *, bias: float, tokenizer: str | None = None) -> Path:
     """Write a run folder with one checkpoint, its metrics and one score."""
     arch = str(base / "tiny-towers.json")
     name = "siglip" if bias else "neuclip"
     config = load_recipe(None, ["output=x", "samples=80", "batch_size=8", "schedule.warmup_steps=0",
                                 "data.sources=shards", f"objective.name={name}", f"model.arch={arch}"])  # fmt: skip
-    towers, architecture = build_towers(ModelConfig(arch=arch), seed=5)
+    towers, architecture = build_towers(ModelConfig(arch=arch, tokenizer=tokenizer), seed=5)
     writer = CheckpointWriter(folder, config=CheckpointConfig(), world=World(), architecture=architecture,
                               on_event=print)  # fmt: skip
     weights = {name: value.detach() for name, value in towers.clip.state_dict().items()}

@@ -16,10 +16,12 @@ import open_clip
 import pytest
 import torch
 from click.testing import CliRunner
+from timm.models import VisionTransformer, register_model
 
 from jobs.export import command
 from pipeline.errors import UserError
 from pipeline.export import hub_upload
+from pipeline.export.siglip_model import is_siglip, why_not_siglip
 from pipeline.export.transformers_model import why_not_clip
 from pipeline.model.evaluation_model import load_for_evaluation
 from tests.towers import write_tiny
@@ -168,3 +170,61 @@ def test_a_refused_push_keeps_the_export(run: Path, tmp_path: Path, local_hub: t
         hub_upload.push(folder, "me/mine")
     assert (folder / "open_clip_model.safetensors").is_file()
     assert os.listdir(folder)
+
+
+@register_model
+def vit_small_for_siglip_tests(pretrained: bool = False, **kwargs: Any) -> Any:
+    """A small image tower of SigLIP's kind."""
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    arguments = {**sizes, "class_token": False, **kwargs}
+    return VisionTransformer(**{k: v for k, v in arguments.items() if not k.startswith(("pretrained", "cache"))})
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_siglip_model_reproduces_features_logits_and_tokens(tmp_path: Path, tanh: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.unit.test_architecture_families import write_tokenizer
+
+    config = open_clip.get_model_config("ViT-B-16-SigLIP2" if tanh else "ViT-B-16-SigLIP")
+    config["embed_dim"] = 32
+    config["vision_cfg"] |= {"timm_model_name": "vit_small_for_siglip_tests", "image_size": 16}
+    config["text_cfg"] |= {"width": 24, "heads": 2, "layers": 2, "vocab_size": 200, "context_length": 12}
+    (tmp_path / "tiny-towers.json").write_text(json.dumps(config))
+    words = write_tokenizer(tmp_path / "tokenizer")
+    source = write_run(tmp_path / "run", tmp_path, bias=-7.5, tokenizer=str(words))
+    output = tmp_path / "out"
+    export(source, output, "--format", "transformers")
+    trained = load_for_evaluation(str(source))
+    model = transformers.AutoModel.from_pretrained(str(output)).eval()
+    assert type(model).__name__ == "SiglipModel"
+    texts = ["a red square on a blue ground", "two green circles"]
+    ours = trained.tokenize(texts)
+    tokens = transformers.AutoTokenizer.from_pretrained(str(output))(
+        texts, padding="max_length", truncation=True, return_tensors="pt"
+    )["input_ids"]
+    assert torch.equal(tokens, ours)
+    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model(pixel_values=image, input_ids=tokens)
+    expected = trained.encode_image(image), trained.encode_text(ours)
+    torch.testing.assert_close(found.image_embeds, expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.text_embeds, expected[1], rtol=0, atol=1e-5)
+    scale = float(torch.tensor(3.25).exp())
+    logits = expected[0] @ expected[1].T - 7.5 / scale
+    torch.testing.assert_close(found.logits_per_image / scale, logits, rtol=0, atol=1e-5)
+    assert "red" in snippet(output)
+
+
+def test_siglip_architectures_that_cannot_be_converted_are_refused() -> None:
+    config = open_clip.get_model_config("ViT-B-16-SigLIP")
+    assert is_siglip(config)
+    assert not is_siglip(open_clip.get_model_config("ViT-B-32"))
+    config["vision_cfg"] |= {"timm_model_name": "vit_small_for_siglip_tests", "image_size": 16}
+    config["embed_dim"] = 32
+    config["text_cfg"] |= {"width": 24, "heads": 2, "layers": 1, "vocab_size": 50, "context_length": 8}
+    clip = open_clip.model.CustomTextCLIP(32, config["vision_cfg"], config["text_cfg"])
+    assert why_not_siglip(clip, config) == ""
+    config["text_cfg"]["no_causal_mask"] = False
+    assert "no_causal_mask = False" in why_not_siglip(clip, config)
+    clip.visual.trunk.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 32))
+    assert "its image tower has cls_token" in why_not_siglip(clip, config)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -37,6 +37,9 @@ class ObjectiveConfig:
     """Registered name of the method."""
     drift_check_every: int = Field(default=500, ge=0)
     """Steps between two comparisons of the replicated state over the ranks; 0 = never."""
+    gather_precision: Literal["fp32", "bf16"] = "fp32"
+    """How the ranks exchange features. `bf16` halves these bytes, a small part of a step's (2 b d numbers), and rounds
+    the gathered features: at d = 512 and a temperature of 0.01, normalizers change by up to 4%."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,10 @@ class Objective(ABC):
         Raises:
             UserError: B is below 2 or above the context's batch size.
         """
-        images, texts = self.world.all_gather(image), self.world.all_gather(text)
+        if self.config.gather_precision == "bf16" and self.world.size > 1:
+            images, texts = (self.world.all_gather(x.bfloat16()).to(x.dtype) for x in (image, text))
+        else:
+            images, texts = self.world.all_gather(image), self.world.all_gather(text)
         if not 2 <= len(images) <= self.context.batch_size:
             raise UserError(
                 f"The global batch holds {len(images)} pairs: a contrastive loss needs 2 or more, and batch_size = "

@@ -40,13 +40,15 @@ def command(
     file that describes tasks, or datacomp or scenes in the folder --data. Settings are KEY=VALUE, for example workers=8
     batch_size=256 cache=/fast/pixels; only micro_batch, precision and blank_class (keep or drop) can change a score.
     The results are one JSON file per task, a summary, eval_results.jsonl in the benchmark's format, and scores.csv.
-    Results whose inputs have not changed are reused. Exits with 1 if a task failed.
+    Results whose inputs have not changed are reused. Scores of a run's checkpoints are added to RUN/tensorboard. Exits
+    with 1 if a task failed.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
     from pipeline.evaluation.runner.evaluator import EvaluationConfig
     from pipeline.evaluation.runner.processes import start_processes
+    from pipeline.report.tensorboard_scores import update_scores
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
     checkpoints = [argument for argument in arguments if argument not in settings]
@@ -70,6 +72,9 @@ def command(
         )
         for evaluation in evaluations:
             say("\n".join(_report(evaluation)))
+        if processes[0].rank == 0:
+            for run in {evaluation.run: None for evaluation in evaluations if evaluation.run}:
+                update_scores(run)
     return EXIT_SOME_FAILED if any(evaluation.failures for evaluation in evaluations) else 0
 
 

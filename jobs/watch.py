@@ -29,13 +29,14 @@ def command(
     Any number of watchers may share the work, on one or many machines with a shared file system; if one dies, another
     takes over its work. Settings are KEY=VALUE: interval, ttl, attempts, order, together, every, and those of
     `neuclip evaluate` as evaluation.KEY=VALUE. RUN/evaluation-ledger records what was done; results are in
-    RUN/evaluation.
+    RUN/evaluation, and scores are added to RUN/tensorboard.
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation.datasets.suite import open_suite
     from pipeline.evaluation.runner.processes import start_processes
     from pipeline.evaluation.runner.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig, Watcher
+    from pipeline.report.tensorboard_scores import update_scores
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_.]+=", argument)]
     tree = parse_overrides(settings)
@@ -51,6 +52,7 @@ def command(
         watcher = Watcher(
             runs, suite=opened, config=config, evaluation=evaluation, processes=processes, say=_say(processes[0].rank)
         )
+        watcher.on_scored = update_scores
         complete = watcher.run(stop, once=once)
     return 0 if complete else 1
 

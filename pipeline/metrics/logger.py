@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
-from pipeline.metrics.sinks import SINKS, Distribution, Sink, SinkContext
+from pipeline.metrics.sinks import SINKS, WARNING, Distribution, Sink, SinkContext
 from pipeline.metrics.trackers import check_installed
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -34,8 +34,8 @@ class TelemetryConfig:
     project: str = "neuclip"
     """The project in trackers; a run has the name of its folder there."""
     progress: Literal["auto", "bar", "lines", "brief", "quiet"] = "auto"
-    """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same without events, which are in
-    RUN/metrics.jsonl, and with a line every 30 seconds."""
+    """`auto`: a bar on a terminal, plain lines elsewhere. `brief`: the same with a line every 30 seconds,
+    and of events, which are in RUN/metrics.jsonl, only warnings."""
     histograms_every: int | None = Field(default=1000, ge=1)
     """Distributions over the batch (log-normalizers, feature gradients) and of the objective's state; None: never."""
     images_every: int | None = Field(default=1000, ge=1)
@@ -117,6 +117,10 @@ class Telemetry:
     def event(self, message: str, **facts: Any) -> None:
         """Log an event; `facts` are added to its record."""
         self._each(lambda sink: sink.event(message, facts=facts))
+
+    def warning(self, message: str, **facts: Any) -> None:
+        """Log an event that is also printed where other events are not (`telemetry.progress=brief`)."""
+        self.event(message, level=WARNING, **facts)
 
     def rewind(self, step: int) -> None:
         """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""

@@ -17,6 +17,8 @@ import numpy as np
 from torch import Tensor
 
 METRICS_NAME = "metrics.jsonl"
+WARNING = "warning"
+"""The fact `level` of an event that is printed even where events are not."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
 """Record kinds that belong to a step. A run that continues from an earlier step writes them again."""
 
@@ -218,7 +220,7 @@ class ProgressBarSink(QuietSink):
             self._print(score_line(kind, step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if self._events:
+        if self._events or facts.get("level") == WARNING:
             self._print(message)
 
     def close(self) -> None:
@@ -247,7 +249,7 @@ class ProgressLines(QuietSink):
         print(f"step {step}/{self._total}  {headline(values)}  ETA {_clock(left)}", flush=True)
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if self._events:
+        if self._events or facts.get("level") == WARNING:
             print(message, flush=True)
 
 
@@ -266,8 +268,8 @@ def headline(scalars: Mapping[str, float]) -> str:
 def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:
     """Scores of an evaluation or a validation on one line."""
     form = "{} {:.3f}" if kind == "evaluation" else "{} {:.4f}"
-    shown = (form.format(name, score) for name, score in scores.items() if name != "pairs")
-    return f"{kind.capitalize()} at step {step}: {', '.join(shown)}"
+    shown = [form.format(name, score) for name, score in scores.items() if name != "pairs"]
+    return f"{kind.capitalize()} at step {step}: {', '.join(shown) or 'no scores'}"
 
 
 def _clock(seconds: float) -> str:

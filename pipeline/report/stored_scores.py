@@ -131,19 +131,19 @@ def read_evaluations(
 
 def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
     scores, summary = [], _read_json(folder / SUMMARY)
-    weights = summary.get("checkpoint")
+    weights, left_out = summary.get("checkpoint"), _part(summary, "left_out")
     for path in sorted(folder.glob("*.json")):
         if path.name in (SUMMARY, TIMINGS, LOCK):
             continue
         tree = _read_json(path)
-        reason = summary.get("left_out", {}).get(tree.get("task"), ANOTHER_SUITE)
+        reason = left_out.get(str(tree.get("task")), ANOTHER_SUITE)
         if reason != ANOTHER_SUITE:
             notes.append(f"{folder.name}/{path.name} is skipped: {reason}.")
             continue
         if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
-        elif all(key in tree for key in NEEDED):
-            scores.append(_score(tree, path))
+        elif (score := _score(tree, path)) is not None:
+            scores.append(score)
         else:
             notes.append(f"{folder.name}/{path.name} is not a task's result and is skipped.")
     table = {key: position for position, key in enumerate(TASKS)}
@@ -153,16 +153,21 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         step=step,
         samples=samples,
         scores=tuple(scores),
-        failures=summary.get("failures", {}),
-        aggregates=summary.get("aggregates", {}),
-        timings=_read_json(folder / TIMINGS).get("tasks", {}),
+        failures=_part(summary, "failures"),
+        aggregates=_part(summary, "aggregates"),
+        timings=_part(_read_json(folder / TIMINGS), "tasks"),
         examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
         described=tuple(one for path in sorted(folder.glob("*.examples")) for one in _described(path, notes)),
         classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),
     )
 
 
-def _score(tree: Mapping[str, Any], path: Path) -> Score:
+def _score(tree: Mapping[str, Any], path: Path) -> Score | None:
+    """The score in a result's file; None for a damaged one, or a file of another kind."""
+    numbers = isinstance(tree.get("score"), int | float) and isinstance(tree.get("samples"), int)
+    parts = all(isinstance(tree.get(name, {}), dict) for name in ("metrics", "inputs"))
+    if not (numbers and parts and all(key in tree for key in NEEDED)):
+        return None
     return Score(
         task=tree["task"],
         name=tree.get("name", tree["task"]),
@@ -242,3 +247,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+def _part(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A mapping within a stored file; empty when it is missing or something else."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}

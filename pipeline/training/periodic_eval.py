@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
@@ -11,6 +13,7 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.runner.aggregate import aggregate
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel
@@ -30,6 +33,16 @@ class InTrainingConfig:
     """Folder that keeps decoded images, so that only the first evaluation decodes them."""
 
 
+@dataclass(frozen=True)
+class PeriodicScores:
+    """What an evaluation found."""
+
+    scores: Mapping[str, float]
+    """By task, and by aggregate if all of its tasks were evaluated."""
+    failures: Mapping[str, str]
+    """Reasons, by task."""
+
+
 class PeriodicEvaluation:
     """Evaluates a run's current weights.
 
@@ -46,9 +59,10 @@ class PeriodicEvaluation:
         self._suite = open_suite(config.suite or "")
         self._run, self._world = run, world
         self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
+        self._failed: dict[str, list[int]] = {}
 
-    def __call__(self, model: EvaluationModel, *, step: int) -> dict[str, float]:
-        """Scores by task, and by aggregate if all of its tasks were evaluated. Collective.
+    def __call__(self, model: EvaluationModel, *, step: int) -> PeriodicScores:
+        """Evaluate. Collective.
 
         The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them.
 
@@ -61,4 +75,15 @@ class PeriodicEvaluation:
         (evaluation,) = evaluate(model, suite=self._suite, output=folder, config=self._settings, processes=processes)
         scores = {task: result.score for task, result in evaluation.results.items()}
         means = {name: value.score for name, value in aggregate(evaluation.results).items()}
-        return {**scores, **{name: mean for name, mean in means.items() if mean is not None}}
+        for task in evaluation.failures:
+            self._failed.setdefault(task, []).append(step)
+        complete = {name: mean for name, mean in means.items() if mean is not None}
+        return PeriodicScores({**scores, **complete}, dict(evaluation.failures))
+
+    def unscored(self) -> str:
+        """One sentence on the tasks that failed since this process started; empty when none did."""
+        if not self._failed:
+            return ""
+        found = "; ".join(f"{task} (step {', '.join(map(str, steps))})" for task, steps in self._failed.items())
+        where = self._run / "evaluation"
+        return f"Tasks without a score: {plain(found, longest=600)}. The reasons are in {where}/step-*/summary.json."

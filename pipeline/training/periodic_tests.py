@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, name_of
+from pipeline.evaluation.watch.watcher import brief
 from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
 from pipeline.training.periodic_eval import PeriodicEvaluation
@@ -51,9 +52,20 @@ class PeriodicTests:
         step, run = self.state.step, self.state.run
         last = step == run.total_steps or self.ended_run
         if self.evaluation is not None and (last or (step % run.evaluation.every == 0 and not stop)):
-            scores = self.evaluation(self._copy("evaluation"), step=step)
-            self.telemetry.evaluation(step=step, scores=scores)
+            found = self.evaluation(self._copy("evaluation"), step=step)
+            self.telemetry.evaluation(step=step, scores=found.scores)
+            if found.failures:
+                self.telemetry.warning(
+                    f"Evaluation at step {step}: {len(found.failures)} tasks failed. {brief(found.failures)}",
+                    step=step,
+                    failures=dict(found.failures),
+                )
         self._model = None
+
+    def report_end(self) -> None:
+        """Log which tasks have failed since this process started, if any."""
+        if self.evaluation is not None and (unscored := self.evaluation.unscored()):
+            self.telemetry.warning(unscored)
 
     def _copy(self, phase: str) -> EvaluationModel:
         if self.state.world.phases is not None:

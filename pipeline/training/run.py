@@ -18,11 +18,13 @@ from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.timing import Meter
+from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import exit_code_of
+from pipeline.evaluation.runner.images import WORKER_IMPORTS
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
 from pipeline.metrics.mfu import Utilization
@@ -106,6 +108,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
 @contextmanager
 def _build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Architecture]]:
     """The parts of a run that have state, in their initial state."""
+    if run.evaluation.suite is not None and run.evaluation.workers != 0:
+        preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
     towers, architecture = build_towers(run.model, seed=run.seed)
     with loader_of(run, architecture=architecture, world=world) as loader:
         starting = replace(run, objective=starting_objective(run, towers.logit))

@@ -113,6 +113,7 @@ class Trainer:
                 self._save(batch, now=stop or best or self.tests.ended_run)
                 self.tests.evaluate(stop=stop)
             saved = self._finish(batch, stop=stop)
+        self.tests.report_end()
         if not saved:
             return EXIT_NOT_SAVED
         if self.tests.ended_run and self.tests.validation is not None:

@@ -308,12 +308,22 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Pat
     from pipeline.evaluation.datasets.suite import open_suite
 
     write_suite(ScenesConfig(pairs=50, held_out=24, retrieval_pairs=10, image_size=32), base / "suite")
+    tasks = {entry.task.key for entry in open_suite(base / "suite").entries}
+    damaged = base / "suite/wds_damaged_test/test"
+    damaged.mkdir(parents=True)
+    (damaged / "nshards.txt").write_text("3\n")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
-    run("jobs.train", *arguments, ranks=2)
-    lines = map(json.loads, (base / "watched" / "metrics.jsonl").read_text().splitlines())
+    printed = run("jobs.train", *arguments, "telemetry.progress=brief", ranks=2).stdout
+    lines = [json.loads(line) for line in (base / "watched" / "metrics.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line["kind"] == "event" and "failures" in line]
+    assert [(line["step"], list(line["failures"]), line["level"]) for line in failed] == [
+        (6, ["damaged"], "warning"),
+        (12, ["damaged"], "warning"),
+    ]
+    assert "Evaluation at step 12: 1 tasks failed. damaged: " in printed
+    assert "Tasks without a score: damaged (step 6, 12)." in printed.splitlines()[-1]
     scores = {record["step"]: record for record in lines if record["kind"] == "evaluation"}
     assert list(scores) == [6, 12]
-    tasks = {entry.task.key for entry in open_suite(base / "suite").entries}
     assert tasks <= scores[12].keys()
     # A separate evaluation of the checkpoint finds all results already computed.
     (again,) = evaluate(str(base / "watched" / "checkpoints" / f"step-{STEPS:08d}"), suite=base / "suite")

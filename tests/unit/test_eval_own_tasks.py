@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,80 @@ def test_command_accepts_a_yaml_file_with_or_without_benchmark_tasks(tmp_path: P
         done = CliRunner().invoke(command, arguments, standalone_mode=False)
         assert done.return_value == 0, done.output
         assert set(json.loads((output / "summary.json").read_text())["scores"]) == keys
+
+
+def labelled(root: Path, lines: list[str], *, kind: str = "label") -> str:
+    write_csv(root, "kind")
+    (root / "items.csv").write_text("\n".join(lines) + "\n")
+    return f"mine: {{csv: items.csv, images: pictures, image: file, {kind}: kind}}"
+
+
+WRONG_CSVS = {
+    "cells beyond the header": (["file,kind", "0.jpg,mug,1", "1.jpg,plate,2"], "more cells than the header"),
+    "two columns of one name": (["file,kind,kind", "0.jpg,mug,1"], "two columns 'kind'"),
+    "zeros in the middle": (["file,kind", "0.jpg,mug\0\0", "1.jpg,plate"], "holds zero bytes"),
+    "a negative label": (["file,kind", "0.jpg,0", "1.jpg,-1"], "-1 means that this split has no labels"),
+    "a label that is no class": (["file,kind", "0.jpg,0", "1.jpg,20261122"], "is not the number of a class"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CSVS)
+def test_csvs_that_would_lose_or_shift_data_are_refused(name: str, tmp_path: Path) -> None:
+    lines, message = WRONG_CSVS[name]
+    text = labelled(tmp_path / "suite", lines)
+    with pytest.raises(TaskError, match=message):
+        opened(tmp_path / "suite", text)
+
+
+def test_one_image_under_two_spellings_is_one_image(tmp_path: Path) -> None:
+    names = [path.name for path in sorted((write_csv(tmp_path, "kind"), tmp_path / "pictures")[1].iterdir())]
+    lines = ["file,kind", f"{names[0]},one", f"./{names[0]},two", f"{names[1]},three"]
+    (tmp_path / "items.csv").write_text("\n".join(lines) + "\n")
+    data = opened(tmp_path, "mine: {csv: items.csv, images: pictures, image: file, caption: kind}")
+    assert data.captions == (("one", "two"), ("three",))
+
+
+def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Path) -> None:
+    write_class_folders(tmp_path)
+    text = "mine: {folder: photos}"
+    loose = tmp_path / "photos/loose.jpg"
+    loose.write_bytes(bodies(1)[0][1])
+    with pytest.raises(TaskError, match=r"holds loose.jpg beside its folders of classes"):
+        opened(tmp_path, text)
+    loose.unlink()
+    (tmp_path / "photos/mug/link.jpg").symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(TaskError, match=r"holds link.jpg, which is no image"):
+        opened(tmp_path, text)
+
+
+def write_parquet(path: Path, **columns: list[Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"image": [body for _, body in bodies(2)], **columns}), path)
+
+
+def test_parquet_of_other_splits_and_rows_without_values_are_refused(tmp_path: Path) -> None:
+    text = "mine: {dataset: ds, label: label}"
+    write_parquet(tmp_path / "a/ds/train.parquet", label=[0, 1])
+    with pytest.raises(TaskError, match=r"no files of the split test, but of others \(train.parquet\): set split"):
+        opened(tmp_path / "a", text)
+    write_parquet(tmp_path / "a/ds/test.parquet", label=[0.0, 1.0])
+    write_parquet(tmp_path / "a/ds/testimony.parquet", label=[5.0, 6.0])
+    assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
+    write_parquet(tmp_path / "b/ds/test.parquet", label=[0.0, float("nan")])
+    with pytest.raises(TaskError, match=r"row 1 of .* has no label"):
+        opened(tmp_path / "b", text)
+    write_parquet(tmp_path / "c/ds/test.parquet", caption=[["a", None], ["b", "c"]])
+    with pytest.raises(TaskError, match=r"row 0 of .* has an empty caption"):
+        opened(tmp_path / "c", "mine: {dataset: ds, caption: caption}")
+
+
+def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    for name in CLASSES[1:]:
+        shutil.rmtree(tmp_path / "photos" / name)
+    one_task(tmp_path, "mine: {folder: photos}")
+    found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    assert "needs two at least" in found.failures["mine"]

@@ -255,7 +255,7 @@ def test_non_numeric_labels_are_reported(tmp_path: Path) -> None:
     suffix, body = image_bytes(np.random.default_rng(0), 1)
     folder = write_classification(tmp_path, TASKS["cifar10"])
     write_tars(folder / "test", [[("cls", b"cat"), (suffix, body)]], shards=1)
-    with pytest.raises(TaskError, match="holds b'cat', not a number"):
+    with pytest.raises(TaskError, match="holds b'cat', not a class number"):
         open_task(Entry(Task("cifar10", "x"), folder))
 
 
@@ -385,3 +385,30 @@ def test_keys_that_map_to_the_same_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="would write their results to the same file"):
         open_task(open_suite(tmp_path).entries[0])
     assert (Task("scenes/count", "").stem, Task("scenes-count", "").stem) == ("scenes--count", "scenes-count")
+
+
+def test_links_in_a_tar_and_impossible_records_are_refused(tmp_path: Path) -> None:
+    folder = write_classification(tmp_path, TASKS["cifar10"], samples=4)
+    entry = open_suite(tmp_path).entries[0]
+    shard = folder / "test/0.tar"
+    whole = shard.read_bytes()
+    with tarfile.open(shard, "a") as tar:
+        for suffix in ("cls", "jpg"):  # a whole sample of links would be invisible
+            link = tarfile.TarInfo(f"s0000009.{suffix}")
+            link.type, link.linkname = tarfile.LNKTYPE, f"s0000001.{suffix}"
+            tar.addfile(link)
+    with pytest.raises(TaskError, match=r"s0000009.cls is a link or a sparse file"):
+        open_task(entry)
+    shard.write_bytes(whole)
+    (folder / "test/nshards.txt").write_text("99999999999\n")
+    with pytest.raises(TaskError, match="says 99,999,999,999 shards, but there are 2 tars"):
+        open_task(entry)
+    (folder / "test/nshards.txt").write_text("2\n")
+    names = folder / "classnames.txt"
+    plain = open_task(entry).classnames
+    names.write_bytes(b"\xef\xbb\xbf" + names.read_bytes())
+    assert open_task(entry).classnames == plain, "a byte order mark is not part of the first name"
+    for facts in ('{"sampels": 4}', '{"samples": "4"}', '{"sha256": null}', '{"sha256": ["x"]}'):
+        (tmp_path / "suite.json").write_text(f'{{"tasks": {{"cifar10": {facts}}}}}')
+        with pytest.raises(UserError, match=r"suite.json is damaged .*allowed are samples"):
+            open_suite(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import jobs
 from pipeline.checkpoint.layout import sha256
@@ -278,3 +279,41 @@ def test_messages_about_many_failures_are_short() -> None:
     text = brief({f"task{number}": "a reason " * 200 for number in range(38)})
     assert len(text) < 1200
     assert "and 35 more tasks failed" in text
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard/evaluation"))
+    events.Reload()
+    return {
+        tag: [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def test_scores_are_in_tensorboard_without_another_command(tmp_path: Path) -> None:
+    """`neuclip watch` and `neuclip evaluate` write them at the checkpoint's step; nothing is left behind."""
+    from jobs.evaluate import command as evaluate
+    from jobs.watch import command as watch
+
+    write_classification(tmp_path / "suite", TASKS["mnist"], samples=6)
+    run = tmp_path / "run"
+    for step in (10, 20):
+        save_step(run, step)
+    (run / "tensorboard").mkdir()
+    options = ["--suite", str(tmp_path / "suite"), "--device", "cpu"]
+    first = [str(run / "checkpoints/step-00000010"), *options, "workers=0", "micro_batch=16"]
+    assert CliRunner().invoke(evaluate, first, standalone_mode=False).return_value == 0
+
+    def score(step: int) -> float:
+        tree = json.loads((run / f"evaluation/step-{step:08d}/mnist.json").read_text())
+        return float(tree["score"])
+
+    assert scalars(run) == {"evaluation/mnist": [(10, score(10))]}
+    settings = ["evaluation.workers=0", "evaluation.micro_batch=16"]
+    done = CliRunner().invoke(watch, [str(run), *options, "--once", *settings], standalone_mode=False)
+    assert done.return_value == 0, done.output
+    assert scalars(run) == {"evaluation/mnist": [(10, score(10)), (20, score(20))]}
+    assert [path.name for path in (run / "tensorboard").iterdir()] == ["evaluation"]
+    assert not list(run.glob(".evaluation-*"))

@@ -20,14 +20,14 @@ from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.resume import restore_position, save_position, with_batch_size
 from pipeline.data.loading.stalls import StallWatch, describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import prepare_workers, start_forkserver
+from pipeline.data.loading.worker_processes import prepare_workers
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.order.mixture import Mixture, load_mixture
 from pipeline.data.order.streams import Layout, make_layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
-from pipeline.distributed.signals import signals_blocked
+from pipeline.distributed.workers import start_forkserver, start_workers
 from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
 
@@ -221,8 +221,7 @@ class Loader:
             multiprocessing_context=start_forkserver(),
             collate_fn=_as_is,
         )
-        with signals_blocked():  # torch may start helper processes here
-            return iter(loader)
+        return start_workers(loader)
 
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
         try:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import multiprocessing
 import os
 import resource
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,11 +26,11 @@ from pipeline.data.order.hashing import Purpose, draw, key
 from pipeline.data.order.mixture import shared_epoch
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
+from pipeline.distributed.workers import live_with_parent
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
 Decode = Callable[[TarRecord, int, CaptionField], None]
-PARENT_CHECK_SECONDS = 1.0
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
 FULL_PAUSE_SECONDS = 1.0
@@ -164,7 +161,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         allow_open_files()
         info = get_worker_info()  # torch has set the number of threads to one in workers
         if info is not None:
-            _live_with_parent()
+            live_with_parent()
         index, count = (info.id, info.num_workers) if info else (0, 1)
         s = len(self.streams)
         try:
@@ -266,24 +263,3 @@ def allow_open_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-def _live_with_parent() -> None:
-    """End this worker when the training process has ended or terminates it, and at no other signal.
-
-    A signal to the whole process group (Ctrl-C, a launcher that stops the run) must leave the workers alive until the
-    trainer has written its last checkpoint. torch's own watchdog checks the parent's id, which is the fork server's.
-    """
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for this thread and those it will start
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        while parent.is_alive():
-            received = signal.sigtimedwait(signals, PARENT_CHECK_SECONDS)
-            if received is not None and received.si_signo == signal.SIGTERM and received.si_pid == parent.pid:
-                break
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,25 +1,22 @@
 """The start of the loader's worker processes, and checks of what they need from the machine.
 
-Workers are started by `forkserver`: a clean process without CUDA or threads imports this package once and forks every
-worker. Plain `fork` would copy locks that threads of the training process (CUDA, NCCL, OpenMP) may hold at that moment,
-and `spawn` would import torch in every worker. The fork server starts in `build_loader`, so that its imports overlap
-with building the model.
+The fork server of the workers starts in `build_loader`, so that its imports overlap with building the model.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-from multiprocessing import forkserver, resource_tracker
-from typing import Any
 
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.stalls import SHARED_MEMORY
 from pipeline.data.loading.worker import Tokenize, allow_open_files
-from pipeline.distributed.signals import signals_blocked
+from pipeline.distributed.workers import preload, start_forkserver
 from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
+
+WORKER_IMPORTS = "pipeline.data.loading.preload"
+"""What the fork server imports once, for all workers."""
 
 
 def prepare_workers(
@@ -41,17 +38,8 @@ def prepare_workers(
     _check_picklable(tokenize)
     _check_open_files(config, streams=streams)
     _check_shared_memory(config, world, rows=rows, image_size=image_size)
+    preload(WORKER_IMPORTS)
     start_forkserver()
-
-
-def start_forkserver() -> Any:
-    """Start the fork server of the workers if it is not running; returns while it is still importing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.data.loading.preload"])
-    with signals_blocked():
-        resource_tracker.ensure_running()
-        forkserver.ensure_running()
-    return context
 
 
 def _check_picklable(tokenize: Tokenize) -> None:

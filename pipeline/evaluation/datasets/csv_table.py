@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,8 +85,21 @@ def read_csv(path: Path) -> Any:
     import pandas as pd
 
     try:
-        return pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, ValueError, UnicodeError) as error:  # pandas' own exceptions are ValueErrors
+        if b"\0" in path.read_bytes():
+            raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header = next(csv.reader(file), [])
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise TaskError(f"{path} has two columns {twice!r}: which one counts? Rename one.")
+        with warnings.catch_warnings():  # rows longer than the header would lose their last cells with a warning only
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            return pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False)
+    except TaskError:
+        raise
+    except pd.errors.ParserWarning as error:
+        raise TaskError(f"{path}: rows have more cells than the header: quote cells that contain commas.") from error
+    except (OSError, ValueError, UnicodeError, csv.Error) as error:  # pandas' own exceptions are ValueErrors
         raise TaskError(f"{path} is not a readable CSV ({plain(error)}).") from error
 
 

@@ -175,10 +175,15 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise TaskError(f"{folder} holds no folders of classes: expected {folder.name}/CLASS/IMAGE.jpg.")
+    loose = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
+    beside = next((path for path in loose if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES), None)
+    if beside is not None:
+        raise TaskError(f"{folder} holds {beside.name} beside its folders of classes: which class is it of? Move it.")
     paths, labels = [], []
     for label, class_folder in enumerate(classes):
-        files = sorted(p for p in class_folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+        files = sorted(p for p in class_folder.rglob("*") if not p.is_dir() and not p.name.startswith("."))
         strange = [p for p in files if p.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES]
+        strange += [p for p in files if not p.is_file()]
         if strange or not files:
             what = f"{strange[0].name}, which is not an image" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")

@@ -12,6 +12,8 @@ from pipeline.evaluation.datasets.tables import Place, image_bytes
 from pipeline.evaluation.datasets.task_data import TaskError, plain
 
 _PART = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>\D.*)?$")
+SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test")
+"""Names of splits in use."""
 _NUMBERED = re.compile(r"^\d+$")
 
 
@@ -99,10 +101,22 @@ class ParquetTable:
 
 
 def parquet_files(folder: Path, *, split: str = "test") -> list[Path]:
-    """The parquet files of a split; all of them where no file's name says which split it is."""
+    """The parquet files of a split; all of them where no file's name says which split it is.
+
+    Raises:
+        TaskError: The names are those of other splits.
+    """
     files = sorted(path for path in folder.rglob("*.parquet") if not path.name.startswith("."))
-    pattern = re.compile(rf"(^|[/_-]){re.escape(split.lower())}")
-    return [path for path in files if pattern.search(path.relative_to(folder).as_posix().lower())] or files
+    names = {path: path.relative_to(folder).as_posix().lower() for path in files}
+
+    def of(*splits: str) -> list[Path]:
+        pattern = re.compile(rf"(^|[/_.-])({'|'.join(map(re.escape, splits))})(?![a-z])")
+        return [path for path, name in names.items() if pattern.search(name)]
+
+    others = [] if of(split.lower()) else of(*SPLITS)
+    if others:
+        raise TaskError(f"{folder} has no files of the split {split}, but of others ({names[others[0]]}): set split.")
+    return of(split.lower()) or files
 
 
 def check_parts(files: Sequence[Path]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
 AnyTable = ParquetTable | DatasetTable | CsvTable
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
+MOST_CLASSES = 1_000_000
 CSV_NEEDS: dict[str, Needs] = {
     "retrieval": (IMAGES, CAPTIONS),
     "association": (("candidates",), ("cue",), ("associations",)),
@@ -82,7 +87,8 @@ def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: s
     captions: list[list[str]] = []
     places: list[Place] = []
     by_name: dict[str, int] = {}
-    names = table.values(column) if isinstance(table, CsvTable) else [None] * len(table)
+    named = isinstance(table, CsvTable)
+    names = [os.path.normpath(name) for name in table.values(column)] if named else [None] * len(table)
     for row, (text, name) in enumerate(zip(texts, names, strict=True)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
@@ -133,15 +139,12 @@ def association_rows(table: AnyTable, folder: Path) -> TaskData:
 def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
     column, label = (_column(table, (name,), folder) for name in (columns.image, columns.label))
-    values = ["" if value is None else str(value).strip() for value in table.values(label)]
+    values = [_label(value) for value in table.values(label)]
     empty = next((row for row, value in enumerate(values) if not value), None)
     if empty is not None:
         raise TaskError(f"{table.row_name(empty)} has no {label}.")
     stored = table.class_names(label)
-    if stored or all(value.isdecimal() for value in values):
-        found = [str(number) for number in range(max([len(stored) - 1, *map(int, values)]) + 1)]
-    else:
-        found = sorted(set(values))
+    found = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
     classnames = class_names(found, columns.names, stored=stored, where=str(folder))
     number = {value: position for position, value in enumerate(found)}
     places: list[Place] = [(row, None) for row in range(len(table))]
@@ -154,6 +157,29 @@ def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskD
         classnames=classnames,
         templates=columns.templates,
     )
+
+
+def _label(value: Any) -> str:
+    """A label as text; whole numbers that are stored as floats are written without a fraction, and NaN is none."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
+    return "" if value is None else str(value).strip()
+
+
+def _labels(values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]) -> list[str]:
+    """Every label there is: 0 to the highest number, or the distinct names.
+
+    Raises:
+        TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
+    """
+    if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
+        return sorted(set(values))
+    most = len(stored) or MOST_CLASSES
+    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
+    if wrong is not None:
+        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
+        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
+    return [str(number) for number in range(len(stored) or max(map(int, values), default=-1) + 1)]
 
 
 def class_names(
@@ -191,6 +217,8 @@ def _lists(table: AnyTable, column: str, folder: Path) -> list[list[str]]:
 def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequence[str]) -> None:
     if not cue.strip():
         raise TaskError(f"{where} has no cue.")
+    if not all(name.strip() for name in candidates):
+        raise TaskError(f"{where} has a candidate without a name. The row is incomplete: fetch the table again.")
     if not candidates or not truth:
         raise TaskError(f"{where} has no {'associations' if candidates else 'candidates'}.")
     strange = [name for name in truth if name not in candidates]

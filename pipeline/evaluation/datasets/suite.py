@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS
 from pipeline.evaluation.datasets.own_tasks import TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
 from pipeline.evaluation.datasets.rows import open_rows
-from pipeline.evaluation.datasets.suite_facts import read_facts
+from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
 from pipeline.evaluation.datasets.suite_folders import find_folders, index_folders, own_folders
 from pipeline.evaluation.datasets.task import Task, folder_names
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
@@ -131,7 +131,7 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
         data = _open(entry, entry.folder, blank_class)
     except OSError as error:
         raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error
-    for what in ("samples", "classes", "images", "captions"):
+    for what in COUNTS:
         wanted, count = entry.expected.get(what), data.counts.get(what, 0)
         if wanted is not None and count != wanted:
             raise TaskError(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.datasets.task_data import TaskError, plain
 from pipeline.files import sha256_of
 
+COUNTS = ("samples", "images", "classes", "captions")
+"""What is counted in a task's data."""
 FACTS_NAME, FETCHED_NAME = "suite.json", "evalsets.json"
 
 
@@ -30,9 +32,24 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
         }
         path = folder / FACTS_NAME
         own = dict(json.loads(path.read_text(encoding="utf-8"))["tasks"]) if path.is_file() else {}
-        return facts | {key: dict(task) for key, task in own.items()}
+        return facts | {key: _checked_facts(key, task) for key, task in own.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): make or fetch the suite again.") from error
+        raise UserError(
+            f"{path} is damaged ({plain(repr(error), longest=200)}): make or fetch the suite again."
+        ) from error
+
+
+def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    """What `suite.json` says about a task: counts and digests. A misspelt name would check nothing."""
+    for name, value in task.items():
+        if name == "sha256":
+            right = isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
+        else:
+            right = name in COUNTS and isinstance(value, int) and not isinstance(value, bool)
+        if not right:
+            found = plain(repr(value), longest=60)
+            raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")
+    return dict(task)
 
 
 def check_digests(

@@ -65,7 +65,7 @@ def as_list(value: Any, *, where: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, str):
-        return [str(item) for item in value]
+        return ["" if item is None else str(item) for item in value]
     text = value.strip()
     if not text.startswith("["):
         return [value]
@@ -76,7 +76,7 @@ def as_list(value: Any, *, where: str) -> list[str]:
             found = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             raise TaskError(f"{where}: {text[:60]!r} should be a list, but is neither JSON nor Python.") from None
-    return [str(item) for item in found]
+    return ["" if item is None else str(item) for item in found]
 
 
 def image_bytes(value: Any, place: Place, *, table: Table, folder: Path) -> bytes:

@@ -26,13 +26,19 @@ def read_members(path: Path) -> Iterator[TarMember]:
     """The regular files of a tar in order.
 
     Raises:
-        TaskError: The tar is damaged, cut short, followed by anything but zeros, or not a tar at all.
+        TaskError: The tar is damaged, cut short, followed by anything but zeros, holds links, or is not a tar at all.
     """
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if member.isfile():
-                    yield TarMember(member.name, member.offset_data, member.size)
+                if member.isdir():
+                    continue
+                if not member.isfile() or member.issparse():
+                    raise TaskError(
+                        f"The shard {path}: {member.name} is a link or a sparse file: its content is elsewhere. "
+                        "Write the shard again with the files themselves."
+                    )
+                yield TarMember(member.name, member.offset_data, member.size)
             end = archive.offset
         with path.open("rb") as file:
             _check_end(path, file, end)

@@ -140,12 +140,13 @@ def read_lines(path: Path) -> tuple[str, ...]:
         TaskError: It cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark of three bytes first
         if "\0" in text:
             raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
         return tuple(line.strip() for line in text.splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"Cannot read {path}: {plain(error)}. The task's folder is incomplete or damaged.") from error
+        reason = getattr(error, "strerror", None) or plain(error)
+        raise TaskError(f"Cannot read {path}: {reason}. The task's folder is incomplete or damaged.") from error
 
 
 def read_bytes(path: Path) -> bytes:

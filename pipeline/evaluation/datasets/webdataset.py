@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from pipeline.evaluation.datasets.tar_index import read_members
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
 
 SMALL_SUFFIXES = ("cls", "npy", "txt")
+MOST_MISSING = 10_000
+"""More shards than this cannot be missing: nshards.txt is damaged."""
 BlankClass = Literal["keep", "drop"]
 
 
@@ -114,14 +117,17 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     lines = read_lines(test / "nshards.txt")
     if not lines or not lines[0].isdecimal() or int(lines[0]) < 1:
         raise TaskError(f"{test / 'nshards.txt'} must hold the number of shards, but holds {lines[:1]}.")
-    shards = tuple(test / f"{number}.tar" for number in range(int(lines[0])))
+    there = sorted(path.name for path in test.glob("*.tar") if not path.name.startswith("."))
+    count = int(lines[0])
+    if count > len(there) + MOST_MISSING:
+        raise TaskError(f"{test}: nshards.txt says {count:,} shards, but there are {len(there)} tars: fetch them.")
+    shards = tuple(test / f"{number}.tar" for number in range(count))
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise TaskError(
             f"{test}: {len(missing)} of {len(shards)} shards are missing ({', '.join(missing[:5])}). "
             "A score over partial data would not be this task's score: fetch them."
         )
-    there = sorted(path.name for path in test.glob("*.tar") if not path.name.startswith("."))
     surplus = sorted(set(there) - {shard.name for shard in shards})
     if surplus:
         raise TaskError(
@@ -192,13 +198,10 @@ def _member(sample: TarSample, suffix: str, shards: tuple[Path, ...]) -> bytes:
 
 
 def _label(sample: TarSample, shards: tuple[Path, ...]) -> int:
-    text = _member(sample, "cls", shards)
-    try:
-        return int(text)
-    except ValueError:
-        raise TaskError(
-            f"Sample {sample.key} in {shards[sample.shard]}: .cls holds {text[:20]!r}, not a number."
-        ) from None
+    text = _member(sample, "cls", shards).strip()
+    if not re.fullmatch(rb"-?[0-9]{1,9}", text):
+        raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .cls holds {text[:20]!r}, not a class number.")
+    return int(text)
 
 
 def _captions(sample: TarSample, shards: tuple[Path, ...]) -> tuple[str, ...]:

@@ -51,6 +51,12 @@ class Evaluation:
     summary: Summary | None = None
     """These results, combined with earlier ones of the same suite and settings; on the first process only."""
 
+    @property
+    def run(self) -> Path | None:
+        """The run that the results are stored in (RUN/evaluation/<checkpoint>); None elsewhere."""
+        folder = self.folder.absolute()
+        return folder.parent.parent if folder.parent.name == "evaluation" else None
+
     def path(self, entry: Entry) -> Path:
         """The file of a task's result."""
         return self.folder / f"{entry.task.stem}.json"

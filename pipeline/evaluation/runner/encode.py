@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.runner import results
+from pipeline.evaluation.runner.array_file import load_array, store_array
 from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
 from pipeline.evaluation.runner.pixel_cache import PixelCache
 from pipeline.evaluation.runner.session import Session
 from pipeline.evaluation.runner.texts import TextSide, check_finite
-from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
 
 Kept = dict[str, np.ndarray]
@@ -49,7 +49,8 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
 class ClassifierCache:
     """Cache of text features: in memory for tasks with equal prompts, on disk for later evaluations.
 
-    A file's name is the digest of everything that determines its content, so it is never out of date.
+    A file's name is the digest of everything that determines its content, so it is never out of date; a damaged file is
+    computed again.
     """
 
     def __init__(self, session: Session) -> None:
@@ -61,10 +62,10 @@ class ClassifierCache:
         key = self._key(model, side)
         if key not in self._memory:
             path = folder / f"{key[:32]}.npy"
-            stored = self._session.on_main(lambda: _load(path))
+            stored = self._session.on_main(lambda: load_array(path))
             if stored is None:
                 features = text_features(self._session, model, side)
-                self._session.on_main(lambda: _store(path, features))
+                self._session.on_main(lambda: store_array(path, features.numpy()))
             else:
                 features = torch.from_numpy(stored)
             self._memory[key] = features
@@ -76,18 +77,6 @@ class ClassifierCache:
         settings = [compute.name(), compute.precision, self._session.config.micro_batch]
         facts = [model.digest, results.model_config_digest(model), side.digest, settings, versions]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _load(path: Path) -> np.ndarray | None:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError):
-        return None
-
-
-def _store(path: Path, features: Tensor) -> None:
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.save(file, features.numpy(), allow_pickle=False)
 
 
 def image_pass(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Evaluator:
         started = time.perf_counter()
         opened = self._open(entry)
         inputs = [self._inputs(evaluation.model, opened) for evaluation in self.evaluations]
-        wanted = self._wanted(entry, inputs, self._unlocked(opened))
+        wanted = self._wanted(opened, inputs, self._unlocked(opened))
         encoded = {index: self._texts(index, opened) for index in wanted}
         texts = {index: features for index, features in encoded.items() if features is not None}
         if texts:
@@ -131,15 +132,15 @@ class Evaluator:
         settings = {**self.session.config.settings(), "device": self.session.compute.name()}
         return results.inputs_of(model, opened.data, files=opened.files, settings=settings)
 
-    def _wanted(self, entry: Entry, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
+    def _wanted(self, opened: OpenedTask, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
         """Which checkpoints need this task; the first process decides, so that all agree."""
 
         def look() -> list[TaskResult | None]:
             if self.session.config.recompute:
                 return [None] * len(inputs)
-            return [results.read_result(evaluation.path(entry)) for evaluation in self.evaluations]
+            return [_stored_result(evaluation.path(opened.entry), opened.protocol) for evaluation in self.evaluations]
 
-        wanted, task = [], entry.task
+        wanted, task = [], opened.entry.task
         for index, (result, wished) in enumerate(zip(self.session.on_main(look), inputs, strict=True)):
             if index not in allowed:
                 continue
@@ -200,3 +201,14 @@ class Evaluator:
         path = evaluation.path(entry)
         if self.session.world.rank == 0 and path.exists():
             path.replace(path.with_suffix(".json.stale"))
+
+
+def _stored_result(path: Path, protocol: Any) -> TaskResult | None:
+    """The result in a file, if its metrics are those of the outcomes beside it; a changed digit is noticed."""
+    result, outcomes = results.read_result(path), results.read_outcomes(path)
+    if result is None or outcomes is None:
+        return None
+    try:
+        return result if protocol.metrics(outcomes) == result.metrics else None
+    except (KeyError, ValueError, IndexError, TypeError):  # outcomes of another protocol or version
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
 from pipeline.evaluation.runner.compute import microbatches
 from pipeline.evaluation.runner.pixel_cache import PixelCache, split_transform, to_tensors
 from pipeline.model.evaluation_model import EvaluationModel
 
 Transform = Callable[[Any], Tensor]
+WORKER_IMPORTS = ("pipeline.evaluation.runner.images", "open_clip")
+"""What the fork server imports, because new workers are started for every task."""
 Batch = tuple[int, np.ndarray]
 """The number of a loader item, and the images in it."""
 
@@ -114,13 +116,14 @@ class ImagePass:
         numbers = range(rank, -(-len(self._source) // self._micro_batch), size)
         items = self._items(numbers)
         workers = min(self._workers, len(items))
+        preload(*WORKER_IMPORTS)
         loader: DataLoader[Any] = DataLoader(
             items,
             batch_size=None,
             num_workers=workers,
             pin_memory=pin,
-            # Forking a process that uses a GPU, or NCCL's threads in training, may hang.
-            multiprocessing_context=_fork_server() if pin and workers else None,
+            multiprocessing_context=start_forkserver() if workers else None,
+            worker_init_fn=_start_worker if workers else None,
         )
         cut = microbatches(self._checked(loader), self._micro_batch)
         for number, (valid, tensors) in zip(numbers, cut, strict=True):
@@ -139,14 +142,11 @@ class ImagePass:
 
     @staticmethod
     def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
-        for batch in loader:
+        for batch in start_workers(loader):
             if isinstance(batch, str):
                 raise TaskError(batch)
             yield tuple(batch)
 
 
-def _fork_server() -> Any:
-    """A fork server with the imports that workers need, because new workers are started for every task."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.evaluation.runner.images", "open_clip"])
-    return context
+def _start_worker(number: int) -> None:
+    live_with_parent()

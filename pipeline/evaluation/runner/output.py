@@ -111,8 +111,8 @@ def summarize(evaluation: Evaluation, suite: Suite, settings: Mapping[str, Any])
         else:
             results[key] = result
     earlier = _read(evaluation.folder / SUMMARY_NAME)
-    same = earlier.get("checkpoint") == digest and earlier.get("suite", {}).get("name") == suite.name
-    failures = dict(earlier.get("failures", {})) if same else {}
+    same = earlier.get("checkpoint") == digest and _part(earlier, "suite").get("name") == suite.name
+    failures = {key: str(text) for key, text in _part(earlier, "failures").items()} if same else {}
     failures = {k: text for k, text in failures.items() if k in suite.keys and k not in now and k not in results}
     order = {key: position for position, key in enumerate(suite.keys)}
     results = dict(sorted(results.items(), key=lambda item: order[item[0]]))
@@ -150,7 +150,7 @@ def write_summary(evaluation: Evaluation, suite: Suite, settings: Mapping[str, A
     write_text(evaluation.folder / SUMMARY_NAME, json.dumps(tree, indent=1) + "\n", durable=True)
     write_official(evaluation.folder, summary.results.values())
     if evaluation.timings:
-        earlier = _read(evaluation.folder / TIMINGS_NAME).get("tasks", {})
+        earlier = _part(_read(evaluation.folder / TIMINGS_NAME), "tasks")
         timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
         write_text(evaluation.folder / TIMINGS_NAME, json.dumps(timings, indent=1) + "\n", durable=True)
     return summary
@@ -183,3 +183,9 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def _part(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A mapping within a stored file; empty when it is missing or something else."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}

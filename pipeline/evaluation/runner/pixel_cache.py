@@ -1,14 +1,13 @@
 """Cache of decoded, resized and cropped images on disk, so that a second evaluation need not decode them.
 
 A file holds one micro-batch as 8-bit pixels. Its name is derived from everything that determines the pixels: the task's
-data, the preprocessing, the micro-batch's number and size, and the versions of the libraries. It ends in a checksum.
+data, the preprocessing, the micro-batch's number and size, and the versions of the libraries.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.evaluation.runner.array_file import load_array, store_array
 from pipeline.evaluation.runner.results import package_versions
-from pipeline.files import replacing
 
 Transform = Callable[[Any], Tensor]
-CHECKSUM_BYTES = 4
 
 
 class PixelCache:
@@ -45,14 +43,8 @@ class PixelCache:
 
     def load(self, path: Path, rows: int) -> np.ndarray | None:
         """[rows, H, W, 3] uint8; None when the file is missing or incomplete."""
-        try:
-            with path.open("rb") as file:
-                pixels = np.load(file, allow_pickle=False)
-                checksum = file.read(CHECKSUM_BYTES)
-        except (OSError, ValueError, EOFError):
-            return None
-        whole = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == rows
-        return pixels if whole and checksum == _checksum(pixels) else None
+        pixels = load_array(path)
+        return pixels if pixels is not None and pixels.ndim == 4 and len(pixels) == rows else None
 
     def store(self, path: Path, pixels: np.ndarray) -> None:
         """Write a micro-batch.
@@ -61,9 +53,7 @@ class PixelCache:
             TaskError: The disk refuses it.
         """
         try:
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                np.save(file, pixels, allow_pickle=False)
-                file.write(_checksum(pixels))
+            store_array(path, pixels)
         except OSError as error:
             raise TaskError(
                 f"The cache {self._folder} cannot be written ({error.strerror}): free some space, or leave cache out."
@@ -88,10 +78,6 @@ def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transf
         return np.asarray(before(image).convert("RGB"))
 
     return to_pixels, after
-
-
-def _checksum(pixels: np.ndarray) -> bytes:
-    return zlib.crc32(pixels.tobytes()).to_bytes(CHECKSUM_BYTES, "big")
 
 
 def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:

@@ -6,7 +6,10 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import platform
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,10 +71,22 @@ class TaskResult(TaskScore):
 
 
 def read_result(path: Path) -> TaskResult | None:
-    """The result in a file; None when there is none or it has another format."""
+    """The result in a file; None when there is none, or it is damaged or has another format."""
     try:
-        return TaskResult(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        result = TaskResult(**json.loads(path.read_text(encoding="utf-8")))
+        stated = result.metrics[result.main_metric]
+        whole = isinstance(result.inputs, dict) and isinstance(result.task, str) and isinstance(result.samples, int)
+        return result if whole and math.isfinite(result.score) and result.score == stated else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def read_outcomes(path: Path) -> dict[str, np.ndarray] | None:
+    """The per-sample outcomes beside a result's file; None when they are missing or damaged."""
+    try:
+        with np.load(path.with_suffix(OUTCOMES_SUFFIX), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.suite_facts import check_digests
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
 from pipeline.evaluation.runner.results import data_digest
 from pipeline.files import write_text
 
@@ -43,13 +43,13 @@ class SuiteLock:
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, dict(tree["suites"]), dict(tree["tasks"]))
+            return cls(path, *_checked(tree))
         except FileNotFoundError:
             return cls(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path} is damaged ({error!r}), so data cannot be compared with what was evaluated first. "
-                "Restore it, or remove it to write it anew."
+                f"{path} is damaged ({plain(repr(error), longest=200)}), so data cannot be compared "
+                "with what was evaluated first. Restore it, or remove it to write it anew."
             ) from error
 
     def lost(self, suite: Suite) -> list[str]:
@@ -116,3 +116,14 @@ class SuiteLock:
         suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
         tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
         write_text(self.path, json.dumps(tree, indent=1) + "\n", durable=True)
+
+
+def _checked(tree: Any) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
+    """The suites and tasks of a lock's file; raises what a damaged one raises."""
+    suites = {str(name): [str(key) for key in keys] for name, keys in tree["suites"].items()}
+    tasks: dict[str, dict[str, Any]] = {}
+    for key, task in tree["tasks"].items():
+        counts = {str(what): int(count) for what, count in task["counts"].items()}
+        files = {str(name): str(digest) for name, digest in task["files"].items()}
+        tasks[str(key)] = {"counts": counts, "data": str(task["data"]), "files": files}
+    return suites, tasks

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.checkpoint.layout import PREFIX, finished_checkpoints
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.runner.checkpoint_model import is_complete
-from pipeline.evaluation.runner.output import default_folder
+from pipeline.evaluation.runner.output import SUMMARY_NAME, default_folder
 from pipeline.evaluation.runner.results import read_result
 
 NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
@@ -34,7 +34,7 @@ class Candidates:
         return [path for path in self._wanted() if not self._is_complete(path)]
 
     def has_results(self, path: Path, suite: Suite) -> bool:
-        """Whether every task of the suite has a readable result for this checkpoint.
+        """Whether every task of the suite has a readable result for this checkpoint, and a summary of them exists.
 
         A folder is read again only after something was added to it, renamed or removed.
         """
@@ -46,7 +46,7 @@ class Candidates:
         if self._checked.get(folder, (None,))[0] != changed:
             found = (read_result(file) for file in sorted(folder.glob("*.json")))
             self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
-        return {entry.task.key for entry in suite.entries} <= self._checked[folder][1]
+        return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
 
     def _wanted(self) -> list[Path]:
         """Folders that are named like a checkpoint; other files and folders are ignored."""

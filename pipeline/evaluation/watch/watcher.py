@@ -67,6 +67,9 @@ class Watcher:
         evaluation: Settings of the evaluations.
         processes: Ranks and device, as for `evaluate`. Only the first rank decides.
         say: Called with a line for the log.
+
+    Attributes:
+        on_scored: Called with a run's folder after some of its checkpoints were evaluated, on the first process.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Watcher:
     ) -> None:
         self.runs, self.suite, self.config, self.evaluation = list(runs), suite, config, evaluation
         self.processes, self.say = processes, say
+        self.on_scored: Callable[[Path], None] = lambda run: None
         self._retry_at: dict[Path, float] = {}
         self._mentioned: set[Path] = set()
         self.candidates = {run: Candidates(run, every=config.every) for run in self.runs}
@@ -227,6 +231,9 @@ class Watcher:
                 self._give_up(item, brief(found[position].failures))
             else:
                 self._finish(item, {key: result.score for key, result in sorted(found[position].results.items())})
+        if found is not None and world.rank == 0:
+            for run in dict.fromkeys(item.path.parent.parent for item in whole):
+                self.on_scored(run)
 
     def _finish(self, item: WatchItem, scores: Mapping[str, float]) -> None:
         if item.lease is None:

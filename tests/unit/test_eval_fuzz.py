@@ -1,0 +1,201 @@
+"""Random damage to the files of a suite or of results: only documented errors, and never fewer samples than there were.
+
+Text files are left out of the second half: a CSV that lost its last rows is a valid CSV, which only the lock detects.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.record_suite import record_suite
+from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
+from pipeline.evaluation.datasets.task_data import decode
+from pipeline.evaluation.protocols.association import Association
+from pipeline.evaluation.protocols.classification import ZeroShot
+from pipeline.evaluation.protocols.retrieval import Retrieval
+from pipeline.evaluation.runner.results import read_outcomes, read_results
+from pipeline.evaluation.runner.suite_lock import SuiteLock
+from pipeline.evaluation.watch.candidates import Candidates
+from pipeline.report.stored_scores import read_evaluations
+from tests.evaluation_suite import write_association, write_cache, write_classification, write_retrieval
+
+FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
+COCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
+PROTOCOLS = {"classification": ZeroShot, "retrieval": Retrieval, "association": Association}
+TEXT = (".csv", ".txt", ".json", ".yaml")
+
+
+def mutated(body: bytes, rng: random.Random) -> bytes:
+    """Flip, zero, cut, repeat, remove or replace a part."""
+    start = rng.randrange(max(1, len(body)))
+    end = min(len(body), start + rng.choice((1, 2, 8, 64, 512, 4096)))
+    damage = rng.randrange(6)
+    if damage == 0:
+        return body[:start] + bytes(rng.randrange(256) for _ in range(end - start)) + body[end:]
+    if damage == 1:
+        return body[:start] + bytes(end - start) + body[end:]
+    if damage == 2:
+        return body[:start]
+    if damage == 3:
+        return body[:end] + body[start:]
+    if damage == 4:
+        return body[:start] + body[end:]
+    changed = bytearray(body or b"\0")
+    for _ in range(rng.randint(1, 4)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def read_all(suite: Suite) -> dict[str, object]:
+    """What every task holds after reading all of it, or its error."""
+    found: dict[str, object] = {}
+    for entry in suite.entries:
+        try:
+            data = open_task(entry)
+            PROTOCOLS[entry.task.protocol](entry.task, data)
+            for index in range(len(data.images)):
+                decode(data.images.read(index), name=data.images.name(index))
+            # A changed pixel can make two of WinoGAViL's images of one, so images are not counted.
+            found[entry.task.key] = {what: count for what, count in data.counts.items() if what != "images"}
+        except UserError as error:
+            found[entry.task.key] = str(error)
+    return found
+
+
+def saved(root: Path) -> Path:
+    for key in ("imagenetv2", "wilds/fmow"):
+        write_classification(root, TASKS[key], samples=6)
+    write_retrieval(root, TASKS[FLICKR], layout="save_to_disk", samples=4)
+    write_retrieval(root, TASKS[COCO], layout="parquet", samples=4)
+    write_association(root, layout="csv+zip")
+    return root
+
+
+def cached(root: Path) -> Path:
+    write_cache(root, embedded=True)
+    write_retrieval(root, TASKS[FLICKR], layout="webdataset", samples=4)
+    return root
+
+
+@pytest.mark.parametrize(("write", "rounds"), [(saved, 160), (cached, 40)])
+def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(
+    write: Callable[[Path], Path], rounds: int, tmp_path: Path
+) -> None:
+    suite = write(tmp_path / "suite")
+    whole = read_all(open_suite(suite))
+    assert all(isinstance(counts, dict) for counts in whole.values()), whole
+    files = sorted(path for path in suite.rglob("*") if path.is_file() and path.suffix != ".jpg")
+    rng = random.Random(5)
+    refused = 0
+    for number in range(rounds):
+        path = files[number % len(files)]
+        body = path.read_bytes()
+        path.write_bytes(mutated(body, rng))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = read_all(open_suite(suite))
+            except UserError:
+                found = {}
+        path.write_bytes(body)
+        refused += any(isinstance(value, str) for value in found.values())
+        partial = {key: value for key, value in found.items() if isinstance(value, dict) and value != whole[key]}
+        assert not partial or path.suffix in TEXT, (number, path, partial)
+        assert all("likely a fault" not in str(value) for value in found.values())
+    assert refused > rounds // 4
+    assert read_all(open_suite(suite)) == whole
+
+
+def test_damaged_records_and_results_raise_only_documented_errors(tmp_path: Path) -> None:
+    """`suite.json`, the lock, results, outcomes and the summary, read by evaluations, watchers and reports."""
+    from click.testing import CliRunner
+
+    from jobs.evaluate import command
+    from tests.checkpoints import save_step
+
+    suite = tmp_path / "suite"
+    write_classification(suite, TASKS["mnist"], samples=4)
+    record_suite(suite)
+    checkpoint = save_step(tmp_path / "run", 3)
+    arguments = [str(checkpoint), "--suite", str(suite), "workers=0", "micro_batch=4", "--device", "cpu"]
+    done = CliRunner().invoke(command, arguments, standalone_mode=False)
+    assert done.return_value == 0, done.output
+    results = tmp_path / "run/evaluation/step-00000003"
+    opened = open_suite(suite)
+    files = [suite / "suite.json", results.parent / "suite.lock.json"]
+    files += [path for path in sorted(results.rglob("*")) if path.suffix in (".json", ".npz", ".npy")]
+    assert len(files) > 6
+    rng = random.Random(11)
+    for number in range(len(files) * 20):
+        path = files[number % len(files)]
+        body = path.read_bytes()
+        path.write_bytes(swapped(body, rng) if path.suffix == ".json" and rng.random() < 0.5 else mutated(body, rng))
+        try:
+            opened = open_suite(suite)
+            lock = SuiteLock.read(results.parent / "suite.lock.json")
+            lock.lost(opened)
+        except UserError:
+            pass
+        read_results(results)
+        read_outcomes(results / "mnist.json")
+        Candidates(tmp_path / "run", every=1).has_results(checkpoint, opened)
+        read_evaluations(results.parent, lambda step: step, [])
+        path.write_bytes(body)
+
+
+def swapped(body: bytes, rng: random.Random) -> bytes:
+    """Valid JSON with one value replaced by a value of another type."""
+    tree = json.loads(body)
+    node, path = tree, []
+    while isinstance(node, dict | list) and node and (not path or rng.random() < 0.8):
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        path.append((node, key))
+        node = node[key]
+    if path:
+        owner, key = path[-1]
+        owner[key] = rng.choice((None, 3, "text", [1], {"a": None}, -1.5, True))
+    return json.dumps(tree).encode()
+
+
+def test_a_changed_digit_of_a_result_is_not_reused(tmp_path: Path) -> None:
+    """A score, its outcomes and cached text features are compared or carry a checksum."""
+    from pipeline.evaluation import evaluate
+    from tests.checkpoints import QUICK, make_model
+
+    suite, output = tmp_path / "suite", tmp_path / "out"
+    write_classification(suite, TASKS["mnist"], samples=8)
+    model = make_model(0)
+    (first,) = evaluate(model, suite=suite, output=output, config=QUICK)
+    path = output / "mnist.json"
+    tree = json.loads(path.read_text())
+    for damage in ("score", "both", "outcomes", "missing", "text features"):
+        changed = {**tree, "score": 0.9375}
+        if damage == "both":
+            changed["metrics"] = {**tree["metrics"], "acc1": 0.9375}
+        if damage in ("score", "both"):
+            path.write_text(json.dumps(changed))
+        elif damage == "outcomes":
+            outcomes = output / "mnist.outcomes.npz"
+            outcomes.write_bytes(outcomes.read_bytes()[:-40])
+        elif damage == "missing":
+            (output / "mnist.outcomes.npz").unlink()
+        else:
+            path.unlink()
+            (features,) = (output / "classifiers").glob("*.npy")
+            body = features.read_bytes()
+            features.write_bytes(body[:-64] + bytes(60) + body[-4:])
+        (again,) = evaluate(model, suite=suite, output=output, config=QUICK)
+        assert not again.reused, damage
+        assert again.results["mnist"].metrics == first.results["mnist"].metrics
+    assert evaluate(model, suite=suite, output=output, config=QUICK)[0].reused
+    shutil.rmtree(output / "classifiers")
+    assert evaluate(model, suite=suite, output=output, config=QUICK)[0].reused

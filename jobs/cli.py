@@ -35,6 +35,7 @@ COMMANDS = {
     "evaluate": ("jobs.evaluate", "Evaluate a checkpoint on a suite of tasks."),
     "watch": ("jobs.watch", "Evaluate a run's checkpoints as they are written, with any number of watchers."),
     "export": ("jobs.export", "Export a checkpoint to a folder that open_clip and model hubs load, with a model card."),
+    "playground": ("jobs.playground", "Try a model on a local page: text to images, image to classes and captions."),
     "normalizers": (
         "jobs.normalizers",
         "Compute a run's exact log-normalizers and the error of its method's estimates.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import FORMATS, Manifest
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
+from pipeline.distributed.workers import live_with_parent, start_forkserver, start_workers
 
 NAMES = ("key", "uid")
 """Fields of a sample's JSON member that are reported."""
@@ -68,18 +68,21 @@ def read_pairs(
         for place in range(len(shards)):
             yield from whole.stream(place)
         return
-    # Forking a process with threads, as torch's and a GPU's, may hang.
-    context = multiprocessing.get_context("forkserver")
     loader: DataLoader[list[PairBatch]] = DataLoader(
         whole,
         batch_size=None,
         num_workers=min(workers, len(shards)),
         prefetch_factor=1,
-        multiprocessing_context=context,
+        multiprocessing_context=start_forkserver(),
+        worker_init_fn=_end_with_parent,
         collate_fn=_unchanged,
     )
-    for batches in loader:
+    for batches in start_workers(loader):
         yield from batches
+
+
+def _end_with_parent(number: int) -> None:
+    live_with_parent()
 
 
 def _unchanged(batches: list[PairBatch]) -> list[PairBatch]:

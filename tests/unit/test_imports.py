@@ -27,6 +27,7 @@ PIPELINE = {
     "checkpoint": {"distributed", "model"},
     "evaluation": {"checkpoint", "distributed", "model"},
     "report": {"data", "evaluation"},
+    "playground": {"data", "evaluation", "model"},
     "export": {"checkpoint", "model", "report"},
     "training": {"checkpoint", "data", "distributed", "engine", "evaluation", "metrics", "model", "objectives"},
     "planning": {"data", "distributed", "engine", "model", "objectives", "training"},

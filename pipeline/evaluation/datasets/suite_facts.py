@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -44,8 +45,10 @@ def _checked_facts(key: str, task: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in task.items():
         if name == "sha256":
             right = isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
-        else:
-            right = name in COUNTS and isinstance(value, int) and not isinstance(value, bool)
+        elif name in COUNTS:
+            right = isinstance(value, int) and not isinstance(value, bool)
+        else:  # other facts, such as those that the scenes' generator writes, are for readers of the file
+            right = not difflib.get_close_matches(name, (*COUNTS, "sha256"), cutoff=0.75)
         if not right:
             found = plain(repr(value), longest=60)
             raise ValueError(f"{key}: {name} = {found}; allowed are {', '.join(COUNTS)} (whole numbers) and sha256")

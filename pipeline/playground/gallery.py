@@ -1,0 +1,127 @@
+"""The images and captions that the page searches: from a folder of images, a folder of shards, or a text file."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, decode, read_bytes, read_lines
+
+SIDE = 384
+"""Pixels of the longer side of the images that the page shows."""
+LARGEST_PIXELS = 64_000_000
+
+
+@dataclass
+class Sample:
+    """One image or caption, or both."""
+
+    name: str
+    image: bytes | None = None
+    caption: str | None = None
+
+
+@dataclass
+class Dropped:
+    """What could not be used, by reason, with the first example of each."""
+
+    count: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, example: str) -> None:
+        self.count[reason] += 1
+        self.examples.setdefault(reason, example)
+
+    def lines(self) -> list[str]:
+        """One line per reason."""
+        return [f"{count:,} skipped: {reason} (first: {self.examples[reason]})" for reason, count in self.count.items()]
+
+
+def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:
+    """The first `limit` samples of a folder of images, a folder of webdataset shards, or a text file of captions.
+
+    Raises:
+        UserError: There is nothing of that kind.
+    """
+    if source.is_file():
+        lines = [(number, line) for number, line in enumerate(read_lines(source), 1) if line]
+        yield from (Sample(f"line {number}", caption=line) for number, line in lines[:limit])
+        return
+    if not source.is_dir():
+        raise UserError(
+            f"There is no {source}: give a folder of images or shards, or a text file with a caption a line."
+        )
+    shards = sorted(path for path in source.rglob("*.tar") if not path.name.startswith("."))
+    if shards:
+        yield from _from_shards(shards, caption=caption, limit=limit, dropped=dropped)
+        return
+    paths = sorted(
+        path
+        for path in source.rglob("*")
+        if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES and not path.name.startswith(".")
+    )
+    if not paths:
+        raise UserError(f"{source} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no shards (*.tar).")
+    for path in paths[:limit]:
+        try:
+            yield Sample(path.relative_to(source).as_posix(), image=read_bytes(path))
+        except TaskError as error:
+            dropped.add("the file cannot be read", str(error))
+
+
+def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:
+    count = 0
+    for shard in shards:
+        try:
+            with open_records(str(shard), skip=0, caption_suffix=caption.suffix) as records:
+                for row, record in enumerate(records):
+                    if count == limit:
+                        return
+                    name = f"{shard.name}, sample {row}"
+                    try:
+                        text = caption.read(record)
+                    except CorruptSample as error:
+                        text = None
+                        dropped.add(str(error), name)
+                    count += 1
+                    yield Sample(name, image=record.image, caption=text)
+        except (DamagedTar, OSError) as error:
+            dropped.add("the shard is damaged", f"{shard}: {error}")
+
+
+def open_image(body: bytes, *, name: str) -> Any:
+    """The image in RGB.
+
+    Raises:
+        UserError: It is not an image, damaged, or has too many pixels.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(body)) as image:
+            pixels = image.width * image.height
+    except Exception as error:  # PIL raises many exception types for damaged files
+        raise UserError(f"{name} is not an image that can be read (PNG, JPEG, WebP and others).") from error
+    if pixels > LARGEST_PIXELS:
+        raise UserError(f"{name} has {pixels:,} pixels, more than the {LARGEST_PIXELS:,} allowed: make it smaller.")
+    try:
+        return decode(body, name=name)
+    except TaskError as error:
+        raise UserError(f"{name} is damaged: it cannot be decoded to its end.") from error
+
+
+def thumbnail(image: Any) -> bytes:
+    """A JPEG of at most `SIDE` pixels."""
+    small = image.copy()
+    small.thumbnail((SIDE, SIDE))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=86)
+    return buffer.getvalue()

@@ -1,0 +1,286 @@
+"""The playground: what it computes, what it refuses, and the page in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+import jobs.playground as job
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.errors import UserError
+from pipeline.evaluation.runner.compute import Compute
+from pipeline.evaluation.runner.texts import class_vectors
+from pipeline.playground import http_api
+from pipeline.playground.explorer import ClassSet, Explorer
+from pipeline.playground.gallery import Dropped, open_image, read_samples
+from tests.browser import browser, problems
+from tests.checkpoints import make_model, save_checkpoint
+from tests.evaluation_suite import image_bytes
+
+pytest.importorskip("starlette", reason="the extra `playground` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `playground` is not installed")
+CAPTIONS = ("a red fox", "a tabby cat", "an old bridge", "the night sky")
+CLASSES = ["fox", "cat", "bridge"]
+TEMPLATES = ["a photo of a {c}.", "the {c}"]
+
+
+def bodies(count: int) -> list[tuple[str, bytes]]:
+    rng = np.random.default_rng(3)
+    return [image_bytes(rng, number) for number in range(count)]
+
+
+def write_photos(root: Path, count: int = 14) -> Path:
+    """Images in two folders, one of them damaged, and a file that is none."""
+    for number, (suffix, body) in enumerate(bodies(count)):
+        folder = root / ("a" if number % 2 else "b")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:02d}.{suffix}").write_bytes(body)
+    (root / "a/zz.jpg").write_bytes(b"no image")
+    (root / "notes.md").write_text("not an image")
+    return root
+
+
+def write_shard(root: Path, captions: tuple[str, ...]) -> Path:
+    root.mkdir()
+    with tarfile.open(root / "00000.tar", "w") as tar:
+        for number, caption in enumerate(captions):
+            suffix, body = bodies(len(captions))[number]
+            for name, content in ((suffix, body), ("txt", caption.encode())):
+                info = tarfile.TarInfo(f"{number:05d}.{name}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return root
+
+
+def read(source: Path, **options: Any) -> tuple[list[Any], Dropped]:
+    dropped = Dropped()
+    settings = {"caption": CaptionField(), "limit": 100, **options}
+    return list(read_samples(source, dropped=dropped, **settings)), dropped
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
+    found = Explorer(make_model(0), class_sets=[ClassSet("animals", tuple(CLASSES), tuple(TEMPLATES))])
+    samples, dropped = read(write_photos(tmp_path_factory.mktemp("photos")))
+    found.add_images(samples, dropped=dropped, progress=lambda count: None)
+    found.add_captions([*CAPTIONS, CAPTIONS[0]], progress=lambda count: None)
+    (line,) = dropped.lines()
+    assert line.startswith("1 skipped: the image cannot be decoded (first: a/zz.jpg is not an image")
+    return found
+
+
+@pytest.fixture(scope="module")
+def address(explorer: Explorer) -> Iterator[tuple[str, int]]:
+    import uvicorn
+
+    listening = http_api.listen("127.0.0.1", 0)
+    app = http_api.make_app(explorer, title="run, step-00000010", local=True)
+    serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    yield listening.getsockname()[:2]
+    serving.should_exit = True
+    thread.join()
+
+
+def ask(address: tuple[str, int], path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+    connection.request("POST" if body is not None else "GET", path, content, headers)
+    reply = connection.getresponse()
+    text = reply.read()
+    connection.close()
+    return reply.status, json.loads(text) if reply.headers.get_content_type() == "application/json" else text
+
+
+def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -> None:
+    samples, dropped = read(write_photos(tmp_path / "photos", count=4))
+    assert [sample.name for sample in samples][:2] == ["a/01.png", "a/03.png"]
+    assert not dropped.lines()
+    assert len(read(tmp_path / "photos", limit=2)[0]) == 2
+    shards = write_shard(tmp_path / "shards", ("one", " ", "three"))
+    samples, dropped = read(shards)
+    assert [(sample.name, sample.caption) for sample in samples] == [
+        ("00000.tar, sample 0", "one"),
+        ("00000.tar, sample 1", None),
+        ("00000.tar, sample 2", "three"),
+    ]
+    assert samples[0].image == bodies(3)[0][1]
+    assert dropped.lines() == ["1 skipped: caption is empty (first: 00000.tar, sample 1)"]
+    shard = shards / "00000.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    assert "the shard is damaged" in read(shards)[1].lines()[-1]
+    (tmp_path / "captions.txt").write_text("first\n\nsecond\n")
+    assert [sample.caption for sample in read(tmp_path / "captions.txt")[0]] == ["first", "second"]
+    (tmp_path / "empty").mkdir()
+    for source, message in ((tmp_path / "empty", "holds no images"), (tmp_path / "gone", "There is no")):
+        with pytest.raises(UserError, match=message):
+            read(source)
+
+
+def test_results_are_those_of_the_model(explorer: Explorer) -> None:
+    model = explorer.model
+    assert (len(explorer.names), len(explorer.captions)) == (14, 4)
+    found = explorer.search("a red fox", count=14)
+    pixels = torch.stack([model.preprocess(open_image(body, name="")) for _, body in bodies(14)])
+    by_name = dict(
+        zip((f"{'a' if k % 2 else 'b'}/{k:02d}" for k in range(14)), model.encode_image(pixels), strict=True)
+    )
+    query = model.encode_text(model.tokenize(["a red fox"]))[0]
+    for hit in found:
+        assert hit["score"] == pytest.approx(float(by_name[hit["name"].split(".")[0]] @ query), abs=1e-4)
+    assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
+    image = explorer.add_upload(bodies(1)[0][1])
+    vectors = class_vectors(model, CLASSES, TEMPLATES, compute=Compute(torch.device("cpu")), micro_batch=6)
+    expected = torch.softmax(explorer.scale * (vectors @ by_name["b/00"]), 0)
+    result = explorer.classify(image, CLASSES, TEMPLATES)
+    assert {one["name"]: one["probability"] for one in result} == {
+        name: pytest.approx(float(p), abs=1e-5) for name, p in zip(CLASSES, expected, strict=True)
+    }
+    assert explorer.nearest_captions("gallery:3", count=2)[0]["caption"] in CAPTIONS
+
+
+def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Explorer) -> None:
+    def error(path: str, body: object) -> tuple[int, str]:
+        status, found = ask(address, path, body)
+        return status, found["error"]
+
+    huge = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(huge, "PNG")
+    assert error("/api/image", b"") == (400, "The file is empty.")
+    assert error("/api/image", b"text")[1].startswith("The file is not an image that can be read")
+    assert error("/api/image", bodies(4)[3][1][:150])[0] == 400
+    assert "81,000,000 pixels, more than the 64,000,000 allowed" in error("/api/image", huge.getvalue())[1]
+    assert error("/api/image", bytes(http_api.LARGEST_UPLOAD + 1)) == (
+        413,
+        "The file has more than 20 MiB: make it smaller.",
+    )
+    assert error("/api/search", {"text": " "}) == (400, "Type the text first.")
+    assert "1,000 are allowed" in error("/api/search", {"text": "x" * 1001})[1]
+    assert error("/api/search", {"text": "a", "count": 10_000}) == (400, "count must be a number from 1 to 60.")
+    assert error("/api/search", b"[") == (400, "The request is not JSON.")
+    assert error("/api/search", [1]) == (400, "The request must be a JSON object.")
+    image = explorer.add_upload(bodies(1)[0][1])
+
+    def classes(classes: object, templates: object = TEMPLATES, image: str = image) -> str:
+        return error("/api/classify", {"image": image, "classes": classes, "templates": templates})[1]
+
+    assert classes(["cat", "cat "]) == "Give 2 to 1,000 different classes, one a line; these are 1."
+    assert classes("cat") == "classes and templates must be lists of texts."
+    assert classes(CLASSES, ["a photo"]) == "The template 'a photo' needs {c} where the class name goes."
+    assert classes(CLASSES, []) == "Give 1 to 100 templates, one a line; these are 0."
+    assert classes(CLASSES, image="0" * 24) == "This image is not known any more: drop it again."
+    assert classes(CLASSES, image="gallery:99") == "This image is not known any more: drop it again."
+    assert ask(address, "/image/99")[0] == 404
+    assert ask(address, "/../../etc/passwd")[0] == 404
+
+
+def test_only_this_machine_is_served_by_default(address: tuple[str, int]) -> None:
+    """Other pages cannot reach the server by a name of theirs that resolves to it; nothing is loaded from elsewhere."""
+    assert ask(address, "/api/info", Host="attacker.example")[0] == 400
+    assert ask(address, "/api/info", Host=f"localhost:{address[1]}")[0] == 200
+    page = ask(address, "/")[1].decode()
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: str) -> str:
+        done = CliRunner().invoke(job.command, list(arguments), standalone_mode=False)
+        assert isinstance(done.exception, UserError), done.output
+        return str(done.exception)
+
+    checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
+    assert fails(checkpoint, "--images", str(tmp_path / "gone")) == f"There is no {tmp_path / 'gone'}."
+    assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "choose another --port or --host" in fails(checkpoint, "--port", port)
+    assert "neither a folder with" in fails(str(tmp_path / "nothing"), "--port", "0")
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "x.png").write_bytes(b"no")
+    assert "has no image that can be used. 1 skipped" in fails(checkpoint, "--images", str(bad), "--port", "0")
+
+
+def test_the_command_offers_the_classes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = tmp_path / "photos"
+    for number, name in enumerate(("mug", "t_shirt")):
+        (photos / name).mkdir(parents=True)
+        (photos / name / "1.png").write_bytes(bodies(4)[number + 2][1])
+    text = (
+        "products: {name: Our products, folder: photos, classnames: {t_shirt: T-shirt}, templates: ['a {c} for sale']}"
+    )
+    (tmp_path / "tasks.yaml").write_text(text + "\nbroken: {folder: gone}\n")
+    served: list[Explorer] = []
+    monkeypatch.setattr(http_api, "make_app", lambda explorer, **options: served.append(explorer) or options)
+    monkeypatch.setattr(http_api, "serve", lambda app, listening: None)
+    arguments = [str(save_checkpoint(tmp_path / "step-00000001", 0)), "--suite", str(tmp_path / "tasks.yaml")]
+    (tmp_path / "captions.txt").write_text("one\ntwo\n")
+    arguments += [
+        "--images",
+        str(photos),
+        "--captions",
+        str(tmp_path / "captions.txt"),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(job.command, arguments, standalone_mode=False)
+    assert done.return_value == 0, done.output
+    assert served[0].class_sets == (ClassSet("Our products", ("mug", "T-shirt"), ("a {c} for sale",)),)
+    assert "broken is left out: There is no folder" in done.output
+    assert "2 images, 2 captions. Playground: http://127.0.0.1:" in done.output
+    assert "Only this machine can reach it." in done.output
+
+
+def test_the_page_in_a_browser(address: tuple[str, int], tmp_path: Path) -> None:
+    """Search, a click on a result, a dropped file and a bad one; accessible, and fit for a phone."""
+    url = f"http://{address[0]}:{address[1]}/"
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    good.write_bytes(bodies(8)[7][1])
+    bad.write_bytes(b"no image")
+    said: list[str] = []
+    with browser() as started:
+        for width in (1400, 390):
+            tab = started.new_page(viewport={"width": width, "height": 900})
+            tab.on("console", lambda message: said.append(message.text))
+            tab.on("pageerror", lambda error: said.append(str(error)))
+            tab.goto(url)
+            tab.wait_for_selector("#facts li")
+            assert tab.inner_text("h1") == "run, step-00000010"
+            assert tab.input_value("#classes") == "\n".join(CLASSES)
+            tab.fill("#text", "a red fox")
+            tab.click("#search button")
+            tab.wait_for_selector(".hit img")
+            assert tab.locator(".hit").count() == 12
+            tab.locator(".hit").first.click()
+            tab.wait_for_selector("#captions li")
+            tab.wait_for_selector("#probabilities li")
+            assert not said
+            tab.set_input_files("#file", bad)
+            tab.wait_for_selector("#image-error:visible")
+            assert "is not an image that can be read" in tab.inner_text("#image-error")
+            tab.set_input_files("#file", good)
+            tab.get_by_text("good.png", exact=True).wait_for()
+            tab.fill("#classes", "a fox\na cat")
+            tab.click("#classify")
+            tab.locator("#probabilities li", has_text="a fox").wait_for()
+            assert tab.locator("#probabilities li").count() == 2
+            assert tab.locator("#image-error").is_hidden()
+            assert problems(tab, width=width) == []
+            said.clear()  # the browser logs the refused upload
+            tab.close()

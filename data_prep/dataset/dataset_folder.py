@@ -147,7 +147,7 @@ class Folder:
 
     def write_record(self, record: ShardRecord) -> None:
         """Write a record in one step."""
-        write_json(self.record(record.shard), record.tree())
+        write_json(self.record(record.shard), record.tree(), durable=True)
 
     @property
     def repair_hint(self) -> str:

@@ -54,7 +54,8 @@ def is_whole(body: bytes, kind: str) -> bool:
         near = b"\xff\xd9" in tail and b"\xff\xda" not in tail
         return near or body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
     if kind == "PNG":
-        return b"IEND\xaeB`\x82" in body  # the last chunk with its checksum
+        # Near the end, or anywhere with its checksum: pixels may contain the four letters.
+        return b"IEND" in body[-4096:] or b"IEND\xaeB`\x82" in body
     if kind == "GIF":
         return _is_whole_gif(body)
     if kind == "WEBP":

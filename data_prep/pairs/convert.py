@@ -6,9 +6,11 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep import reasons
 from data_prep.fetching.content import check_image, extension
+from data_prep.fetching.served_pixels import decode, upright
 from data_prep.pairs.pair import MISSING_FILE
 from data_prep.reasons import FetchError
 
@@ -76,7 +78,7 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
 
 
 def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     assert isinstance(image, Image.Image)
     kind, (width, height) = image.format, image.size
@@ -85,12 +87,22 @@ def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
     if not shrinks and not turned and kind in _STORED:
         image.load()
         return StoredImage(extension(body, str(kind).lower()), body, width, height)
-    picture = ImageOps.exif_transpose(image).convert("RGB")
+    picture = _upright(image, body)
     if shrinks:
         assert options.size is not None
         scale = options.size / min(picture.size)
         target = tuple(max(options.size, round(side * scale)) for side in picture.size)
-        picture = picture.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)  # type: ignore[arg-type]
+        picture = picture.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=options.quality)
     return StoredImage("jpg", buffer.getvalue(), *picture.size)
+
+
+def _upright(image: Any, body: bytes) -> Any:
+    """The image as 8-bit RGB, as a viewer shows it; Pillow alone would clip 16-bit grey to white."""
+    from PIL import Image, ImageOps
+
+    if image.mode.startswith("I;16"):
+        pixels = decode(body)
+        return Image.fromarray(upright(pixels.array, pixels.orientation)).convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")

@@ -242,7 +242,7 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
 
     numbers = ("row", "captions", "width", "height")
     schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
-    with replacing(path) as temporary:
+    with replacing(path, durable=True) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
 
 

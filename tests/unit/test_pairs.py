@@ -254,6 +254,16 @@ def test_images_are_rotated_upright_downscaled_and_converted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_grey_is_scaled_when_it_is_encoded_again(kind: str) -> None:
+    """Pillow's own conversion clips it to white."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((60, 80), 128 * 257, np.uint16)).save(buffer, kind)
+    stored_image = convert(buffer.getvalue(), ImageOptions(size=32))
+    with Image.open(io.BytesIO(stored_image.body)) as image:
+        assert np.abs(np.asarray(image.convert("RGB")).astype(int) - 128).max() <= 1
+
+
 def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     names = write_images(folder, 60)

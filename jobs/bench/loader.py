@@ -32,6 +32,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
+from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
 
@@ -97,11 +98,9 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, images
     return folder
 
 
-def run_ours(folder: Path, *, samples: int, tokenizer: Any, normalized: bool = False, **settings: Any) -> None:
+def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, normalized: bool = False, **settings: Any) -> None:
     config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
-    loader = build_loader(
-        config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=fast_tokenizer(tokenizer)
-    )
+    loader = build_loader(config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
     for _ in range(samples // BATCH):
         batch = next(loader)
         if normalized:
@@ -145,16 +144,17 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
     import open_clip
 
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    tokenize = fast_tokenizer(tokenizer)
     with tempfile.TemporaryDirectory() as name:
         folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter, images=images)
         size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
         runs: dict[str, Callable[[], None]] = {
             "open_clip": lambda: run_open_clip(folder, samples=samples, tokenizer=tokenizer),
-            "ours": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer),
-            "and normalized here": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, normalized=True),
-            "ours, scaled": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="scaled"),
-            "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, altered_shards="ignore"),
-            "ours, exact": lambda: run_ours(folder, samples=samples, tokenizer=tokenizer, decoding="exact"),
+            "ours": lambda: run_ours(folder, samples=samples, tokenize=tokenize),
+            "and normalized here": lambda: run_ours(folder, samples=samples, tokenize=tokenize, normalized=True),
+            "ours, scaled": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="scaled"),
+            "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenize=tokenize, altered_shards="ignore"),
+            "ours, exact": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="exact"),
         }
         for run in runs.values():
             run()  # warm the page cache, the tokenizers' caches and the allocators

@@ -3,6 +3,7 @@
     python -m jobs.bench.train --arch ViT-B-32 --image-size 64 --batch 32
     python -m jobs.bench.train --arch ViT-B-16 --batch 640 --rounds 10                   on a GPU
     python -m jobs.bench.train --arch ViT-B-16 --batch 5120 --accumulate 8
+    python -m jobs.bench.train --batch 16 --steps 1 --contenders openclip whole_texts plain_attention
 
 The reference is `train_one_epoch` of the installed package, set up as in its own `main` (AdamW with two parameter
 groups, ClipLoss, amp in bf16). Ours runs the trainer's full training step in a DeepSpeed engine, with uint8 pixels
@@ -42,6 +43,13 @@ from pipeline.training.step import TrainStep, micro_batches
 from pipeline.versions import versions
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "openclip": {},
+    "whole_texts": {"trim_text": False},
+    "plain_attention": {"packed_attention": False, "trim_text": False},
+    "neuclip": {},
+}
+"""Ours, beside `open_clip_train`, with the arguments they change: `openclip` has everything that is on by default."""
 DATASET = 1_000_000
 SEED = 0
 
@@ -75,6 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--grad-checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
     parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
@@ -253,16 +262,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
     with start_world(device=args.device) as world:
         data = make_data(args)
-        contenders = {
-            "open_clip_train": open_clip_train(args, data, device=world.device),
-            "openclip": ours(args, data, objective="openclip", world=world),
-            "neuclip": ours(args, data, objective="neuclip", world=world),
-        }
+        contenders = {"open_clip_train": open_clip_train(args, data, device=world.device)}
+        for name in args.contenders:
+            settings = argparse.Namespace(**{**vars(args), **CONTENDERS[name]})
+            objective = "neuclip" if name == "neuclip" else "openclip"
+            contenders[name] = ours(settings, data, objective=objective, world=world)
         names = list(contenders)
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(args.rounds + 1):
             # Rotate the order, so that no contender always runs after the same one.
-            for name in names[number % 3 :] + names[: number % 3]:
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
                 taken = seconds(contenders[name], args.steps, world.device, threads=args.threads)
                 if number:
                     times[name].append(taken / args.steps)
@@ -277,15 +287,17 @@ def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: t
     print(
         ", ".join(f"{name} {version}" for name, version in versions(("torch", "deepspeed", "open_clip_torch")).items())
     )
-    print(f"{'':<18}{'ms/step':>10}{'samples/s':>12}{'/ open_clip_train':>20}{'lowest':>9}{'highest':>9}")
+    print(f"{'':<20}{'ms/step':>10}{'samples/s':>12}{'/ open_clip_train':>20}{'lowest':>9}{'highest':>9}")
     theirs = times["open_clip_train"]
     for name, found in times.items():
         ratios = [b / a for a, b in zip(found, theirs, strict=True)]
         median = statistics.median(found)
         print(
-            f"{name:<18}{median * 1e3:>10.1f}{args.batch / median:>12.1f}{statistics.median(ratios):>20.3f}"
+            f"{name:<20}{median * 1e3:>10.1f}{args.batch / median:>12.1f}{statistics.median(ratios):>20.3f}"
             f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
         )
+    if not {"openclip", "neuclip"} <= times.keys():
+        return
     extra = [b / a - 1 for a, b in zip(times["openclip"], times["neuclip"], strict=True)]
     print(
         f"neuclip takes {statistics.median(extra):+.1%} of openclip's time ({args.prototypes} prototypes, "

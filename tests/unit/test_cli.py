@@ -86,7 +86,7 @@ def test_recipe_is_a_path_or_the_name_of_a_bundled_recipe(tmp_path: Path) -> Non
 def test_dry_run_finds_errors_that_would_end_the_run(tmp_path: Path) -> None:
     for wrong, words in (
         ("model.arch=ViT-B32", "'ViT-B32' is not known. The nearest is ViT-B-32"),
-        ("optimizer.name=lamb", "does not work with ZeRO stage 1"),
+        ("optimizer.name=lamb", "does not work with ZeRO stage 2"),
     ):
         result = CliRunner().invoke(train, ["--recipe", "cc12m", "--dry-run", wrong])
         assert isinstance(result.exception, UserError)

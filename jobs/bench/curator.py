@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from pipeline.analysis.pair_scores import SampledNormalizers, encode
+from pipeline.analysis.pair_normalizers import SampledNormalizers
+from pipeline.analysis.pair_scores import encode
 from pipeline.analysis.scorer import make_scorer
 from pipeline.analysis.shard_pairs import read_pairs
 from pipeline.data.shards.caption_field import CaptionField

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.analysis.pair_scores import NetworkNormalizers, SampledNormalizers, Scorer, ScoringFacts, reference_pairs
+from pipeline.analysis.pair_normalizers import NetworkNormalizers, SampledNormalizers
+from pipeline.analysis.pair_scores import Scorer, ScoringFacts, reference_pairs
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.caption_field import CaptionField

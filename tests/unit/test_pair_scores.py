@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from data_prep.sources.subset import _contained
 from jobs.score import command
-from pipeline.analysis.pair_scores import SampledNormalizers, encode, part_of
+from pipeline.analysis.pair_normalizers import SampledNormalizers
+from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import load_network
 from pipeline.analysis.shard_pairs import read_pairs
 from pipeline.checkpoint.reader import open_checkpoint

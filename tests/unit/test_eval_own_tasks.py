@@ -259,7 +259,7 @@ def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Pat
         opened(tmp_path, text)
     loose.unlink()
     (tmp_path / "photos/mug/link.jpg").symlink_to(tmp_path / "gone.jpg")
-    with pytest.raises(TaskError, match=r"holds link.jpg, which is no image"):
+    with pytest.raises(TaskError, match=r"holds link.jpg, which is not an image"):
         opened(tmp_path, text)
 
 

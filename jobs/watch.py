@@ -50,9 +50,14 @@ def command(
     signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: release leases immediately
     with start_processes(device) as processes:
         watcher = Watcher(
-            runs, suite=opened, config=config, evaluation=evaluation, processes=processes, say=_say(processes[0].rank)
+            runs,
+            suite=opened,
+            config=config,
+            evaluation=evaluation,
+            processes=processes,
+            say=_say(processes[0].rank),
+            on_scored=update_scores,
         )
-        watcher.on_scored = update_scores
         complete = watcher.run(stop, once=once)
     return 0 if complete else 1
 

@@ -67,8 +67,6 @@ class Watcher:
         evaluation: Settings of the evaluations.
         processes: Ranks and device, as for `evaluate`. Only the first rank decides.
         say: Called with a line for the log.
-
-    Attributes:
         on_scored: Called with a run's folder after some of its checkpoints were evaluated, on the first process.
     """
 
@@ -81,10 +79,10 @@ class Watcher:
         evaluation: EvaluationConfig,
         processes: tuple[Processes, Any],
         say: Say,
+        on_scored: Callable[[Path], None] = lambda run: None,
     ) -> None:
         self.runs, self.suite, self.config, self.evaluation = list(runs), suite, config, evaluation
-        self.processes, self.say = processes, say
-        self.on_scored: Callable[[Path], None] = lambda run: None
+        self.processes, self.say, self._on_scored = processes, say, on_scored
         self._retry_at: dict[Path, float] = {}
         self._mentioned: set[Path] = set()
         self.candidates = {run: Candidates(run, every=config.every) for run in self.runs}
@@ -233,7 +231,7 @@ class Watcher:
                 self._finish(item, {key: result.score for key, result in sorted(found[position].results.items())})
         if found is not None and world.rank == 0:
             for run in dict.fromkeys(item.path.parent.parent for item in whole):
-                self.on_scored(run)
+                self._on_scored(run)
 
     def _finish(self, item: WatchItem, scores: Mapping[str, float]) -> None:
         if item.lease is None:

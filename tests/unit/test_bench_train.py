@@ -15,7 +15,8 @@ def test_options_are_compared_with_the_baseline() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-2:]}
     assert list(rows) == ["none", "accumulation"]
     assert rows["none"][1] == rows["none"][5] == "1.00"
-    assert all(float(figure) > 0 for row in rows.values() for figure in row)
+    assert all(float(figure) > 0 for row in rows.values() for figure in row[:-1])
+    assert all(row[-1] == "?" for row in rows.values())  # the share of a CPU's peak is not known
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ def _lock(folder: Path, *, others: bool) -> int:
     if others:
         raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")
     problems = record_suite(folder, on_note=click.echo)
-    click.echo(f"{folder / 'suite.json'}: {len(problems)} tasks could not be recorded.")
+    if problems:
+        click.echo(f"{folder / 'suite.json'}: {len(problems)} tasks could not be recorded.")
     return EXIT_PROBLEMS if problems else 0
 
 

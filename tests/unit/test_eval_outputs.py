@@ -126,14 +126,14 @@ def test_formats_for_other_tools(model: EvaluationModel, suite: Path, tmp_path: 
         assert (example["rank"] < 5) == any(caption["right"] for caption in example["captions"])
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "workers"), [(1, 0), (1, 1), (2, 0)])
 def test_image_cache_does_not_change_results(
-    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, count: int
+    model: EvaluationModel, suite: Path, expected: dict[str, bytes], tmp_path: Path, count: int, workers: int
 ) -> None:
     """The second evaluation of a suite decodes nothing; images in damaged cache files are decoded again."""
     models = [model, make_model(2, image_size=48)][:count]
     cached = dataclasses.replace(QUICK, cache=str(tmp_path / "cache"))
-    evaluate(models, suite=suite, output=tmp_path / "first", config=cached)
+    evaluate(models, suite=suite, output=tmp_path / "first", config=dataclasses.replace(cached, workers=workers))
     files = sorted((tmp_path / "cache").rglob("*.npy"))
     assert files
     decoded: list[str] = []

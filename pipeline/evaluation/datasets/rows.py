@@ -92,7 +92,9 @@ def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: s
     for row, (text, name) in enumerate(zip(texts, names, strict=True)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
-            raise TaskError(f"{table.row_name(row)} has an empty caption: fetch the table again.")
+            raise TaskError(
+                f"{table.row_name(row)} has an empty caption: fetch the table again, or remove the row if it is yours."
+            )
         if name is None or name not in by_name:
             if name is not None:
                 by_name[name] = len(places)

@@ -136,7 +136,8 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
         if wanted is not None and count != wanted:
             raise TaskError(
                 f"{entry.task.key}: {entry.folder} has {count:,} {what}, but {wanted:,} are expected. A score over "
-                "other data would not be this task's score: fetch the data again, or give the folder itself as suite."
+                "other data would not be this task's score: fetch the data again. To score the data as it is, give the "
+                "folder itself as --suite, and remove a suite.json in it that records other data."
             )
     return data
 

@@ -60,7 +60,21 @@ class PixelCache:
             ) from error
 
 
-def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transform]:
+class Pixels:
+    """Image -> 8-bit pixels [H, W, 3]: the part of a preprocessing that is cached. Loading workers receive it pickled.
+
+    Args:
+        steps: The steps before `ToTensor`.
+    """
+
+    def __init__(self, steps: Callable[[Any], Any]) -> None:
+        self._steps = steps
+
+    def __call__(self, image: Any) -> np.ndarray:
+        return np.asarray(self._steps(image).convert("RGB"))
+
+
+def split_transform(transform: Any) -> tuple[Pixels, Transform]:
     """Split a preprocessing into image -> 8-bit pixels [H, W, 3] and pixels -> tensor; together they are bit-identical.
 
     Raises:
@@ -72,12 +86,7 @@ def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transf
     place = next((k for k, step in enumerate(steps) if isinstance(step, ToTensor)), None)
     if place is None:
         raise TaskError("The preprocessing of this model has no ToTensor step, so its images cannot be cached.")
-    before, after = Compose(steps[:place]), Compose(steps[place:])
-
-    def to_pixels(image: Any) -> np.ndarray:
-        return np.asarray(before(image).convert("RGB"))
-
-    return to_pixels, after
+    return Pixels(Compose(steps[:place])), Compose(steps[place:])
 
 
 def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:

@@ -60,7 +60,7 @@ class PixelCache:
             ) from error
 
 
-class Pixels:
+class ToPixels:
     """Image -> 8-bit pixels [H, W, 3]: the part of a preprocessing that is cached. Loading workers receive it pickled.
 
     Args:
@@ -74,7 +74,7 @@ class Pixels:
         return np.asarray(self._steps(image).convert("RGB"))
 
 
-def split_transform(transform: Any) -> tuple[Pixels, Transform]:
+def split_transform(transform: Any) -> tuple[ToPixels, Transform]:
     """Split a preprocessing into image -> 8-bit pixels [H, W, 3] and pixels -> tensor; together they are bit-identical.
 
     Raises:
@@ -86,7 +86,7 @@ def split_transform(transform: Any) -> tuple[Pixels, Transform]:
     place = next((k for k, step in enumerate(steps) if isinstance(step, ToTensor)), None)
     if place is None:
         raise TaskError("The preprocessing of this model has no ToTensor step, so its images cannot be cached.")
-    return Pixels(Compose(steps[:place])), Compose(steps[place:])
+    return ToPixels(Compose(steps[:place])), Compose(steps[place:])
 
 
 def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:

@@ -33,7 +33,9 @@ def make_scorer(
     workers: int,
     world: World,
 ) -> tuple[Scorer, ScoringFacts]:
-    """The scorer, the same on every rank, and the facts that its scores depend on.
+    """The scorer, and the facts that its scores depend on.
+
+    It is the same on every rank without communication: each one encodes the whole sample itself.
 
     Args:
         spec: As `load_for_evaluation`.

@@ -15,9 +15,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from pipeline.checkpoint.layout import BEST_NAME, FOLDER_NAME, LATEST_NAME, META_NAME, PREFIX, best_checkpoint, step_of
+from pipeline.checkpoint.layout import (
+    BEST_NAME,
+    FOLDER_NAME,
+    LATEST_NAME,
+    META_NAME,
+    PREFIX,
+    best_checkpoint,
+    finished_checkpoints,
+    step_of,
+)
 from pipeline.checkpoint.reader import damage
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -26,8 +34,6 @@ from pipeline.files import flush, write_text
 BLOCK = 1 << 20
 ATTEMPTS = 3
 PAUSE_SECONDS = 5.0
-ROLLBACK_SECONDS = 600.0
-"""How long a rollback waits for an upload that is under way."""
 
 
 class MirrorStore:
@@ -77,9 +83,10 @@ class MirrorStore:
         """
         self.remove(path.name)
         meta = (path / META_NAME).read_bytes()
-        self._files.makedirs(f"{self._root}/{path.name}", exist_ok=True)
         for name, entry in json.loads(meta)["files"].items():
-            self._files.put_file(str(path / name), f"{self._root}/{path.name}/{name}")
+            target = f"{self._root}/{path.name}/{name}"
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(path / name), target)
             if self._sha256(f"{path.name}/{name}") != entry["sha256"]:
                 raise OSError(f"{name} arrived with other contents")
         self._files.pipe_file(f"{self._root}/{path.name}/{META_NAME}", meta)
@@ -104,6 +111,7 @@ class MirrorStore:
         try:
             meta = json.loads(self.read(f"{name}/{META_NAME}"))
             for file in meta["files"]:
+                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(f"{self._root}/{name}/{file}", str(temporary / file))
                 flush(temporary / file)
             write_text(temporary / META_NAME, json.dumps(meta, indent=1) + "\n", durable=True)
@@ -133,7 +141,7 @@ class Mirror:
 
     Args:
         store: Where to.
-        keep: Returns the names that stay, of those that the mirror has.
+        keep: Returns the names that stay, of those that the mirror has; its best checkpoint stays in any case.
         on_event: Called with a message for every upload.
     """
 
@@ -165,10 +173,16 @@ class Mirror:
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout=seconds)
 
-    def abandon_after(self, step: int) -> None:
-        """Remove checkpoints of later steps than `step`, to which the run has rolled back."""
-        self.wait(ROLLBACK_SECONDS)
+    def abandon_after(self, step: int, *, seconds: float) -> None:
+        """Remove checkpoints of later steps than `step`, to which the run has rolled back.
+
+        Args:
+            step: The step.
+            seconds: How long to wait for an upload that is under way.
+        """
         try:
+            if not self.wait(seconds):
+                raise TimeoutError(f"an upload has taken more than {seconds:.0f} s")
             names = self._store.names()
             for name in names:
                 if step_of(Path(name)) > step:
@@ -176,7 +190,7 @@ class Mirror:
             older = [name for name in names if step_of(Path(name)) <= step]
             if older:
                 self._store.point(LATEST_NAME, older[-1])
-        except OSError as error:
+        except Exception as error:  # of any client library
             self._on_event(
                 f"The mirror {self._store.url} could not be rolled back ({error}): remove later steps there."
             )
@@ -200,7 +214,7 @@ class Mirror:
                 if best == path:
                     self._store.point(BEST_NAME, path.name)
                 names = self._store.names()
-                for name in set(names) - self._keep(names) - {path.name}:
+                for name in set(names) - self._keep(names) - {path.name, self._store.read(BEST_NAME)}:
                     self._store.remove(name)
                 self._on_event(f"Checkpoint {path.name} is in the mirror ({time.monotonic() - start:.0f} s).")
                 return
@@ -232,14 +246,12 @@ def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str],
                 f"checkpoint.mirror = {url!r} cannot be read ({type(error).__name__}: {error}): check the address and "
                 "the credentials, or start with checkpoint.mirror=null."
             )
-    problem = world.gather_objects(problem)[0]
-    if problem:
-        raise UserError(problem)
+    world.raise_together(problem)
 
 
 def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None]) -> None:
     folder = run / FOLDER_NAME
-    here = [step_of(path) for path in folder.glob(f"{PREFIX}*")]
+    here = [step_of(path) for path in finished_checkpoints(run)]
     newer = [name for name in store.names() if step_of(Path(name)) > max(here, default=-1)]
     for name in reversed(newer):
         if problem := store.download(name, folder):
@@ -258,8 +270,3 @@ def kept_names(names: list[str], *, keep_last: int, keep_every: int | None, best
     newest = sorted(names)[-keep_last:]
     regular = [name for name in names if keep_every is not None and step_of(Path(name)) % keep_every == 0]
     return {*newest, *regular, *([best] if best else [])}
-
-
-def open_mirror(url: str | None, run: Path, **how: Any) -> Mirror | None:
-    """The mirror of a run; None without one. The other arguments are those of `Mirror`."""
-    return Mirror(MirrorStore(url, run), **how) if url else None

@@ -36,7 +36,7 @@ from pipeline.checkpoint.layout import (
     name_of,
     sha256,
 )
-from pipeline.checkpoint.mirror import Mirror, kept_names, open_mirror
+from pipeline.checkpoint.mirror import Mirror, MirrorStore, kept_names
 from pipeline.checkpoint.reader import abandon_after
 from pipeline.config import section
 from pipeline.distributed.world import World
@@ -72,7 +72,8 @@ class CheckpointConfig:
     folder with the name of the run's, and as many checkpoints are kept there. `--resume latest` on a machine without
     newer checkpoints downloads the newest one."""
     mirror_minutes: float = Field(default=20.0, ge=0.0)
-    """How long the end of a run waits for the upload of its last checkpoint; less than `engine.timeout_minutes`."""
+    """How long the end of a run, or a rollback, waits for an upload that is under way; less than
+    `engine.timeout_minutes`."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._seconds_to_wait = 600.0
         self._mirror: Mirror | None = None
+        self._gave_up = False
+        """Whether `finish` has waited in vain for the mirror."""
         if world.is_main:
-            self._mirror = open_mirror(config.mirror, run, keep=self._kept, on_event=on_event)
+            if config.mirror:
+                self._mirror = Mirror(MirrorStore(config.mirror, run), keep=self._kept, on_event=on_event)
             self._sweep()
         world.barrier()
 
@@ -161,7 +165,8 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
         self.wait()
-        if self._mirror is not None and not self._mirror.wait(60 * self._config.mirror_minutes):
+        if self._mirror is not None and not self._gave_up and not self._mirror.wait(self._mirror_seconds):
+            self._gave_up = True
             self._on_event(
                 f"The upload of the last checkpoint was not finished in {self._config.mirror_minutes:g} minutes."
             )
@@ -170,7 +175,12 @@ class CheckpointWriter:
         """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
         abandon_after(self.run, step)
         if self._mirror is not None:
-            self._mirror.abandon_after(step)
+            self._mirror.abandon_after(step, seconds=self._mirror_seconds)
+
+    @property
+    def _mirror_seconds(self) -> float:
+        """How long the other ranks can wait for the mirror without reporting rank 0 as stalled."""
+        return 60 * self._config.mirror_minutes
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:

@@ -76,6 +76,15 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def raise_together(self, problem: str) -> None:
+        """Raise a problem of rank 0 on every rank; nothing happens if it is empty there. Collective.
+
+        Raises:
+            UserError: Rank 0 has a problem.
+        """
+        if problem := self.gather_objects(problem)[0]:
+            raise UserError(problem)
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()

@@ -37,6 +37,8 @@ class TrackerSink(QuietSink):
     """
 
     library: str
+    hint = ""
+    """Advice in the message when the tracker cannot be opened."""
 
     def __init__(self, context: SinkContext) -> None:
         self._client = importlib.import_module(self.library)
@@ -49,8 +51,6 @@ class TrackerSink(QuietSink):
                 f"telemetry.trackers={self.library}: the tracker cannot be opened ({type(error).__name__}: {error}). "
                 f"Log in with its own command, or train without it: telemetry.trackers=[]. {self.hint}"
             ) from error
-
-    hint = ""
 
     def _open(self, context: SinkContext, settings: Mapping[str, Any]) -> None:
         raise NotImplementedError

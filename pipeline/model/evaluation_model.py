@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ class EvaluationModel:
     towers: Towers
     architecture: Architecture
     preprocess: Callable[[Any], Tensor]
-    digest: str
-    """`weights_digest` of the model."""
     source: str
     """Where the weights are from, for messages and results."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`weights_digest` of the model, computed when it is first asked for: a validation never does."""
+        return weights_digest(self.towers.clip.state_dict())
 
     @property
     def tokenize(self) -> Callable[[list[str]], Tensor]:
@@ -109,4 +113,4 @@ def for_evaluation(towers: Towers, architecture: Architecture, *, source: str) -
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     transform = image_transform_v2(PreprocessCfg(**architecture.preprocess_cfg), is_train=False)
-    return EvaluationModel(towers.eval(), architecture, transform, weights_digest(towers.clip.state_dict()), source)
+    return EvaluationModel(towers.eval(), architecture, transform, source)

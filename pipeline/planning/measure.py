@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.world import World, start_world
 from pipeline.errors import UserError
@@ -207,14 +206,8 @@ def _train(trainer: Trainer) -> Batch:
 
 
 def _encode(trainer: Trainer, batch: Batch) -> None:
-    device, architecture = trainer.world.device, trainer.architecture
-    image = normalize(
-        batch.image.to(device),
-        mean=architecture.mean,
-        std=architecture.std,
-        dtype=trainer.engine.dtype,
-        memory_format=trainer.engine.module.image_format,
-    )
+    device = trainer.world.device
+    image = trainer.normalized(batch.image.to(device))
     with torch.inference_mode():
         trainer.engine.forward(image, batch.text.to(device))
 

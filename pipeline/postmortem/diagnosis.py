@@ -15,6 +15,7 @@ from pipeline.planning.node_checks import DoctorFinding
 from pipeline.postmortem.evidence import RunEvidence, StoredCheckpoint
 from pipeline.training.recipe import CONFIG_NAME
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED
+from pipeline.training.validation import STOPPED_EARLY
 
 FROZEN_SECONDS = 120.0
 """A heartbeat is written every 10 seconds; one that is this old belongs to a process that does not run."""
@@ -51,7 +52,12 @@ def _intact(evidence: RunEvidence) -> list[StoredCheckpoint]:
 
 def _is_finished(evidence: RunEvidence) -> bool:
     intact = _intact(evidence)
-    return bool(intact) and 0 < evidence.total_steps <= intact[-1].step
+    return bool(intact) and (bool(_early_end(evidence)) or 0 < evidence.total_steps <= intact[-1].step)
+
+
+def _early_end(evidence: RunEvidence) -> str:
+    """The message with which `validation.patience` ended the last start; empty if it did not."""
+    return next((event for event in evidence.events if event.startswith(STOPPED_EARLY)), "")
 
 
 def _killed(evidence: RunEvidence) -> list[int]:
@@ -64,7 +70,8 @@ def _outcome(evidence: RunEvidence) -> DoctorFinding:
     if evidence.holder:
         return _running(evidence)
     if _is_finished(evidence):
-        return DoctorFinding("run", "good", f"finished: {evidence.total_steps:,} steps, its last checkpoint is intact")
+        how = _early_end(evidence) or f"{evidence.total_steps:,} steps, its last checkpoint is intact"
+        return DoctorFinding("run", "good", f"finished: {how}")
     first = _first_cause(evidence)
     killed = _killed(evidence)
     if killed and (first is None or first.code in (EXIT_STALLED, EXIT_PREEMPTED)):

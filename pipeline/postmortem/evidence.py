@@ -7,7 +7,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,6 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
     records = _read_records(run / METRICS_NAME)
     fallback = (config.get("checkpoint") or {}).get("fallback")
     runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
-    now = time.time()
-    beats = [(read_beat(path), now - path.stat().st_mtime) for path in sorted((run / HEARTBEATS).glob("rank-*.json"))]
     exits = [read_exit(path) for path in sorted((run / HEARTBEATS).glob("exit-*.json"))]
     steps = [record["step"] for record in records if record.get("kind") == "train"]
     return RunEvidence(
@@ -104,11 +103,9 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
         steps=max(steps, default=0),
         last_time=max((record["time"] for record in records if "time" in record), default=None),
         events=_last_start(records),
-        beats=[(beat, age) for beat, age in beats if beat is not None],
+        beats=_beats(run / HEARTBEATS),
         exits=[record for record in exits if record is not None],
-        checkpoints=sorted(
-            (_examine(path, verify=verify) for folder in runs for path in _folders(folder)), key=lambda c: c.step
-        ),
+        checkpoints=sorted(_stored(runs, verify=verify), key=lambda checkpoint: checkpoint.step),
         unfinished=[path.name.removeprefix(".") for path in sorted((run / FOLDER_NAME).glob(f".{PREFIX}*"))],
         evaluations=_evaluations(run),
         free=shutil.disk_usage(run).free,
@@ -147,12 +144,28 @@ def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return messages[starts[-1] :] if starts else messages
 
 
+def _beats(folder: Path) -> list[tuple[Beat, float]]:
+    found, now = [], time.time()
+    for path in sorted(folder.glob("rank-*.json")):
+        with suppress(FileNotFoundError):  # a rank that has ended since
+            beat, age = read_beat(path), now - path.stat().st_mtime
+            if beat is not None:
+                found.append((beat, age))
+    return found
+
+
+def _stored(runs: Sequence[Path], *, verify: bool) -> Iterator[StoredCheckpoint]:
+    for path in (path for run in runs for path in _folders(run)):
+        with suppress(FileNotFoundError):  # a run that goes on has removed it since
+            yield _examine(path, verify=verify)
+
+
 def _folders(run: Path) -> list[Path]:
     return [path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if CHECKPOINT.match(path.name) and path.is_dir()]
 
 
 def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:
-    files = [file for file in path.iterdir() if file.is_file()]
+    files = [file for file in path.rglob("*") if file.is_file()]
     try:
         meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
         ranks = int(meta.get("world_size", 1))

@@ -46,6 +46,7 @@ def save_again(
     if fallback:
         other = writer.at(fallback_run(fallback, writer.run))
         if not _problem(other, snapshot(), agreed):
+            other.finish()
             report(
                 f"The last checkpoint is in {other.folder}, not in the run's folder; --resume latest finds it there."
             )

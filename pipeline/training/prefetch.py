@@ -76,7 +76,7 @@ class PrefetchedBatches:
         return copy.image
 
     def _start_copy(self, batch: Batch) -> None:
-        """Copy the images while the device computes: on its own stream the copy would wait for the step's end."""
+        """Copy the images while the device computes: on the current stream the copy would wait for the step's end."""
         if self._copies is not None:
             with torch.cuda.stream(self._copies):
                 image = batch.image.to(self._device, non_blocking=True)

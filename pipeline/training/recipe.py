@@ -166,6 +166,14 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
     sink_names(run.telemetry)
     if run.validation.patience is not None and not run.validation.sources:
         raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
+    if any(source.weight != 1 for source in run.validation.sources):
+        raise UserError("validation.sources take no weight: every pair counts once. Limit them by validation.samples.")
+    uploads, limit = run.checkpoint.mirror_minutes, run.engine.timeout_minutes
+    if run.checkpoint.mirror and uploads >= limit:
+        raise UserError(
+            f"checkpoint.mirror_minutes = {uploads:g} must be less than engine.timeout_minutes = {limit:g}: rank 0 "
+            "would be reported as stalled while it waits for an upload."
+        )
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_ranks(run, world_size=world_size)

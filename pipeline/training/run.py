@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.mirror import fetch_newest
+from pipeline.checkpoint.mirror import MirrorStore, fetch_newest
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
@@ -28,6 +28,7 @@ from pipeline.evaluation.runner.images import WORKER_IMPORTS
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.metrics.trackers import check_installed
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, why_not_trimmed
@@ -65,7 +66,10 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
         UserError: Anything that keeps the run from starting.
     """
     check_run(run, world_size=world.size)
+    check_installed(run.telemetry.trackers)
     folder = Path(run.output)
+    if run.checkpoint.mirror:
+        MirrorStore(run.checkpoint.mirror, folder)  # the writer opens it on rank 0 only; here, all ranks raise
     notes: list[str] = []
     if resume == "latest" and run.checkpoint.mirror:
         fetch_newest(folder, run.checkpoint.mirror, world=world, on_event=notes.append)

@@ -45,9 +45,7 @@ def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
                     f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be made "
                     "and written."
                 )
-        problem = world.gather_objects(problem)[0]
-        if problem:
-            raise UserError(problem)
+        world.raise_together(problem)
         start_recording(folder, rank=world.rank)
         yield
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pipeline.checkpoint.reader import agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
@@ -137,14 +138,7 @@ class Trainer:
             batch: This rank's part of the global batch.
             stop: Whether this rank has received a signal to stop.
         """
-        device, architecture = self.world.device, self.architecture
-        image = normalize(
-            self.batches.image(batch),
-            mean=architecture.mean,
-            std=architecture.std,
-            dtype=self.engine.dtype,
-            memory_format=self.engine.module.image_format,
-        )
+        device, image = self.world.device, self.normalized(self.batches.image(batch))
         texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
         text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step(
@@ -168,6 +162,16 @@ class Trainer:
         if batch.position.batch == self.loader.steps_per_epoch:
             self._report_epoch(batch)
         return result
+
+    def normalized(self, image: Tensor) -> Tensor:
+        """uint8 images on the device, as the engine takes them."""
+        return normalize(
+            image,
+            mean=self.architecture.mean,
+            std=self.architecture.std,
+            dtype=self.engine.dtype,
+            memory_format=self.engine.module.image_format,
+        )
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.held_out_pairs import HeldOutPairs
 from pipeline.training.validation_config import ValidationConfig
 
 ROWS = 1024
 """Rows of the similarity matrix that are computed at a time."""
+STOPPED_EARLY = "Stopped early"
+"""Beginning of the message when `validation.patience` ends a run."""
 
 
 @dataclass
@@ -28,8 +32,8 @@ class ValidationHistory:
     """Validations since the best one."""
 
     def add(self, loss: float, *, step: int, min_delta: float) -> bool:
-        """Record a validation. Returns whether it is the best so far."""
-        better = self.best_loss is None or loss < self.best_loss - min_delta
+        """Record a validation. Returns whether it is the best so far; a loss that is not finite never is."""
+        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
         if better:
             self.best_loss, self.best_step, self.since_best = loss, step, 0
         else:
@@ -112,9 +116,13 @@ class Validation:
         Args:
             model: The weights of this step, on this rank's device.
             step: Number of steps that they have taken.
+
+        Raises:
+            UserError: Fewer than two pairs can be used.
         """
-        scores = validation_scores(*self._pairs.features(model), tau=self._tau)
-        self._report_dropped(int(scores["pairs"]))
+        image, text = self._pairs.features(model)
+        self._report_dropped(len(image))
+        scores = validation_scores(image, text, tau=self._tau)
         best = self.history.add(scores["loss"], step=step, min_delta=self.config.min_delta)
         return scores, best
 
@@ -126,16 +134,28 @@ class Validation:
     def describe_end(self) -> str:
         """A message for the log when `ends_run`."""
         best = self.history
+        wanted = "finite loss"
+        if best.best_loss is not None:
+            wanted = f"lower loss than {best.best_loss:.4f} at step {best.best_step}"
         return (
-            f"Stopped early: {best.since_best} validations in a row without a lower loss than {best.best_loss:.4f} at "
-            f"step {best.best_step} (validation.patience). To train on: --resume latest validation.patience=null."
+            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} (validation.patience). To "
+            "train on: --resume latest validation.patience=null."
         )
 
     def _report_dropped(self, used: int) -> None:
-        """Report once how many pairs are used and why others are not. Collective the first time."""
+        """Report once how many pairs are used and why others are not. Collective the first time.
+
+        Raises:
+            UserError: Fewer than two pairs are used, on every rank.
+        """
         if self._reported:
             return
         self._reported = True
         dropped = self._pairs.all_dropped()
         reasons = "".join(f", {count:,} dropped: {reason}" for reason, count in dropped.most_common())
+        if used < 2:
+            raise UserError(
+                f"validation.sources have {used} usable pairs{reasons}. A contrastive loss needs two: name other "
+                "shards, or validation.sources=[] for no validation."
+            )
         self._report(f"Validation: {used:,} held-out pairs at temperature {self._tau:.4g}{reasons}.")

@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from pipeline.model.model_folder import weights_digest
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.training import last_checkpoint
 from tests.launch import run
+from tests.thread_world import on_ranks
 from tests.towers import write_tiny
 
 Towers = tuple[dict[str, torch.Tensor], Architecture]
@@ -113,20 +112,6 @@ def test_only_files_with_wanted_rows_are_opened(
         assert opened == [name]
 
 
-class TogetherWorld(World):
-    """Ranks that are threads of this process."""
-
-    meeting: threading.Barrier
-    given: list[object]
-
-    def gather_objects(self, value: object) -> list[object]:
-        type(self).given[self.rank] = value
-        type(self).meeting.wait(30)
-        gathered = list(type(self).given)
-        type(self).meeting.wait(30)
-        return gathered
-
-
 @pytest.mark.parametrize("broken", [None, "moments.safetensors", "open_clip_model.safetensors"])
 def test_ranks_share_the_hashing_and_agree(
     tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, broken: str | None
@@ -141,18 +126,14 @@ def test_ranks_share_the_hashing_and_agree(
     hashed: list[Path] = []
     original = reader.sha256
     monkeypatch.setattr(reader, "sha256", lambda path: hashed.append(path) or original(path))
-    TogetherWorld.meeting, TogetherWorld.given = threading.Barrier(3), [None] * 3
     events: list[str] = []
 
-    def rank(number: int) -> int:
-        world = TogetherWorld(rank=number, size=3)
+    def rank(world: World) -> int:
         found = agreed_checkpoint(tmp_path, "latest", world=world, on_event=events.append)
         assert found is not None
         return found.step
 
-    with ThreadPoolExecutor(3) as pool:
-        steps = list(pool.map(rank, range(3)))
-    assert steps == [1 if broken else 2] * 3
+    assert on_ranks(3, rank) == [1 if broken else 2] * 3
     assert len(events) == (1 if broken else 0)
     assert sum(path.parent == newest for path in hashed) <= files, "every file is hashed by one rank"
 

@@ -165,7 +165,7 @@ def test_non_finite_features_fail_only_their_checkpoint(
 
     towers, architecture = build_towers(ModelConfig(arch="scenes-vit-tiny"), seed=7)
     good = for_evaluation(towers, architecture, source="broken")
-    broken = Broken(good.towers, good.architecture, good.preprocess, good.digest, good.source)
+    broken = Broken(good.towers, good.architecture, good.preprocess, good.source)
     found = evaluate([broken, model], suite=suite, output=tmp_path, config=QUICK)
     assert not found[0].results
     assert all("not finite" in text and "diverged" in text for text in found[0].failures.values())

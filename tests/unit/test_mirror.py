@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 import uuid
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.checkpoint import mirror as mirror_module
+from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, kept_names
-from pipeline.checkpoint.reader import find_checkpoint
+from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from tests.unit.test_checkpoint import Towers, snapshot, towers  # noqa: F401 (a fixture)
+from pipeline.training.last_checkpoint import save_again
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import setup
+from tests.training import SMALL
+from tests.unit.test_checkpoint import Towers, failing, snapshot, towers  # noqa: F401 (a fixture)
+
+SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -23,14 +35,33 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"memory://{uuid.uuid4().hex}/runs" if request.param == "memory" else f"file://{tmp_path}/store"
 
 
+def writer_of(
+    run: Path,
+    url: str,
+    towers: Towers,  # noqa: F811
+    on_event: Callable[[str], None] = print,
+    **settings: Any,
+) -> CheckpointWriter:
+    config = CheckpointConfig(every=1, mirror=url, **settings)
+    return CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=on_event)
+
+
 def write(run: Path, url: str, towers: Towers, steps: list[int], **settings: Any) -> list[str]:  # noqa: F811
     events: list[str] = []
-    config = CheckpointConfig(every=1, mirror=url, **settings)
-    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=events.append)
+    writer = writer_of(run, url, towers, events.append, **settings)
     for step in steps:
         writer.save(snapshot(towers, step))
         writer.finish()
     return events
+
+
+def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
+    """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
+    notes: list[str] = []
+    fetch_newest(run, url, world=World(), on_event=notes.append)
+    found = find_checkpoint(run, "latest", on_event=notes.append)
+    assert found is not None
+    return found, notes
 
 
 def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
@@ -41,10 +72,7 @@ def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, tower
     assert store.names() == ["step-00000002", "step-00000003"]
     assert store.read("latest") == "step-00000003"
     shutil.rmtree(run)
-    notes: list[str] = []
-    fetch_newest(run, url, world=World(), on_event=notes.append)
-    found = find_checkpoint(run, "latest", on_event=notes.append)
-    assert found is not None
+    found, notes = fetched(run, url)
     assert found.step == 3
     assert found.read_rows("u", 3, 6).tolist() == [3.0, 4.0, 5.0]
     assert len(notes) == 1
@@ -100,10 +128,7 @@ def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: T
     moments = tmp_path / "store" / "run" / "checkpoints" / "step-00000002" / "moments.safetensors"
     moments.write_bytes(moments.read_bytes()[:-1] + b"x")
     shutil.rmtree(run)
-    notes: list[str] = []
-    fetch_newest(run, url, world=World(), on_event=notes.append)
-    found = find_checkpoint(run, "latest", on_event=notes.append)
-    assert found is not None
+    found, notes = fetched(run, url)
     assert found.step == 1
     assert "step-00000002 of the mirror is damaged and was skipped: the contents of moments.safetensors" in notes[0]
     assert not list((run / "checkpoints").glob(".*"))
@@ -116,16 +141,113 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(
 ) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2, 3])
-    config = CheckpointConfig(mirror=url)
-    writer = CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=print)
-    writer.abandon_after(1)
+    writer_of(run, url, towers).abandon_after(1)
     store = MirrorStore(url, run)
     assert (store.names(), store.read("latest")) == (["step-00000001"], "step-00000001")
+
+
+def test_a_rollback_that_the_mirror_does_not_follow_is_reported(
+    tmp_path: Path,
+    url: str,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: MirrorStore) -> list[str]:
+        raise RuntimeError("no credentials")  # not an OSError: client libraries have errors of their own
+
+    run, events, released = tmp_path / "run", list[str](), threading.Event()
+    write(run, url, towers, [1])
+    writer = writer_of(run, url, towers, events.append, mirror_minutes=0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(MirrorStore, "names", refuse)
+        writer.abandon_after(1)
+        assert "could not be rolled back (no credentials): remove later steps there" in events.pop()
+    original = MirrorStore.upload
+    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (released.wait(30), original(self, path)))
+    writer.save(snapshot(towers, 2))
+    writer.wait()
+    events.clear()
+    writer.abandon_after(1)
+    assert "could not be rolled back (an upload has taken more than 0 s)" in events[0]
+    released.set()
+    assert writer._mirror is not None
+    assert writer._mirror.wait(30)
+
+
+def test_an_average_comes_back_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+    run, events = tmp_path / "run", list[str]()
+    writer = writer_of(run, url, towers, events.append)
+    writer.save(replace(snapshot(towers, 1), ema=towers[0]))
+    writer.finish()
+    assert any("is in the mirror" in event for event in events)
+    shutil.rmtree(run)
+    found, _ = fetched(run, url)
+    average = found.ema()
+    assert average is not None
+    assert all(torch.equal(value, towers[0][name]) for name, value in average.items())
+
+
+def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+    run = tmp_path / "run"
+    write(run, url, towers, [1, 2])
+    (run / "checkpoints" / "step-00000002" / "checkpoint.json").unlink()
+    assert fetched(run, url)[0].step == 2
+
+
+def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
+    tmp_path: Path,
+    url: str,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    writer = writer_of(run, url, towers, keep_last=1)
+    writer.save(replace(snapshot(towers, 1), best=True))
+    writer.finish()
+    original = MirrorStore.upload
+    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
+    monkeypatch.setattr(writer_module, "save_tensors", failing(1))
+    how = {"writer": writer, "agreed": lambda value: value, "minutes": 0.0, "report": print}
+    assert save_again(lambda: snapshot(towers, 2), **how, fallback=str(tmp_path / "spare"))  # type: ignore[arg-type]
+    assert (tmp_path / "spare" / "run" / "checkpoints" / "step-00000002").is_dir()
+    store = MirrorStore(url, run)
+    assert store.names() == ["step-00000001", "step-00000002"]
+    assert store.read("best") == "step-00000001"
+
+
+def test_the_end_of_a_run_waits_for_the_mirror_only_once(
+    tmp_path: Path,
+    url: str,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, events = threading.Event(), list[str]()
+    monkeypatch.setattr(MirrorStore, "upload", lambda self, path: released.wait(30))
+    writer = writer_of(tmp_path / "run", url, towers, events.append, mirror_minutes=0.001)
+    writer.save(snapshot(towers, 1))
+    writer.finish()
+    writer.finish()
+    released.set()
+    assert sum("was not finished in 0.001 minutes" in event for event in events) == 1
 
 
 def test_storage_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"checkpoint.mirror = 'nowhere://x' cannot be used"):
         fetch_newest(tmp_path / "run", "nowhere://x", world=World(), on_event=print)
+    run = load_recipe(None, [*SETTINGS, f"output={tmp_path / 'run'}", "checkpoint.mirror=nowhere://x"])
+    for rank in (0, 1):
+        with (
+            pytest.raises(UserError, match=r"checkpoint.mirror = 'nowhere://x' cannot be used"),
+            setup(run, world=World(rank=rank, size=2), resume=None),
+        ):
+            pass
+
+
+def test_an_upload_may_not_take_longer_than_the_other_ranks_wait() -> None:
+    limits = ["checkpoint.mirror_minutes=5", "engine.timeout_minutes=5"]
+    with pytest.raises(UserError, match=r"mirror_minutes = 5 must be less than engine\.timeout_minutes = 5"):
+        load_recipe(None, [*SETTINGS, *limits, "output=x", "checkpoint.mirror=s3://bucket/runs"])
+    load_recipe(None, [*SETTINGS, *limits, "output=x"])
 
 
 def test_what_is_kept() -> None:

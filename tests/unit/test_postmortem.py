@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,18 +19,23 @@ import torch
 from click.testing import CliRunner
 
 from jobs.doctor import command
+from pipeline.checkpoint.reader import damage
+from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.data.loading.stalls import StallWatch
 from pipeline.distributed import exit_record
 from pipeline.distributed.exit_record import record_exit, start_recording, stop_recording
-from pipeline.distributed.heartbeat import Heartbeat
+from pipeline.distributed.heartbeat import Beat, Heartbeat, read_beat
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.sinks import JsonLines, SinkContext
+from pipeline.postmortem import evidence as evidence_module
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
+from pipeline.training.validation import Validation, ValidationHistory
+from pipeline.training.validation_config import ValidationConfig
 from tests.launch import ROOT
-from tests.unit.test_checkpoint import Towers, towers, write  # noqa: F401 (a fixture)
+from tests.unit.test_checkpoint import Towers, snapshot, towers, write  # noqa: F401 (a fixture)
 
 CONFIG = "output: {run}\nsamples: 80\nbatch_size: 8\ncheckpoint: {{fallback: {fallback}}}\n"
 HOLDS = """
@@ -157,6 +164,33 @@ def test_finished(run: Path, towers: Towers) -> None:  # noqa: F811
     assert last_line(output).endswith(f"neuclip report '{run}'")
 
 
+def test_stopped_early_by_the_validation_loss(run: Path, towers: Towers) -> None:  # noqa: F811
+    write(run, towers, [7])
+    history = ValidationHistory(best_loss=2.5, best_step=3, since_best=2)
+    validation = Validation(ValidationConfig(), pairs=None, tau=1.0, history=history, report=print)  # type: ignore[arg-type]
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
+    sink.event(validation.describe_end(), facts={})
+    end(run, 0)
+    output, code = examine(run)
+    assert code == 0
+    assert "finished: Stopped early: 2 validations in a row without a lower loss than 2.5000 at step 3" in output
+    assert last_line(output).endswith(f"neuclip report '{run}'")
+    sink.event("Resumed from step-00000007 (step 7 of 10).", facts={})
+    sink.close()
+    end(run, 75)
+    assert last_line(examine(run)[0]).endswith("--resume latest")
+
+
+def test_the_size_of_a_checkpoint_includes_its_average(run: Path, towers: Towers) -> None:  # noqa: F811
+    writer = CheckpointWriter(run, config=CheckpointConfig(), world=World(), architecture=towers[1], on_event=print)
+    writer.save(replace(snapshot(towers, 3), ema=towers[0]))
+    writer.wait()
+    path = run / "checkpoints" / "step-00000003"
+    parts = [sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) for folder in (path, path / "ema")]
+    assert read_evidence(run).checkpoints[0].size == sum(parts)
+    assert min(parts) > 0
+
+
 def test_never_started(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -187,6 +221,34 @@ def test_damaged_checkpoints(run: Path, towers: Towers) -> None:  # noqa: F811
     output, _ = examine(run)
     assert last_line(output).endswith(f"output='{run}'-again")
     assert "no checkpoint is intact" in last_line(output)
+
+
+def test_what_a_running_run_removes_meanwhile_is_skipped(
+    run: Path,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(run, towers, [3, 6])
+    for rank in (0, 1):
+        beat(run, rank=rank, size=2)
+
+    def ends(path: Path) -> Beat | None:
+        found = read_beat(path)
+        if "00001" in path.name:
+            path.unlink()
+        return found
+
+    def prunes(path: Path, **how: bool) -> str | None:
+        if path.name == "step-00000003":
+            shutil.rmtree(path)
+            raise FileNotFoundError(path)
+        return damage(path, **how)
+
+    monkeypatch.setattr(evidence_module, "read_beat", ends)
+    monkeypatch.setattr(evidence_module, "damage", prunes)
+    evidence = read_evidence(run)
+    assert [found.rank for found, _ in evidence.beats] == [0]
+    assert [checkpoint.step for checkpoint in evidence.checkpoints] == [6]
 
 
 def test_still_running(run: Path) -> None:

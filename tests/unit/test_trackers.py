@@ -15,6 +15,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.metrics import trackers
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
+from tests.training import train_here
 
 
 def opened(run: Path, name: str, *, first_step: int = 0) -> Telemetry:
@@ -122,7 +123,8 @@ def test_a_tracker_that_is_missing_or_fails_is_reported(
 
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"telemetry\.trackers=wandb needs the package wandb: pip install wandb"):
-        sink_names(TelemetryConfig(trackers=("wandb",)))
+        train_here("samples=8", "data.sources=x", f"output={tmp_path / 'run'}", "telemetry.trackers=[wandb]")
+    assert "wandb" in sink_names(TelemetryConfig(trackers=("wandb",))), "settings are read where no run is started, too"
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(trackers.importlib, "import_module", lambda name: Client)
     with pytest.raises(UserError, match=r"cannot be opened \(RuntimeError: no API key\).*WANDB_MODE=offline"):

@@ -16,6 +16,7 @@ from jobs.export import command as export
 from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints
 from pipeline.data.data_config import DataConfig, Source
 from pipeline.errors import UserError
+from pipeline.model import evaluation_model
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.training import validation
 from pipeline.training.held_out_pairs import HeldOutPairs
@@ -92,6 +93,22 @@ def test_unusable_settings_are_rejected(base: Path) -> None:
         train_here(*settings(base), f"validation.sources={base / 'train'}", f"output={base / 'no'}")
     with pytest.raises(UserError, match=r"validation\.patience needs held-out pairs"):
         load_recipe(None, [*SMALL, *settings(base), "validation.sources=[]", "validation.patience=2", "output=x"])
+    with pytest.raises(UserError, match=r"validation\.sources take no weight"):
+        load_recipe(None, [*SMALL, *settings(base), f"validation.sources=[{{manifest: {base / 'held'}, weight: 2}}]",
+                           "output=x"])  # fmt: skip
+
+
+def test_pairs_that_are_all_unusable_are_rejected(base: Path) -> None:
+    write_shards(base / "broken", [3], first=200, replace={i: {**sample(200 + i), "jpg": b"no"} for i in range(3)})
+    with pytest.raises(UserError, match="have 0 usable pairs, 3 dropped: image cannot be decoded"):
+        train_here(*settings(base), f"validation.sources={base / 'broken'}", f"output={base / 'no-pairs'}")
+
+
+def test_a_validation_does_not_hash_the_weights(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_model, "weights_digest", lambda state: pytest.fail("the weights were hashed"))
+    model = load_for_evaluation(str(base / "plain"))
+    ((image, _),) = on_ranks(1, lambda world: pairs(base, world, samples=4).features(model))
+    assert image.shape == (3, 16), "one of the four cannot be used"
 
 
 def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: Path) -> None:
@@ -132,6 +149,17 @@ def test_history_counts_validations_since_the_best() -> None:
     assert again.ends_run(1)
     assert not again.ends_run(None)
     assert not history.add(math.nan, step=9, min_delta=0)
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best() -> None:
+    history = ValidationHistory()
+    better = [history.add(loss, step=step, min_delta=0.0) for step, loss in enumerate([math.nan, 2.0, 1.0])]
+    assert better == [False, True, True]
+    diverged = ValidationHistory()
+    diverged.add(math.nan, step=1, min_delta=0.0)
+    ended = validation.Validation(ValidationConfig(patience=1), pairs=None, tau=1.0, history=diverged, report=print)  # type: ignore[arg-type]
+    assert ended.ends_run
+    assert "1 validations in a row without a finite loss" in ended.describe_end()
 
 
 def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(base: Path) -> None:

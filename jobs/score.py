@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import click
@@ -17,13 +18,11 @@ import click
     type=click.Choice(["auto", "network", "sample"]),
     default="auto",
     show_default=True,
-    help="Use the network that neuclip trained, or a random sample of the pairs; auto: the network if there is one.",
+    help="Use the network that neuclip trained, or pairs of randomly chosen shards; auto: the network if there is one.",
 )
 @click.option("--reference", type=click.IntRange(min=2), default=8192, show_default=True, help="Pairs of that sample.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option(
-    "--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding processes per rank."
-)
+@click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--list-worst", nargs=2, type=(click.FloatRange(0, 1), click.Path()), metavar="SHARE FILE",
               help="Write the keys of the worst share, for `neuclip verify --remove`.")  # fmt: skip
@@ -61,6 +60,7 @@ def command(
         field = CaptionField.parse(caption)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--caption") from error
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     manifest, place = load_manifest(folder), Path(output)
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)

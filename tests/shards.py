@@ -7,12 +7,15 @@ import io
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from pipeline.data.loading.stream_reader import SequentialReader
+from pipeline.data.order.mixture import Segments, make_mixture
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 
 Members = Mapping[str, bytes]
@@ -67,6 +70,17 @@ def write_shards(
     manifest = make_manifest(rows, root=folder)
     manifest.save(folder)
     return manifest
+
+
+def reader(manifest: Manifest, *, retries: int = 0, altered_shards: Any = "ignore") -> SequentialReader:
+    """Return a reader of all shards in order; `pause.__self__` lists the pauses that it took before retries."""
+    mixture = make_mixture([manifest])
+    starts = manifest.offsets
+    segments = Segments(
+        shard=np.arange(len(starts)), start=np.zeros_like(starts), position=starts, length=mixture.epoch_samples
+    )
+    pauses: list[float] = []
+    return SequentialReader(manifest, segments, retries, altered_shards=altered_shards, pause=pauses.append)
 
 
 def count_tokens(texts: list[str]) -> Tensor:

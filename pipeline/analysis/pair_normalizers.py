@@ -35,7 +35,7 @@ class NetworkNormalizers:
 
 
 class SampledNormalizers:
-    """Means over a random sample of the dataset's pairs; a pair of the sample is left out of its own mean.
+    """Means over a sample of the dataset's pairs; a pair of the sample is left out of its own mean.
 
     Args:
         image: [m, d] unit-norm features of the sample.

@@ -4,7 +4,7 @@
 
 with s_ij the cosine of image i and text j: the mean of both directions' pointwise log-ratio under the model. A caption
 that fits everything has a high cosine and a high normalizer, and so a low score. The log-normalizers l come from
-NeuCLIP's network where the checkpoint has one, or from a random sample of the dataset's own pairs.
+NeuCLIP's network where the checkpoint has one, or from the pairs of randomly chosen shards.
 
 Shards are scored one by one, each into a table of its own, so that a stopped job continues and ranks share the work.
 """
@@ -102,7 +102,7 @@ def reference_pairs(
         caption: Where captions are.
         count: m.
         batch_size: Pairs encoded together.
-        workers: Processes that decode.
+        workers: Threads that decode.
 
     Raises:
         UserError: No pair of the dataset can be read.
@@ -145,7 +145,7 @@ def score_shards(
         output: Folder of the tables.
         world: The ranks.
         batch_size: Pairs that are encoded at a time.
-        workers: Decoding processes.
+        workers: Decoding threads.
         on_shard: Called with the number of this rank's finished shards, and of all its shards.
     """
     mine = range(world.rank, len(manifest.shards), world.size)

@@ -44,18 +44,20 @@ def make_scorer(
         normalizers: "network", "sample", or "auto": the network where the checkpoint has one.
         reference: Pairs of the sample.
         batch_size: Pairs that are encoded at a time.
-        workers: Decoding processes.
+        workers: Decoding threads.
         world: The ranks.
 
     Raises:
         UserError: There is no model, it has no temperature, or no network where that was chosen.
     """
+    # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
+    spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
     if network is not None:
         return Scorer(model, network, network.tau), _facts(model, manifest, caption, "network", 0, network.tau)
     if normalizers == "network":
-        raise UserError(f"{spec} is no checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
+        raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
     tau = _temperature(model, spec)
     image, text, ids = reference_pairs(
         model, manifest, caption=caption, count=reference, batch_size=batch_size, workers=workers

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from pipeline.data.loading.thread_map import thread_map
 from pipeline.data.shards.caption_field import CaptionField
-from pipeline.data.shards.manifest_format import FORMATS, Manifest
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
-from pipeline.distributed.workers import live_with_parent, start_forkserver, start_workers
 
 NAMES = ("key", "uid")
 """Fields of a sample's JSON member that are reported."""
@@ -61,56 +59,28 @@ def read_pairs(
         caption: Where captions are.
         preprocess: Of a PIL image.
         batch_size: Most pairs of a batch.
-        workers: Processes that decode; each reads whole shards, which are put back in order.
+        workers: Threads that decode, at least one.
     """
-    whole = _Shards(manifest, shards, caption, preprocess, batch_size)
-    if not workers or len(shards) < 2:
-        for place in range(len(shards)):
-            yield from whole.stream(place)
-        return
-    loader: DataLoader[list[PairBatch]] = DataLoader(
-        whole,
-        batch_size=None,
-        num_workers=min(workers, len(shards)),
-        prefetch_factor=1,
-        multiprocessing_context=start_forkserver(),
-        worker_init_fn=_end_with_parent,
-        collate_fn=_unchanged,
-    )
-    for batches in start_workers(loader):
-        yield from batches
-
-
-def _end_with_parent(number: int) -> None:
-    live_with_parent()
-
-
-def _unchanged(batches: list[PairBatch]) -> list[PairBatch]:
-    return batches
+    reader = _Shards(manifest, caption, preprocess, batch_size)
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for number in shards:
+            yield from reader.stream(number, pool)
 
 
 @dataclass(frozen=True)
-class _Shards(Dataset[list[PairBatch]]):
+class _Shards:
     manifest: Manifest
-    shards: Sequence[int]
     caption: CaptionField
     preprocess: Callable[[Any], Tensor]
     batch_size: int
 
-    def __len__(self) -> int:
-        return len(self.shards)
-
-    def __getitem__(self, place: int) -> list[PairBatch]:
-        torch.set_num_threads(1)
-        return list(self.stream(place))
-
-    def stream(self, place: int) -> Iterator[PairBatch]:
-        number = self.shards[place]
+    def stream(self, number: int, pool: Executor) -> Iterator[PairBatch]:
         shard = self.manifest.shards[number]
-        url, names = self.manifest.url(shard), self._names(number)
+        names = self._names(number)
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
-        for row, outcome in enumerate(self._outcomes(url, shard.samples)):
+        records = self._records(self.manifest.url(shard), shard.samples)
+        for row, outcome in enumerate(thread_map(pool, self._read, records, ahead=2 * self.batch_size)):
             if isinstance(outcome, str):
                 bad.append((row, outcome))
             else:
@@ -120,27 +90,27 @@ class _Shards(Dataset[list[PairBatch]]):
                 good, bad = [], []
         yield self._batch(number, good, bad, names, ends_shard=True)
 
-    def _outcomes(self, url: str, samples: int) -> Iterator[tuple[Tensor, str] | str]:
-        """What became of each of the samples that the manifest counts, in order; damage counts for all that follow."""
+    def _records(self, url: str, samples: int) -> Iterator[TarRecord]:
+        """As many samples as the manifest counts, in order; after damage they say what it was."""
         row = 0
         try:
             with open_records(url, skip=0, caption_suffix=self.caption.suffix) as records:
                 for row, record in enumerate(records, start=1):
                     if row > samples:
                         return
-                    yield self._read(record)
+                    yield record
         except (DamagedTar, OSError) as error:
             reason = f"shard cannot be read: {error}"
         else:
             reason = "missing in its shard"
         for _ in range(row, samples):
-            yield reason
+            yield TarRecord(None, None, problem=reason)
 
     def _read(self, record: TarRecord) -> tuple[Tensor, str] | str:
         try:
             if record.problem or record.image is None:
                 raise CorruptSample(record.problem or "image is missing")
-            return self.preprocess(_decode(record.image)), self.caption.read(record)
+            return self.preprocess(rgb_image(record.image)), self.caption.read(record)
         except CorruptSample as error:
             return str(error)
 
@@ -173,22 +143,6 @@ class _Shards(Dataset[list[PairBatch]]):
         image = torch.stack([image for _, image, _ in good]) if good else torch.empty(0)
         captions = [caption for _, _, caption in good]
         return PairBatch(number, rows, [offset + row for row in rows], image, captions, bad, kept, ends_shard)
-
-
-def _decode(data: bytes) -> Image.Image:
-    """The decoded image.
-
-    Raises:
-        CorruptSample: PIL cannot decode it.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata
-            return Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
-    except Image.DecompressionBombError as error:
-        raise CorruptSample("image has too many pixels") from error
-    except Exception as error:  # PIL's plugins raise exceptions of many types on broken files
-        raise CorruptSample("image cannot be decoded") from error
 
 
 def _fields(text: bytes) -> dict[str, str]:

@@ -83,5 +83,5 @@ def _open(image: Any) -> Any:
     try:
         with Image.open(image) as opened:
             return opened.convert("RGB")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
         raise UserError(f"The image {image} cannot be read ({error}).") from error

@@ -26,7 +26,7 @@ def is_siglip(model_cfg: Mapping[str, Any]) -> bool:
 def why_not_siglip(clip: Any, model_cfg: Mapping[str, Any]) -> str:
     """Why `SiglipModel` cannot hold this model; empty when it can."""
     trunk, text = clip.visual.trunk, model_cfg["text_cfg"]
-    unknown = set(_image_state({}, trunk.state_dict())[1])
+    unknown = set(_image_state(trunk.state_dict())[1])
     if unknown:
         return f"its image tower has {min(unknown)}, and SiglipModel has not"
     wanted = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
@@ -48,7 +48,7 @@ def siglip(model: EvaluationModel, *, logit_scale: float, logit_bias: float) -> 
 
     clip: Any = model.towers.clip
     found = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model))).eval()
-    image, unknown = _image_state({}, clip.visual.trunk.state_dict())
+    image, unknown = _image_state(clip.visual.trunk.state_dict())
     assert not unknown, unknown
     state = {**image, **_text_state(clip.text.state_dict())}
     state["logit_scale"], state["logit_bias"] = torch.tensor([logit_scale]).log(), torch.tensor([logit_bias])
@@ -109,8 +109,9 @@ _TIMM_BLOCK = {"norm1": "ln_1", "norm2": "ln_2", "attn.proj": "attn.out_proj", "
 _POOL = ("attn_pool.q.weight", "attn_pool.q.bias", "attn_pool.kv.weight", "attn_pool.kv.bias")
 
 
-def _image_state(found: dict[str, Tensor], trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _image_state(trunk: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """timm's weights under transformers' names, and the names of those that have no counterpart."""
+    found: dict[str, Tensor] = {}
     unknown = []
     for key, value in trunk.items():
         if key in _IMAGE:

@@ -9,15 +9,15 @@ import hashlib
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.data.loading.thread_map import thread_map
 from pipeline.errors import UserError
 from pipeline.evaluation.runner.compute import Compute
 from pipeline.evaluation.runner.texts import class_vectors, encode_texts
@@ -91,8 +91,15 @@ class Explorer:
             progress(len(self.names))
             batch.clear()
 
+        def with_image() -> Iterator[Sample]:
+            for sample in samples:
+                if sample.image is None:
+                    dropped.add("image is missing", sample.name)
+                else:
+                    yield sample
+
         with ThreadPoolExecutor(4) as pool:
-            for ready in _bounded(pool, prepare, (sample for sample in samples if sample.image is not None)):
+            for ready in thread_map(pool, prepare, with_image(), ahead=2 * BATCH):
                 if isinstance(ready, str):
                     dropped.add("the image cannot be decoded", ready)
                     continue
@@ -189,15 +196,6 @@ class Explorer:
             cache[key] = value
             while len(cache) > KEPT_UPLOADS:
                 cache.popitem(last=False)
-
-
-def _bounded(pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
-    """`pool.map` that takes items as results are used, so that not all images are in memory at once."""
-    source = iter(items)
-    flying = [pool.submit(function, item) for item in islice(source, 2 * BATCH)]
-    while flying:
-        yield flying.pop(0).result()
-        flying += [pool.submit(function, item) for item in islice(source, 1)]
 
 
 def _best(scores: Tensor, count: int) -> list[tuple[int, float]]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, decode, read_bytes, read_lines
+from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, read_bytes, read_lines
 
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
@@ -106,15 +108,15 @@ def open_image(body: bytes, *, name: str) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(body)) as image:
+        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
             pixels = image.width * image.height
     except Exception as error:  # PIL raises many exception types for damaged files
         raise UserError(f"{name} is not an image that can be read (PNG, JPEG, WebP and others).") from error
     if pixels > LARGEST_PIXELS:
         raise UserError(f"{name} has {pixels:,} pixels, more than the {LARGEST_PIXELS:,} allowed: make it smaller.")
     try:
-        return decode(body, name=name)
-    except TaskError as error:
+        return rgb_image(body)
+    except CorruptSample as error:
         raise UserError(f"{name} is damaged: it cannot be decoded to its end.") from error
 
 

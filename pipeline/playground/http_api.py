@@ -176,7 +176,7 @@ def _captions(explorer: Explorer, body: bytes) -> Any:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("The request is not JSON.") from error
     if not isinstance(found, dict):
         raise UserError("The request must be a JSON object.")

@@ -48,7 +48,7 @@ def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: 
 
 
 def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
-    from PIL import Image
+    from pipeline.data.shards.rgb_image import rgb_image
 
     if not is_local(url) or not Path(url).is_file():
         return None
@@ -58,7 +58,7 @@ def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
         if record is None or record.image is None or record.caption is None:
             return None
         text = field.read(record)
-        image = Image.open(io.BytesIO(record.image)).convert("RGB")
+        image = rgb_image(record.image)
         image.thumbnail((SIDE, SIDE))
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=80)

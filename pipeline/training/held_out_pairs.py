@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +17,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture
 from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -73,7 +71,7 @@ class HeldOutPairs:
         rows: list[tuple[Tensor, Tensor]] = []
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for pairs in self._batches:
-                images = list(pool.map(lambda pair: model.preprocess(_open(pair[0])), pairs))
+                images = list(pool.map(lambda pair: model.preprocess(rgb_image(pair[0])), pairs))
                 text = model.tokenize([caption for _, caption in pairs])
                 image = model.encode_image(torch.stack(images).to(device))
                 rows.append((image.float().cpu(), model.encode_text(text.to(device)).float().cpu()))
@@ -106,7 +104,7 @@ class HeldOutPairs:
                 if record.image is None:
                     raise CorruptSample(record.problem or "image is missing")
                 caption = reader.caption(position).read(record)
-                _open(record.image)
+                rgb_image(record.image)
                 batches[position // size - first].append((record.image, caption))
             except CorruptSample as error:
                 self.dropped[str(error)] += 1
@@ -123,15 +121,3 @@ class HeldOutPairs:
         counts = np.diff(ends, prepend=0)
         shard = np.flatnonzero(counts)
         return Segments(shard=shard, start=np.zeros_like(shard), position=(ends - counts)[shard], length=self.n)
-
-
-def _open(data: bytes) -> Any:
-    """A PIL image in RGB.
-
-    Raises:
-        CorruptSample: It cannot be decoded.
-    """
-    try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except Exception as error:  # PIL's decoders raise many kinds
-        raise CorruptSample("image cannot be decoded") from error

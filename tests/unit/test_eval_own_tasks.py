@@ -279,6 +279,10 @@ def test_parquet_of_other_splits_and_rows_without_values_are_refused(tmp_path: P
     write_parquet(tmp_path / "a/ds/test.parquet", label=[0.0, 1.0])
     write_parquet(tmp_path / "a/ds/testimony.parquet", label=[5.0, 6.0])
     assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
+    write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
+    padded = opened(tmp_path / "a", text)
+    assert padded.labels is not None
+    assert (padded.labels.tolist(), padded.classnames) == ([0, 2], ("0", "1", "2")), "numbers may begin with zeros"
     write_parquet(tmp_path / "b/ds/test.parquet", label=[0.0, float("nan")])
     with pytest.raises(TaskError, match=r"row 1 of .* has no label"):
         opened(tmp_path / "b", text)

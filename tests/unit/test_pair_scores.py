@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,12 +18,14 @@ from data_prep.sources.subset import _contained
 from jobs.score import command
 from pipeline.analysis.pair_normalizers import SampledNormalizers
 from pipeline.analysis.pair_scores import encode, part_of
-from pipeline.analysis.scorer import load_network
+from pipeline.analysis.scorer import load_network, make_scorer
 from pipeline.analysis.shard_pairs import read_pairs
+from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import load_manifest
-from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.distributed.world import World
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.starting_weights import model_folder_in
 from tests.launch import run as launch
 from tests.shards import sample, write_shards
@@ -107,6 +111,32 @@ def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path:
         number = ("image", "text").index(side)
         expected = ((features @ weight[number].T) / network.tau).logsumexp(1) - math.log(24)
         assert rows[f"log_normalizer_{side}"][:20] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_model_and_network_are_of_one_checkpoint(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that still trains writes a checkpoint while the model is loaded, which is damaged here to be noticed."""
+    shutil.copytree(base / "run", tmp_path / "run")
+    chosen = model_folder_in(tmp_path / "run")
+    assert chosen is not None
+
+    def load(spec: str, **options: Any) -> EvaluationModel:
+        model = load_for_evaluation(spec, **options)
+        newer = shutil.copytree(chosen, chosen.with_name("step-99999999"))
+        (newer / META_NAME).write_text("{")
+        return model
+
+    monkeypatch.setattr("pipeline.analysis.scorer.load_for_evaluation", load)
+    _, facts = make_scorer(
+        str(tmp_path / "run"),
+        load_manifest(base / "data"),
+        caption=CaptionField(),
+        normalizers="network",
+        reference=2,
+        batch_size=8,
+        workers=0,
+        world=World(),
+    )
+    assert facts.model == load_for_evaluation(str(chosen)).digest
 
 
 def test_a_stopped_job_continues_and_other_settings_are_refused(base: Path, tmp_path: Path) -> None:

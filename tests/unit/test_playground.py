@@ -131,6 +131,13 @@ def test_galleries_are_read_from_folders_shards_and_text_files(tmp_path: Path) -
             read(source)
 
 
+def test_samples_without_an_image_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "captions.txt").write_text("first\nsecond\n")
+    samples, dropped = read(tmp_path / "captions.txt")
+    Explorer(make_model(0)).add_images(samples, dropped=dropped, progress=lambda count: None)
+    assert dropped.lines() == ["2 skipped: image is missing (first: line 1)"]
+
+
 def test_results_are_those_of_the_model(explorer: Explorer) -> None:
     model = explorer.model
     assert (len(explorer.names), len(explorer.captions)) == (14, 4)
@@ -172,6 +179,7 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert "1,000 are allowed" in error("/api/search", {"text": "x" * 1001})[1]
     assert error("/api/search", {"text": "a", "count": 10_000}) == (400, "count must be a number from 1 to 60.")
     assert error("/api/search", b"[") == (400, "The request is not JSON.")
+    assert error("/api/search", b"[" * 100_000) == (400, "The request is not JSON.")
     assert error("/api/search", [1]) == (400, "The request must be a JSON object.")
     image = explorer.add_upload(bodies(1)[0][1])
 

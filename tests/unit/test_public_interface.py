@@ -52,9 +52,15 @@ def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path:
     assert neuclip.score(str(run), [], []).shape == (0,)
 
 
-def test_score_rejects_unequal_numbers_and_unreadable_images(run: Path, tmp_path: Path) -> None:
+def test_score_rejects_unequal_numbers_and_unreadable_images(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no.jpg").write_text("no image")
     with pytest.raises(UserError, match="1 images and 3 texts were given"):
         neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS)
     with pytest.raises(UserError, match=r"no\.jpg cannot be read"):
         neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS[:1])
+    (tmp_path / "bomb.jpg").write_bytes(jpeg(0, size=(30, 20)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"bomb\.jpg cannot be read"):
+        neuclip.score(str(run), [tmp_path / "bomb.jpg"], TEXTS[:1])

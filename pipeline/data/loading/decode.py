@@ -8,13 +8,11 @@ same central crop; this is reproduced on purpose.
 from __future__ import annotations
 
 import functools
-import io
 import math
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
@@ -23,7 +21,7 @@ from torch.nn import functional as F
 
 from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import draw, uniform
-from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 
 Box = tuple[int, int, int, int]
@@ -84,12 +82,11 @@ class ImageDecoder:
     """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
 
     Mode "exact" gives the pixels of open_clip's training transform for the same box, except that it scales 16-bit grey
-    to 8 bits where open_clip gets white. "fast" decodes JPEG with
-    libjpeg-turbo and resizes with torch; its pixels differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically
-    first). "scaled" is "fast", but decodes a JPEG at 1/2, 1/4 or 1/8 of its size where its crop is at least 2, 4 or 8
-    times as large as the result. The crop moves by up to half a scaled pixel; pixels of the same crop differ by 1 to 4
-    of 255 on average, and by up to 100 at sharp edges. An image that libjpeg-turbo refuses is decoded by Pillow, so all
-    modes accept the same images.
+    to 8 bits where open_clip gets white. "fast" decodes JPEG with libjpeg-turbo and resizes with torch; its pixels
+    differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically first). "scaled" is "fast", but decodes a JPEG
+    at 1/2, 1/4 or 1/8 of its size where its crop is at least 2, 4 or 8 times as large as the result. The crop moves by
+    up to half a scaled pixel; pixels of the same crop differ by 1 to 4 of 255 on average, and by up to 100 at sharp
+    edges. An image that libjpeg-turbo refuses is decoded by Pillow, so all modes accept the same images.
     """
 
     size: int
@@ -141,31 +138,14 @@ class ImageDecoder:
         return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def _exact(self, data: bytes, state: int) -> Tensor:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
-                image = Image.open(io.BytesIO(data), formats=FORMATS)
-                self._check(image.height, image.width)
-                top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
-                window = _eight_bits(image).convert("RGB").crop((left, top, left + w, top + h))
-                resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
-        except CorruptSample:
-            raise
-        except Image.DecompressionBombError as error:
-            raise CorruptSample("image is larger than data.max_pixels") from error
-        except Exception as error:  # PIL's plugins raise exceptions of many types on broken files
-            raise CorruptSample("image cannot be decoded") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
+            image = rgb_image(data, max_pixels=self.max_pixels)
+        top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
+        window = image.crop((left, top, left + w, top + h))
+        resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit grey as 8-bit grey, and other images as they are: Pillow's own conversion would clip it to white."""
-    if not image.mode.startswith("I;16"):
-        return image
-    return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
 
 
 def normalize(

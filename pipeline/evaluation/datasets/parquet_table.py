@@ -113,10 +113,10 @@ def parquet_files(folder: Path, *, split: str = "test") -> list[Path]:
         pattern = re.compile(rf"(^|[/_.-])({'|'.join(map(re.escape, splits))})(?![a-z])")
         return [path for path, name in names.items() if pattern.search(name)]
 
-    others = [] if of(split.lower()) else of(*SPLITS)
-    if others:
+    found = of(split.lower())
+    if not found and (others := of(*SPLITS)):
         raise TaskError(f"{folder} has no files of the split {split}, but of others ({names[others[0]]}): set split.")
-    return of(split.lower()) or files
+    return found or files
 
 
 def check_parts(files: Sequence[Path]) -> None:

@@ -146,16 +146,15 @@ def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskD
     if empty is not None:
         raise TaskError(f"{table.row_name(empty)} has no {label}.")
     stored = table.class_names(label)
-    found = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
+    found, labels = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
     classnames = class_names(found, columns.names, stored=stored, where=str(folder))
-    number = {value: position for position, value in enumerate(found)}
     places: list[Place] = [(row, None) for row in range(len(table))]
     return TaskData(
         folder,
         table.layout,
         TableImages(table, column, _some(places, folder)),
         (*table.files, *table.image_files(column)),
-        labels=np.array([number[value] for value in values], dtype=np.int64),
+        labels=np.array(labels, dtype=np.int64),
         classnames=classnames,
         templates=columns.templates,
     )
@@ -168,20 +167,25 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _labels(values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]) -> list[str]:
-    """Every label there is: 0 to the highest number, or the distinct names.
+def _labels(
+    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
+) -> tuple[list[str], list[int]]:
+    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
 
     Raises:
         TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
     """
     if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
-        return sorted(set(values))
+        names = sorted(set(values))
+        position = {name: number for number, name in enumerate(names)}
+        return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
     wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
     if wrong is not None:
         hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
         raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
-    return [str(number) for number in range(len(stored) or max(map(int, values), default=-1) + 1)]
+    labels = [int(value) for value in values]
+    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
 
 
 def class_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zlib
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def load_array(path: Path) -> np.ndarray | None:
         with path.open("rb") as file:
             array: np.ndarray = np.load(file, allow_pickle=False)
             checksum = file.read(CHECKSUM_BYTES)
-    except (OSError, ValueError, EOFError, MemoryError):  # a damaged header may state any shape
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError):
+        # A damaged header may state any shape, or be no Python literal.
         return None
     return array if checksum == _checksum(array) else None
 

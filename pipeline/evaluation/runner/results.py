@@ -86,7 +86,8 @@ def read_outcomes(path: Path) -> dict[str, np.ndarray] | None:
     try:
         with np.load(path.with_suffix(OUTCOMES_SUFFIX), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        # RuntimeError: a damaged entry claims a password, or a version of the format that does not exist.
         return None
 
 

@@ -1,0 +1,181 @@
+"""Everything that looks at a sample's image decodes it as training does, and accepts the same formats."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from pipeline.analysis.shard_pairs import PairBatch, read_pairs
+from pipeline.data.data_config import CropConfig, DataConfig, Source
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import FORMATS, Manifest, load_manifest
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.playground.gallery import open_image
+from pipeline.report.sample_pairs import sample_pairs
+from pipeline.training.held_out_pairs import HeldOutPairs
+from pipeline.training.validation_config import ValidationConfig
+from tests.shards import jpeg, sample, write_shards
+
+SIDE = 16
+RAMP = np.linspace(0, 65535, SIDE * SIDE).round().astype(np.uint16).reshape(SIDE, SIDE)
+
+
+def encoded(image: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+GREY_16 = encoded(Image.fromarray(RAMP), "PNG")
+OTHER_FORMAT = encoded(Image.new("RGB", (SIDE, SIDE), "red"), "PCX")
+EXPECTED = np.repeat((RAMP / 257).round().astype(np.uint8)[..., None], 3, axis=2)
+
+
+def as_tensor(image: Image.Image) -> Tensor:
+    assert image.mode == "RGB"
+    return torch.from_numpy(np.array(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards with 16-bit grey (sample 1) and an image of another format (sample 2), and others to train on."""
+    found = tmp_path_factory.mktemp("pairs")
+    odd = {1: {"png": GREY_16, "txt": b"grey"}, 2: {"jpg": OTHER_FORMAT, "txt": b"other"}}
+    write_shards(found / "held", [4, 3], replace=odd)
+    write_shards(found / "train", [4], first=50)
+    return found
+
+
+def test_every_format_and_16_bit_grey() -> None:
+    np.testing.assert_array_equal(np.asarray(rgb_image(GREY_16)), EXPECTED)
+    image = Image.open(io.BytesIO(jpeg(1)))
+    for kind in FORMATS:
+        body = encoded(image, kind)
+        np.testing.assert_array_equal(
+            np.asarray(rgb_image(body)), np.asarray(Image.open(io.BytesIO(body)).convert("RGB"))
+        )
+    for body in (OTHER_FORMAT, b"", b"text", jpeg(1)[:-200]):
+        with pytest.raises(CorruptSample, match="image cannot be decoded"):
+            rgb_image(body)
+
+
+def test_limits_of_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = jpeg(0, size=(30, 20))
+    assert rgb_image(body, max_pixels=600).size == (30, 20)
+    with pytest.raises(CorruptSample, match=r"larger than data\.max_pixels"):
+        rgb_image(body, max_pixels=599)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299)  # Pillow refuses twice as many
+    with pytest.raises(CorruptSample, match="too many pixels"):
+        rgb_image(body)
+
+
+def test_training_sees_16_bit_grey_as_8_bits() -> None:
+    decoder = ImageDecoder(size=SIDE, crop=CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)), mode="exact", max_pixels=999)
+    np.testing.assert_array_equal(decoder(GREY_16, state=1).permute(1, 2, 0).numpy(), EXPECTED)
+
+
+def test_scored_pairs_are_decoded_as_in_training(folder: Path) -> None:
+    (first, _) = read(load_manifest(folder / "held"), workers=2)
+    assert first.rows == [0, 1, 3]
+    assert first.problems == [(2, "image cannot be decoded")]
+    np.testing.assert_array_equal(first.image[1].numpy(), EXPECTED)
+
+
+def test_held_out_pairs_are_decoded_as_in_training(folder: Path) -> None:
+    seen: dict[str, Any] = {}
+    model = SimpleNamespace(
+        towers=nn.Linear(1, 1),
+        dim=2,
+        preprocess=as_tensor,
+        tokenize=lambda captions: seen.update(captions=captions) or torch.zeros(len(captions), 2),
+        encode_image=lambda image: seen.update(image=image) or torch.zeros(len(image), 2),
+        encode_text=lambda text: text,
+    )
+    config = ValidationConfig(sources=(Source(manifest=str(folder / "held")),), batch_size=8)
+    held = HeldOutPairs(config, DataConfig(sources=(Source(manifest=str(folder / "train")),)), World())
+    held.features(model)  # type: ignore[arg-type]
+    assert held.dropped == {"image cannot be decoded": 1}
+    assert seen["captions"][:3] == ["caption 0", "grey", "caption 3"]
+    np.testing.assert_array_equal(seen["image"][1].numpy(), EXPECTED)
+
+
+def test_the_reports_pairs_are_decoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grey, other = {"png": GREY_16, "txt": b"grey"}, {"jpg": OTHER_FORMAT, "txt": b"other"}
+    manifest = write_shards(tmp_path, [1, 1, 1], replace={0: grey, 1: other})
+    found = {pair.caption: pair.image for pair in sample_pairs([manifest])}
+    assert set(found) == {"grey", "caption 2"}
+    body = base64.b64decode(found["grey"].partition("base64,")[2])
+    shown = np.asarray(Image.open(io.BytesIO(body)).convert("RGB")).astype(int)
+    assert np.abs(shown - EXPECTED).max() < 32, "a JPEG of the ramp, and not white"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # 24 x 20 pixels are more than twice as many
+    assert {pair.caption for pair in sample_pairs([manifest])} == {"grey"}, "an unreadable pair is skipped"
+
+
+def test_the_playground_decodes_as_training_does() -> None:
+    np.testing.assert_array_equal(np.asarray(open_image(GREY_16, name="x")), EXPECTED)
+    with pytest.raises(UserError, match="x is not an image that can be read"):
+        open_image(OTHER_FORMAT, name="x")
+    with pytest.raises(UserError, match="x is damaged"):
+        open_image(jpeg(1)[:-200], name="x")
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A preprocessing that counts its images in a file, also from another process."""
+
+    path: Path
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        with open(self.path, "ab", buffering=0) as file:
+            os.write(file.fileno(), b"x")
+        return as_tensor(image)
+
+
+def read(manifest: Manifest, *, workers: int, preprocess: Any = as_tensor, batch_size: int = 8) -> list[PairBatch]:
+    return list(
+        read_pairs(
+            manifest,
+            range(len(manifest.shards)),
+            caption=CaptionField(),
+            preprocess=preprocess,
+            batch_size=batch_size,
+            workers=workers,
+        )
+    )
+
+
+def test_pairs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [9, 5, 6], replace={4: {**sample(4), "jpg": b"no"}})
+    one, many = (read(manifest, workers=workers, batch_size=4) for workers in (0, 3))
+    assert [batch.sample_ids for batch in one] == [[0, 1, 2, 3], [5, 6, 7, 8], [9, 10, 11, 12], [13], [14, 15, 16, 17],
+                                                   [18, 19]]  # fmt: skip
+    for a, b in zip(one, many, strict=True):
+        assert (a.shard, a.rows, a.sample_ids, a.captions, a.problems, a.names, a.ends_shard) == (
+            b.shard, b.rows, b.sample_ids, b.captions, b.problems, b.names, b.ends_shard
+        )  # fmt: skip
+        assert torch.equal(a.image, b.image)
+
+
+def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path: Path) -> None:
+    """A shard of 10,000 images of 224 pixels takes 6 GB when it is preprocessed."""
+    manifest = write_shards(tmp_path, [60, 60])
+    count = tmp_path / "count"
+    batches = read_pairs(manifest, [0, 1], caption=CaptionField(), preprocess=Counting(count), batch_size=4, workers=2)
+    assert next(batches).rows == [0, 1, 2, 3]
+    assert 4 <= count.stat().st_size <= 12
+    batches.close()  # type: ignore[attr-defined]

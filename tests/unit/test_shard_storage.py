@@ -1,0 +1,158 @@
+"""Shards behind pipes, URLs and failing connections, and shards that are not those of their manifest."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from pipeline.data.loading.stream_reader import ALTERED
+from pipeline.data.shards.check_shards import check_shards
+from pipeline.data.shards.manifest_format import make_manifest
+from pipeline.data.shards.storage import open_shard
+from pipeline.data.shards.tar_reader import read_records
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from tests.shards import reader, write_shards
+
+
+def alter(path: Path) -> None:
+    """Change a byte of the first sample's caption, so that the tar stays readable and only its hash is wrong."""
+    data = path.read_bytes()
+    place = data.index(b"caption 0")
+    path.write_bytes(data[:place] + b"C" + data[place + 1 :])
+
+
+def test_an_altered_shard_ends_the_run_and_names_its_ids(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 4, 3])
+    alter(tmp_path / "00000.tar")
+    records = reader(manifest, altered_shards="stop").read(0)
+    assert [next(records).caption, next(records).caption] == [b"Caption 0", b"caption 1"]
+    with pytest.raises(UserError, match=r"00000.tar are not those of its manifest: .* its 3 samples, ids 0 to 2, may"):
+        next(records)
+    assert len(list(reader(manifest, altered_shards="stop").read(3))) == 7, "the other shards are intact"
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_an_altered_shard_can_be_skipped(tmp_path: Path, position: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What was passed on before the end of the shard cannot be taken back; also if reading starts in the middle."""
+    manifest = write_shards(tmp_path, [3, 2])
+    alter(tmp_path / "00000.tar")
+    one = reader(manifest, altered_shards="skip")
+    problems = [record.problem for record in one.read(position)]
+    assert problems == [""] * (2 - position) + [ALTERED, "", ""]
+    assert [record.problem for record in one.read(0)] == [ALTERED] * 3 + [""] * 2
+    assert caplog.text.count("ids 0 to 2") == 1
+
+
+def test_an_altered_shard_is_not_hashed_where_it_is_not_checked(tmp_path: Path) -> None:
+    manifest = write_shards(tmp_path, [3, 2])
+    alter(tmp_path / "00000.tar")
+    assert [record.problem for record in reader(manifest, altered_shards="ignore").read(0)] == [""] * 5
+    rows = [(shard.name, shard.samples, shard.bytes, "") for shard in manifest.shards]
+    adopted = make_manifest(rows, root=tmp_path)
+    assert [record.problem for record in reader(adopted, altered_shards="stop").read(0)] == [""] * 5
+
+
+@pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
+def test_remote_shards_are_hashed_too(tmp_path: Path, form: str) -> None:
+    manifest = write_shards(tmp_path, [3])
+    rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    remote = make_manifest(rows)
+    assert [record.problem for record in reader(remote, altered_shards="stop").read(0)] == [""] * 3
+    alter(tmp_path / "00000.tar")
+    with pytest.raises(UserError, match="are not those of its manifest"):
+        list(reader(remote, altered_shards="stop").read(0))
+
+
+class Flaky(MemoryFileSystem):
+    """A store whose constructor refuses unknown arguments, like S3's."""
+
+    protocol = "flaky"
+    whole = b""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        assert options["block_size"] > 0
+        return io.BytesIO(self.whole)
+
+
+class Dropping(io.BytesIO):
+    """A connection that fails after `after` bytes."""
+
+    def __init__(self, data: bytes, after: int) -> None:
+        super().__init__(data)
+        self.left = after
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= max(size or 0, 0)
+        if self.left < 0:
+            raise ConnectionError("reset by peer")
+        return super().read(size)
+
+
+def test_the_block_size_is_passed_to_open_and_not_to_the_constructor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    manifest = write_shards(tmp_path, [9])
+    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
+    remote = make_manifest([("flaky://bucket/00000.tar", 9, manifest.shards[0].bytes, "")])
+    assert list(reader(remote).read(0)) == list(reader(manifest).read(0))
+
+
+def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    manifest = write_shards(tmp_path, [40])
+    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
+    remote = make_manifest([("flaky://bucket/00000.tar", 40, manifest.shards[0].bytes, "")])
+    # Each time, all earlier bytes are read again, so the connection must last longer each time.
+    budgets = iter([manifest.shards[0].bytes * part // 8 for part in (2, 4, 6, 16)])
+    monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))
+    one = reader(remote, retries=1)
+    assert list(one.read(0)) == list(reader(manifest).read(0))
+    assert one.pause.__self__ == [1.0, 1.0, 1.0], "three failures, each the first at its position"  # type: ignore[attr-defined]
+
+
+def test_running_out_of_file_descriptors_does_not_count_as_a_broken_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_shards(tmp_path, [3])
+
+    def exhausted(url: str, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pipeline.data.loading.stream_reader.open_records", exhausted)
+    with pytest.raises(UserError, match=r"Too many open files.*ulimit -n.*data.streams"):
+        list(reader(manifest).read(0))
+
+
+@pytest.mark.parametrize("form", ["pipe:cat {}", "file://{}"])
+def test_pipes_and_urls_give_the_same_records(tmp_path: Path, form: str) -> None:
+    manifest = write_shards(tmp_path, [5, 4])
+    rows = [(form.format(tmp_path / s.name), s.samples, s.bytes, s.sha256) for s in manifest.shards]
+    remote = make_manifest(rows)
+    check_shards(remote, World())
+    for position in (0, 3, 6):
+        assert list(reader(remote).read(position)) == list(reader(manifest).read(position))
+
+
+def test_a_failing_command_is_not_mistaken_for_a_short_tar(tmp_path: Path) -> None:
+    write_shards(tmp_path, [5])
+    command = f"pipe:head -c 9000 {tmp_path}/00000.tar; echo no such bucket >&2; exit 3"
+    with open_shard(command) as file, pytest.raises(OSError, match="status 3: no such bucket"):
+        list(read_records(file))
+    remote = make_manifest([(command, 5, 0, "")])
+    assert {r.problem for r in reader(remote).read(0)} == {"", "shard cannot be read (OSError)"}

@@ -146,7 +146,10 @@ def prepare(
 
 
 def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
-    """The plan with these settings for images and guard, which may change only until the first shard is finished."""
+    """The plan with these settings for images and guard, which may change only until the first shard is finished.
+
+    Nor may they change while a download works with the former ones: its shards would be refused at the end.
+    """
     differences = changes(plan.rules, rules) if plan.rules else []
     is_begun = bool(folder.finished() or folder.numbered("meta", ".commit"))
     if differences and is_begun:
@@ -156,7 +159,8 @@ def _with_rules(folder: Folder, plan: Plan, rules: dict[str, Any]) -> Plan:
         )
     if differences or (not plan.rules and not is_begun):
         plan = replace(plan, rules=rules)
-        write_plan(folder, plan)
+        with exclusive_lock(folder):
+            write_plan(folder, plan)
     return plan
 
 

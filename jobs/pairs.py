@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+FROM_SCRATCH = 100_000
+"""Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
+
 
 @click.command(name="pairs")
 @click.argument("source")
@@ -90,7 +93,13 @@ def command(
     if outcome.several_captions:
         field = " data.caption=json:captions"
         click.echo(f"{outcome.several_captions:,} samples have several captions; one of them is drawn each time.")
-    click.echo(f"Train with: neuclip train --recipe own data.sources={output}{field} output=runs/mine")
+    recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
+    click.echo(f"Train with: neuclip train --recipe {recipe} data.sources={output}{field} output=runs/mine")
+    if recipe == "finetune":
+        click.echo(
+            f"It starts from a published model. Fewer than {FROM_SCRATCH:,} pairs teach little from scratch, which is "
+            "--recipe own."
+        )
 
 
 class _Progress:

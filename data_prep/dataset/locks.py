@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from data_prep.dataset.dataset_folder import Folder
 from pipeline.errors import UserError
@@ -36,15 +36,17 @@ def shared_lock(folder: Folder, workers: int = 1) -> Iterator[None]:
         UserError: A removal or a rebuild is running, or a download that divides the shards among another number of
             workers, so that both would write some of them.
     """
-    with (
-        _locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False),
-        _locked(folder, f"{_OF_WORKERS}{workers}", fcntl.LOCK_SH, wait=False),
-    ):
-        for path in folder.locks.glob(f"lock-{_OF_WORKERS}*"):
-            part = path.name.removeprefix("lock-")
-            if part != f"{_OF_WORKERS}{workers}":
-                with _locked(folder, part, fcntl.LOCK_EX, wait=False):
-                    pass
+    own = f"{_OF_WORKERS}{workers}"
+    with ExitStack() as held:
+        # One at a time: two workers that try another number's lock at once would keep it from each other.
+        with part_lock(folder, "entry", wait=True):
+            held.enter_context(_locked(folder, _WHOLE, fcntl.LOCK_SH, wait=False))
+            held.enter_context(_locked(folder, own, fcntl.LOCK_SH, wait=False))
+            for path in folder.locks.glob(f"lock-{_OF_WORKERS}*"):
+                part = path.name.removeprefix("lock-")
+                if part != own:
+                    with _locked(folder, part, fcntl.LOCK_EX, wait=False):
+                        pass
         yield
 
 

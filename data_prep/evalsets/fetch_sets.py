@@ -74,7 +74,8 @@ def fetch_evalsets(
             else:
                 entry = fetch_from_hub(chosen, root / chosen.folder, source.endpoint, lock.get(chosen.key))
             outcome.good[chosen.key] = entry["samples"] = count(chosen, root / chosen.folder)
-            lock[chosen.key] = entry
+            # Read again: another process may have fetched other sets in the meantime.
+            lock = {**read_lock(root), chosen.key: entry}
             write_json(root / LOCK_NAME, lock)
         except (UserError, OSError, ValueError) as error:
             outcome.problems[chosen.key] = str(error)

@@ -43,7 +43,7 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     rows = rows[:: max(1, len(rows) // config.monitor.probe)][: config.monitor.probe]
     fetch = _fetcher(config)
     with ThreadPool(min(config.fetch.threads, len(rows))) as pool:
-        answers = pool.map(lambda row: fetch(row[source.url]), rows)
+        answers = pool.map(lambda row: fetch(row[source.url] or ""), rows)
     came = [(row, body) for row, body in zip(rows, answers, strict=True) if isinstance(body, bytes)]
     differ = [pair for pair in came if _digest(source.hash_kind, pair[1]) != _stated(pair[0], source)]
     if len(came) < min(_ENOUGH, len(rows)):

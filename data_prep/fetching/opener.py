@@ -151,6 +151,8 @@ class Opener:
                 except Exception as error:
                     failure = self._late() if attempt.is_late else reasons.of_exception(error)
                     self._strike(host, error, failure.reason)
+                    if isinstance(error, urllib.error.HTTPError):
+                        error.close()  # it holds the connection, and lives on in `failure`
                     raise failure from error
             if attempt.is_late:  # a body that was cut off can look complete if no length was announced
                 raise self._late()

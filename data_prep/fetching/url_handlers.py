@@ -72,6 +72,15 @@ def check_opt_out(headers: Message, guard: GuardConfig) -> None:
         raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
 
 
+class _Response(http.client.HTTPResponse):
+    """Skips every interim answer; http.client skips `100 Continue` only, and takes `103 Early Hints` for the answer."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        version, status, reason = super()._read_status()  # type: ignore[misc]
+        is_interim = 100 <= status < 200 and status != http.client.SWITCHING_PROTOCOLS
+        return version, http.client.CONTINUE if is_interim else status, reason
+
+
 class _Guarded:
     """Makes http.client's connections connect through a function of ours."""
 
@@ -81,11 +90,11 @@ class _Guarded:
 
 
 class _Connection(_Guarded, http.client.HTTPConnection):
-    pass
+    response_class = _Response
 
 
 class _SecureConnection(_Guarded, http.client.HTTPSConnection):
-    pass
+    response_class = _Response
 
 
 class _HTTPHandler(urllib.request.HTTPHandler):

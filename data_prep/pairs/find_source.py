@@ -94,31 +94,34 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
     Raises:
         UserError: It cannot be read, or an option does not apply to its kind.
     """
-    kind, path = kind_of(source), Path(source)
+    kind = kind_of(source)
     _refuse_options(kind, options)
+    # Absolute: a run that continues with the list may have been started in another folder.
+    path, images = Path(source).absolute(), options.images.absolute() if options.images else None
 
-    def listed(rows: Callable[[], Iterable[Listed]], *, group: bool = True) -> Listing:
-        return stored if stored is not None else write_listing(listing, rows(), group_images=group)
+    def listed(rows: Callable[[], Iterable[Listed]], *, root: Path, group: bool = True) -> Listing:
+        return stored if stored is not None else write_listing(listing, rows(), root=root, group_images=group)
 
     if kind == "table":
         table = table_rows.open_table(
             _only_table(path),
-            images=options.images,
+            images=images,
             image=options.image,
             caption=options.caption,
             header=options.header,
         )
-        return FileSource(listed(table.rows), table.facts)
+        return FileSource(listed(table.rows, root=table.images), table.facts)
     if kind == "coco":
-        coco = image_files.open_coco(path, images=options.images)
-        return FileSource(listed(coco.rows), coco.facts)
+        coco = image_files.open_coco(path, images=images)
+        return FileSource(listed(coco.rows, root=coco.images), coco.facts)
     if kind == "images":
         folder = image_files.ImageFolder(path)
-        return FileSource(listed(folder.rows), folder.facts)
+        return FileSource(listed(folder.rows, root=path), folder.facts)
     if kind == "tars":
         tars = tar_rows.tars_below(path)
         caption = tar_rows.find_caption(tars, wanted=options.caption)
-        return TarSource(listed(lambda: tar_rows.tar_rows(path, tars), group=False), caption)
+        root = path if path.is_dir() else path.parent
+        return TarSource(listed(lambda: tar_rows.tar_rows(path, tars), root=root, group=False), caption)
     if kind == "parquet":
         return parquet_source.open_parquet(path, image=options.image, caption=options.caption)
     return hub_dataset.open_dataset(

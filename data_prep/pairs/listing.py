@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ class Listing:
                     yield Listed(**{**row, "image": image, "captions": tuple(row["captions"])})
 
 
-def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = True) -> Listing:
+def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_images: bool = True) -> Listing:
     """Store rows as a list, published by rename when complete.
 
     Args:
         path: The parquet file.
         rows: The rows in the order of the data set.
+        root: The folder of the images or tars; the digest does not depend on where it is.
         group_images: Merge neighbouring rows with the same image into one row with all captions. Otherwise they would
             be false negatives of each other in a batch.
     """
@@ -74,35 +75,48 @@ def write_listing(path: Path, rows: Iterable[Listed], *, group_images: bool = Tr
         + [("offset", pa.int64())]
     )
     digest, count = hashlib.sha256(), 0
-    with replacing(path, unique=False) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    prefix = os.path.join(os.fsencode(root), b"")
+    rows = map(_checked, rows)
+    with (
+        replacing(path, unique=False, durable=True) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
         for chunk in _chunks(_grouped(rows) if group_images else rows):
             plain = [_plain(row) for row in chunk]
             for row in plain:
-                digest.update(repr(tuple(row.values())).encode())
+                shown = {**row, "image": row["image"].removeprefix(prefix)}
+                digest.update(repr(tuple(shown.values())).encode())
             writer.write_table(pa.Table.from_pylist(plain, schema=schema), row_group_size=GROUP)
             count += len(chunk)
     return Listing(path, count, digest.hexdigest())
 
 
+def _checked(row: Listed) -> Listed:
+    """The row, or why its captions cannot be stored. Checked before rows are merged: a bad one costs no other."""
+    try:
+        "".join(row.captions).encode("utf-8")
+    except UnicodeEncodeError as error:
+        return replace(row, captions=(), problem=NOT_UTF8, detail=f"byte {error.object[error.start]!a}")
+    return row
+
+
 def _plain(row: Listed) -> dict[str, Any]:
-    """A row as stored in parquet: file names may be any bytes, captions must be UTF-8."""
+    """A row as stored in parquet: file names may be any bytes, captions are UTF-8."""
     tree: dict[str, Any] = {name: getattr(row, name) for name in _NAMES}
     tree["image"] = os.fsencode(row.image)
     for name in ("place", "detail"):
         tree[name] = tree[name].encode("utf-8", "backslashreplace").decode()
-    try:
-        "".join(row.captions).encode("utf-8")
-    except UnicodeEncodeError as error:
-        tree |= {"captions": (), "problem": NOT_UTF8, "detail": f"byte {error.object[error.start]!a}"}
     return tree
 
 
 def _grouped(rows: Iterable[Listed]) -> Iterator[Listed]:
+    """Rows with a problem are passed on at once: they do not part the rows of an image."""
     waiting: Listed | None = None
     for row in rows:
-        same = waiting is not None and not waiting.problem and not row.problem and waiting.image == row.image
-        if same:
-            assert waiting is not None
+        if row.problem:
+            yield row
+            continue
+        if waiting is not None and waiting.image == row.image:
             captions = dict.fromkeys((*waiting.captions, *row.captions))
             waiting = Listed(waiting.place, waiting.image, tuple(captions))
             continue

@@ -27,7 +27,7 @@ from data_prep.pairs.pair import Pair, PairSource, checked
 from data_prep.reasons import FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import replacing, write_json
+from pipeline.files import flush, replacing, write_json
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
@@ -129,7 +129,7 @@ def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
     if not path.is_file():
         digest = source.facts["digest"] if listing.is_file() else None
-        write_json(path, {"settings": settings, "rows": source.rows, "digest": digest})
+        write_json(path, {"settings": settings, "rows": source.rows, "digest": digest}, durable=True)
     return source, config.shard_size or min(LARGEST, max(SMALLEST, source.rows // SHARDS))
 
 
@@ -210,6 +210,9 @@ def write_shard(job: _Job, shard: int) -> int:
         path.unlink()
         size, digest = 0, ""
     _write_meta(job.folder.meta(shard), rows)
+    # The names of both must be on the disk before the record refers to them.
+    flush(path.parent)
+    flush(job.folder.meta(shard).parent)
     job.folder.write_record(ShardRecord(shard, job.plan, len(rows), samples, size, digest, failures))
     return len(rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,8 @@ class PairTable:
 
     def rows(self) -> Iterator[Listed]:
         """Stream every row of the table; unreadable rows have a problem."""
-        is_json = self.path.suffix in (".jsonl", ".ndjson")
         with _open(self.path) as file:
-            for number, row in _json_rows(file) if is_json else _csv_rows(file, self.path, self.header):
+            for number, row in _rows(file, self.path, self.header, table=self):
                 place = f"{self.path.name}:{number}"
                 if isinstance(row, str):
                     yield Listed(place, problem=MALFORMED_ROW, detail=row)
@@ -47,6 +47,15 @@ class PairTable:
                     yield Listed(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
                     continue
                 yield Listed(place, str(self.images / name.strip()), captions_in(row.get(self.caption)))
+
+    def names_image(self, line: str, *, delimiter: str, columns: Sequence[str]) -> bool:
+        """Whether a line, split without regard to quotes, has one of the images at their place."""
+        fields, place = line.strip("\r\n").split(delimiter), columns.index(self.image)
+        found = [fields[i] for i in (place, place - len(columns)) if -len(fields) <= i < len(fields)]
+        try:
+            return any((self.images / name.strip().strip('"')).is_file() for name in found)
+        except OSError:  # too long for a name
+            return False
 
 
 def open_table(
@@ -64,10 +73,8 @@ def open_table(
     Raises:
         UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
     """
-    is_json = path.suffix in (".jsonl", ".ndjson")
     with _open(path) as file:
-        rows = _json_rows(file) if is_json else _csv_rows(file, path, header)
-        head = [row for _, (_, row) in zip(range(100), rows, strict=False) if isinstance(row, Mapping)]
+        head = [row for _, row in itertools.islice(_rows(file, path, header), 100) if isinstance(row, Mapping)]
     if not head:
         raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
                         " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
@@ -89,6 +96,14 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
+def _rows(
+    file: TextIO, path: Path, header: Sequence[str], *, table: PairTable | None = None
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Line number and row; an unreadable row is its description. With `table`, quotes are checked as well."""
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
+    return _json_rows(file) if is_json else _csv_rows(file, path, header, table)
+
+
 def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
@@ -101,22 +116,41 @@ def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
         yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
 
 
-def _csv_rows(file: TextIO, path: Path, header: Sequence[str] = ()) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Line number and row; a row with a wrong number of fields is its description."""
+def _csv_rows(
+    file: TextIO, path: Path, header: Sequence[str], table: PairTable | None
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Line number and row; a row with a wrong number of fields is its description.
+
+    Raises:
+        UserError: A quote that is never closed makes one row of several.
+    """
     csv.field_size_limit(1 << 24)
     first = file.readline()
     file.seek(0)
-    delimiter = "\t" if path.suffix == ".tsv" else max(_DELIMITERS, key=first.count)
-    reader = csv.reader(file, delimiter=delimiter)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(_DELIMITERS, key=first.count)
+    lines: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in file:
+            lines.append(line)
+            yield line
+
+    reader = csv.reader(noted(), delimiter=delimiter)
     names = list(header) if header else [name.strip() for name in next(reader, [])]
     while True:
         number = reader.line_num + 1
+        lines.clear()
+        problem = ""
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, str(error)
+            problem = str(error)
+        if table is not None and len(lines) > 1:
+            _check_quotes(lines, number, table, delimiter=delimiter, columns=names)
+        if problem:
+            yield number, problem
             continue
         if not fields:
             continue
@@ -124,3 +158,17 @@ def _csv_rows(file: TextIO, path: Path, header: Sequence[str] = ()) -> Iterator[
             yield number, f"{len(fields)} fields instead of {len(names)}"
         else:
             yield number, dict(zip(names, fields, strict=True))
+
+
+def _check_quotes(lines: list[str], number: int, table: PairTable, *, delimiter: str, columns: Sequence[str]) -> None:
+    """Refuse a row with the images of several rows: the others' text would become part of its caption.
+
+    Raises:
+        UserError: It has.
+    """
+    named = (line for line in lines if table.names_image(line, delimiter=delimiter, columns=columns))
+    if len(list(itertools.islice(named, 2))) == 2:
+        raise UserError(
+            f"{table.path}: a quote is not closed in the row that begins at line {number:,}, which would swallow "
+            f"{len(lines) - 1:,} lines. Close it, double the quotes inside values, or give the table as JSONL."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -38,9 +39,14 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
                     key, count = stem, count + 1
                     yield Listed(f"{shown}:{stem}", str(tar), offset=member.offset)
         except (tarfile.TarError, OSError) as error:
-            compressed = tar.open("rb").read(2) == b"\x1f\x8b"
-            remedy = "it is compressed: gunzip it first" if compressed else "fetch it again, or move it away"
+            remedy = "it is compressed: gunzip it first" if _is_gzip(tar) else "fetch it again, or move it away"
             raise UserError(f"{tar} is not a complete tar, after {count:,} samples ({error}): {remedy}.") from error
+
+
+def _is_gzip(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+    return False
 
 
 def find_caption(tars: list[Path], *, wanted: str | None) -> str:
@@ -49,7 +55,7 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
     Raises:
         UserError: The sample has no image or no caption; the message lists its members.
     """
-    first = next(tar_rows(tars[0].parent, tars), None)
+    first = next((row for tar in tars for row in tar_rows(tar, [tar])), None)
     if first is None:
         raise UserError(f"{tars[0]} holds no samples.")
     parts = read_sample(first.image, first.offset)
@@ -57,8 +63,9 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []
     if "json" in parts:
-        tree = json.loads(parts["json"])
-        fields = list(tree) if isinstance(tree, Mapping) else []
+        with contextlib.suppress(ValueError):  # a damaged one has no fields
+            tree = json.loads(parts["json"])
+            fields = list(tree) if isinstance(tree, Mapping) else []
     offered = [name for name in parts if name not in IMAGES and name != "json"] + [f"json:{name}" for name in fields]
     if wanted is not None:
         if wanted in offered or f"json:{wanted}" in offered:

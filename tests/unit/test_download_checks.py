@@ -119,6 +119,18 @@ def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: 
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
 
 
+def test_probed_rows_without_a_url_give_no_image(tmp_path: Path, site: Site) -> None:
+    """Regression test: they used to end the download with an AttributeError."""
+    bodies = [jpeg(side=16 + k) for k in range(12)]
+    columns: dict[str, list] = {
+        "url": [site.image(f"/{k}.jpg", body) for k, body in enumerate(bodies)],
+        "caption": ["a cat"] * 12,
+        "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
+    }
+    columns["url"][3] = None
+    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+
+
 def test_unavailable_distributor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: None)
     table_checks.check_distributor(FetchConfig())

@@ -122,6 +122,18 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
     assert check_evalsets(tmp_path).problems == {}
 
 
+def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub: Hub, tmp_path: Path) -> None:
+    source, other = SetSource(endpoint=hub.base), ("misc/winogavil",)
+
+    def start_another(note: str) -> None:
+        if note.startswith("cifar10"):
+            fetch_evalsets(tmp_path, other, source=source)
+
+    fetch_evalsets(tmp_path, ("cifar10", "retrieval/flickr"), source=source, on_note=start_another)
+    assert set(json.loads((tmp_path / "evalsets.json").read_text())) == set(TINY)
+    assert check_evalsets(tmp_path).problems == {}
+
+
 def test_wrong_bytes_missing_shards_and_missing_sets_are_reported(hub: Hub, tmp_path: Path) -> None:
     hub.files["djghosh/wds_cifar10_test"]["test/0.tar"] = tar_of(range(1, 4))
     hub.stated["nlphuji/flickr"] = hub.files["nlphuji/flickr"] = {"TEST/test/0000.parquet": parquet_of(2)}

@@ -6,9 +6,13 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pyarrow.parquet as pq
 import pytest
@@ -217,6 +221,40 @@ def test_downloads_that_divide_the_shards_differently_cannot_run_together(copied
             pass
     with shared_lock(folder, 3):
         pass
+
+
+def test_workers_that_start_together_do_not_refuse_each_other(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: both tried the lock that a run with another number of workers had left behind."""
+    folder, flock, begin = Folder(copied), fcntl.flock, threading.Barrier(4, timeout=10)
+
+    def slow(file: IO[str], how: int) -> None:
+        flock(file, how)
+        if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
+            time.sleep(0.02)
+
+    def work(_: int) -> None:
+        begin.wait()
+        with shared_lock(folder, 2):
+            begin.wait()
+
+    with shared_lock(folder, 3):
+        pass
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4), timeout=30))
+
+
+def test_settings_of_samples_cannot_change_while_a_download_works(made: DownloadConfig, tmp_path: Path) -> None:
+    """Regression test: before its first shard they could, and its shards were refused at the end."""
+    first = replace(made, output=str(tmp_path / "new"))
+    other = replace(first, image=replace(first.image, size=99))
+    _, plan = prepare(first)
+    with shared_lock(Folder(tmp_path / "new")):
+        assert prepare(first)[1] == plan
+        with pytest.raises(UserError, match="Another process is working"):
+            prepare(other)
+        assert load_plan(Folder(tmp_path / "new")) == plan
+    assert prepare(other)[1].rules["image"]["size"] == 99
 
 
 def test_removal_and_rebuild_are_refused_while_another_process_uses_the_folder(copied: Path) -> None:

@@ -1,0 +1,82 @@
+"""Small sources of pairs for `neuclip pairs`, and what it makes of them."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.dataset import canonical_tar
+from data_prep.pairs.convert import ImageOptions
+from data_prep.pairs.find_source import SourceOptions
+from data_prep.pairs.make_shards import DROPPED_NAME, Conversion, PairsConfig, make_shards
+from pipeline.data.shards.manifest_format import load_manifest
+
+
+def picture(number: int, *, size: tuple[int, int] = (40, 30), kind: str = "JPEG", **options: Any) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_images(folder: Path, count: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{number:03d}.jpg" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(picture(number))
+    return names
+
+
+def write_csv(path: Path, rows: Sequence[Sequence[str]], *, delimiter: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+def convert_all(source: Path | str, output: Path, *, image: ImageOptions | None = None, **options: Any) -> Conversion:
+    processes, shard_size = options.pop("processes", 1), options.pop("shard_size", 4)
+    config = PairsConfig(str(source), output, options=SourceOptions(**options), image=image or ImageOptions(),
+                         processes=processes, shard_size=shard_size)  # fmt: skip
+    return make_shards(config)
+
+
+def make(source: Path | str, output: Path, **options: Any) -> Conversion:
+    """Convert with `image` as the name of the image column."""
+    return make_shards(PairsConfig(str(source), output, options=SourceOptions(**options), shard_size=4))
+
+
+def stored(output: Path) -> list[tuple[bytes, str, dict[str, Any]]]:
+    """Return image, caption and JSON of every sample, in manifest order."""
+    manifest = load_manifest(output)
+    parts = [p for shard in manifest.shards for _, p in canonical_tar.samples(manifest.url(shard))]
+    return [(canonical_tar.picture(p), p["txt"].decode(), json.loads(p["json"])) for p in parts]
+
+
+def dropped(output: Path) -> list[list[str]]:
+    return [line.split("\t") for line in (output / DROPPED_NAME).read_text().splitlines()[1:]]
+
+
+def digests(output: Path) -> dict[str, str]:
+    names = [*output.rglob("*.tar"), *output.glob("meta/*"), output / "manifest.json", output / DROPPED_NAME]
+    return {str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    names = write_images(tmp_path / "mine" / "images", 10)
+    rows = [(f"images/{name}", f"picture {number}") for number, name in enumerate(names)]
+    return write_csv(tmp_path / "mine" / "pairs.csv", [("file_name", "text"), *rows])
+
+
+def check_ten(output: Path, outcome: Conversion) -> None:
+    assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (10, {})
+    assert [(image, text) for image, text, _ in stored(output)] == [(picture(n), f"picture {n}") for n in range(10)]

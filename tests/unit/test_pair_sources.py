@@ -1,0 +1,261 @@
+"""`neuclip pairs` reads every kind of source into the same kind of shards."""
+
+# ruff: noqa: F811 (imported fixtures are requested by name)
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.pairs.convert import ImageOptions
+from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.errors import UserError
+from tests.pair_files import check_ten, convert_all, dropped, make, picture, stored, table, write_csv, write_images  # noqa: F401
+
+
+def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
+    outcome = convert_all(table.parent, tmp_path / "out")
+    check_ten(tmp_path / "out", outcome)
+    assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
+    assert stored(tmp_path / "out")[3][2] == {"captions": ["picture 3"], "source": "pairs.csv:5"}
+
+
+@pytest.mark.parametrize("delimiter", ["\t", ";", "|"])
+def test_other_delimiters_and_named_columns(table: Path, tmp_path: Path, delimiter: str) -> None:
+    rows = [("where", "what", "more, or less")] + [(f"images/{n:03d}.jpg", f"picture {n}", "x") for n in range(10)]
+    path = write_csv(table.parent / ("odd.tsv" if delimiter == "\t" else "odd.csv"), rows, delimiter=delimiter)
+    check_ten(tmp_path / "out", make(path, tmp_path / "out", image="where", caption="what"))
+
+
+def test_a_table_without_a_header(table: Path, tmp_path: Path) -> None:
+    rows = [(f"picture {n}", f"{n:03d}.jpg") for n in range(10)]
+    path = write_csv(tmp_path / "bare.tsv", rows, delimiter="\t")
+    check_ten(
+        tmp_path / "out", make(path, tmp_path / "out", header=("caption", "image"), images=table.parent / "images")
+    )
+
+
+def test_jsonl_with_several_captions(table: Path, tmp_path: Path) -> None:
+    path = table.parent / "pairs.jsonl"
+    lines = [json.dumps({"image": f"images/{n:03d}.jpg", "captions": [f"picture {n}", f"no. {n}"]}) for n in range(10)]
+    path.write_text("\n".join([*lines, "{broken", "[1]", '{"image": 3, "captions": "x"}']))
+    outcome = make(path, tmp_path / "out")
+    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
+    assert stored(tmp_path / "out")[7][2]["captions"] == ["picture 7", "no. 7"]
+    assert [(place, reason) for place, reason, _ in dropped(tmp_path / "out")] == [
+        ("pairs.jsonl:11", "malformed row"), ("pairs.jsonl:12", "malformed row"), ("pairs.jsonl:13", "malformed row"),
+    ]  # fmt: skip
+
+
+def test_adjacent_rows_of_the_same_image_become_one_sample(table: Path, tmp_path: Path) -> None:
+    rows = [(f"images/{n // 2:03d}.jpg", f"picture {n}") for n in range(20)]
+    path = write_csv(table.parent / "five.csv", [("image", "caption"), *rows])
+    outcome = make(path, tmp_path / "out")
+    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
+    assert stored(tmp_path / "out")[2][2]["captions"] == ["picture 4", "picture 5"]
+
+
+def test_text_files_next_to_the_images(tmp_path: Path) -> None:
+    for number, name in enumerate(write_images(tmp_path / "in" / "sub", 10)):
+        (tmp_path / "in" / "sub" / name).with_suffix(".txt").write_text(f"picture\n {number}\n")
+    (tmp_path / "in" / "alone.png").write_bytes(picture(0, kind="PNG"))
+    outcome = convert_all(tmp_path / "in", tmp_path / "out")
+    assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (10, {"no caption": 1})
+    assert dropped(tmp_path / "out") == [["alone.png", "no caption", "no alone.txt beside it"]]
+    assert stored(tmp_path / "out")[4][1] == "picture 4"
+
+
+def test_coco(tmp_path: Path) -> None:
+    names = write_images(tmp_path / "coco" / "train2017", 10)
+    images = [{"id": 100 + n, "file_name": name} for n, name in enumerate(names)]
+    notes = [{"image_id": 100 + n, "caption": f"{word} {n}\n"} for word in ("picture", "other") for n in range(9)]
+    (tmp_path / "coco" / "annotations").mkdir()
+    path = tmp_path / "coco" / "annotations" / "captions_train2017.json"
+    path.write_text(json.dumps({"images": images, "annotations": [*notes, {"image_id": 7, "caption": "lost"}]}))
+    outcome = convert_all(path, tmp_path / "out")
+    assert (outcome.manifest.n, outcome.several_captions) == (9, 9)
+    assert dict(outcome.manifest.failures) == {"no caption": 1, "image file missing": 1}
+    assert stored(tmp_path / "out")[3][2]["captions"] == ["picture 3", "other 3"]
+    with pytest.raises(UserError, match=r"name the annotations, such as .*captions_train2017.json"):
+        convert_all(tmp_path / "coco", tmp_path / "other")
+
+
+def test_parquet_and_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {
+        "image": [picture(n) for n in range(10)],
+        "caption": [f"picture {n}" for n in range(10)],
+        "n": list(range(10)),
+    }
+    data = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    data.to_parquet(tmp_path / "one.parquet", batch_size=3)
+    data.save_to_disk(tmp_path / "disk")
+    datasets.DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(tmp_path / "splits")
+    check_ten(tmp_path / "a", convert_all(tmp_path / "one.parquet", tmp_path / "a"))
+    check_ten(tmp_path / "b", convert_all(tmp_path / "disk", tmp_path / "b"))
+    check_ten(tmp_path / "c", convert_all(tmp_path / "splits", tmp_path / "c"))
+    assert convert_all(tmp_path / "splits", tmp_path / "d", split="test").manifest.n == 3
+    assert stored(tmp_path / "a")[8][2]["source"] == "one.parquet row 8"
+    with pytest.raises(UserError, match=r"no split 'val': choose with --split\. It has: train, test"):
+        convert_all(tmp_path / "splits", tmp_path / "e", split="val")
+
+
+def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "in").mkdir()
+    for part, numbers in (("a", range(6)), ("b", range(6, 10))):
+        columns = {"jpg": [picture(n) for n in numbers], "texts": [[f"picture {n}", "", "more"] for n in numbers]}
+        pq.write_table(pa.table(columns), tmp_path / "in" / f"{part}.parquet", row_group_size=4)
+    outcome = convert_all(tmp_path / "in", tmp_path / "out", shard_size=3)
+    assert (outcome.manifest.n, outcome.several_captions) == (10, 10)
+    assert [text for _, text, _ in stored(tmp_path / "out")] == [f"picture {n}" for n in range(10)]
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "in" / "c.parquet")
+    with pytest.raises(UserError, match=r"c.parquet lacks columns of .*a.parquet: jpg, texts"):
+        convert_all(tmp_path / "in", tmp_path / "again")
+
+
+@pytest.mark.parametrize("member", ["txt", "json"])
+def test_webdataset_tars(tmp_path: Path, member: str) -> None:
+    (tmp_path / "in").mkdir()
+    for part, numbers in enumerate((range(7), range(7, 10))):
+        with tarfile.open(tmp_path / "in" / f"{part}.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+            for number in numbers:
+                text = f"picture {number}"
+                body = text.encode() if member == "txt" else json.dumps({"caption": text, "n": number}).encode()
+                for suffix, payload in (("jpg", picture(number)), (member, body)):
+                    info = tarfile.TarInfo(f"deep/{number:03d}é.{suffix}")
+                    info.size = len(payload)
+                    archive.addfile(info, io.BytesIO(payload))
+    check_ten(tmp_path / "out", convert_all(tmp_path / "in", tmp_path / "out"))
+    assert stored(tmp_path / "out")[8][2]["source"] == "1.tar:deep/008é"
+    (tmp_path / "in" / "2.tar").write_bytes((tmp_path / "in" / "0.tar").read_bytes()[:30_000])
+    with pytest.raises(UserError, match=r"2.tar is not a complete tar, after \d+ samples .*: fetch it again"):
+        convert_all(tmp_path / "in", tmp_path / "again")
+
+
+def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    urls = write_csv(tmp_path / "urls.csv", [("url", "caption"), ("http://x/1.jpg", "one")])
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (tmp_path / "nowhere", {}, "There is no file or folder .*A source is a CSV"),
+        (urls, {}, "column 'url'.*neuclip download output=FOLDER source.table=FILE source.url=url"),
+        (table, {"caption": "txet"}, r"no column 'txet' \(--caption\).*The nearest is text"),
+        (table, {"image": "text", "caption": "file_name"}, "None of the first 10 images .* exists, such as"),
+        (table, {"split": "train"}, "--split does not apply to this source"),
+        (table.parent / "images", {}, "has images, but no captions"),
+        (
+            write_csv(tmp_path / "odd.csv", [("a", "b"), ("1", "2")]),
+            {},
+            "usual name for the image: name it with --image",
+        ),
+    ]
+    for source, options, message in cases:
+        with pytest.raises(UserError, match=message):
+            make(source, out, **options)
+    make(table, out)
+    with pytest.raises(UserError, match=r"other settings \(size was None and is now 32\)"):
+        convert_all(table, out, image=ImageOptions(size=32))
+    with pytest.raises(UserError, match="was not made by `neuclip pairs`"):
+        make(table, table.parent / "images")
+    table.write_text(table.read_text().replace("picture 3", "picture three"))
+    with pytest.raises(UserError, match="source_bytes was"):
+        make(table, out)
+
+
+def test_training_on_a_source_names_the_command(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "coco.json").write_text('{"images": []}')
+    for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
+        with pytest.raises(UserError, match=rf"`neuclip pairs {source} OUTPUT`"):
+            load_manifest(source)
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "0.tar").touch()
+    with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):
+        load_manifest(tmp_path / "tars")
+    with pytest.raises(UserError, match=r"no such file or folder.*`neuclip pairs SOURCE OUTPUT`"):
+        load_manifest("someone/pictures")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("name", ["odd.csv", "odd.tsv"])
+def test_an_unclosed_quote_is_an_error_instead_of_a_long_caption(
+    table: Path, tmp_path: Path, name: str, order: tuple[int, int]
+) -> None:
+    """Regression test: the following rows used to become part of the caption, and none of them was counted."""
+    rows = [("image", "text"), *((f"images/{n:03d}.jpg", f"{chr(34) * (n == 6)}picture {n}") for n in range(10))]
+    lines = [("\t" if name.endswith("tsv") else ",").join(row[i] for i in order) for row in rows]
+    path = table.parent / name
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(
+        UserError, match=rf"{name}: a quote is not closed in the row that begins at line 8, which would"
+    ):
+        make(path, tmp_path / "out")
+    path.write_text("\n".join([*lines, *lines[1:]]) + "\n")  # the second such quote closes the first
+    with pytest.raises(UserError, match="would swallow 10 lines"):
+        make(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_captions_may_have_several_lines(table: Path, tmp_path: Path, order: tuple[int, int]) -> None:
+    rows = [("image", "text"), *((f"images/{n:03d}.jpg", f'picture\n"{n}",\nno. {n}') for n in range(10))]
+    path = write_csv(table.parent / "lines.csv", [[row[i] for i in order] for row in rows])
+    make(path, tmp_path / "out")
+    assert [text for _, text, _ in stored(tmp_path / "out")] == [f'picture "{n}", no. {n}' for n in range(10)]
+
+
+def test_names_of_tables_in_capital_letters(table: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"image": f"images/{n:03d}.jpg", "caption": f"picture {n}"}) for n in range(10)]
+    (table.parent / "PAIRS.JSONL").write_text("\n".join(lines))
+    check_ten(tmp_path / "out", make(table.parent / "PAIRS.JSONL", tmp_path / "out"))
+    rows = [("image", "caption, and more"), *((f"images/{n:03d}.jpg", f"picture {n}") for n in range(10))]
+    path = write_csv(table.parent / "PAIRS.TSV", rows, delimiter="\t")
+    check_ten(tmp_path / "other", make(path, tmp_path / "other", caption="caption, and more"))
+
+
+def test_a_bad_caption_costs_no_other_of_its_image(table: Path, tmp_path: Path) -> None:
+    """Regression test: one caption that was not UTF-8 used to drop all captions of the image, counted as one."""
+    path = table.parent / "several.csv"
+    path.write_bytes(b"image,caption\nimages/000.jpg,good\nimages/000.jpg,caf\xe9\nimages/000.jpg,fine\n")
+    outcome = make(path, tmp_path / "out")
+    assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (1, {"caption is not UTF-8": 1})
+    assert stored(tmp_path / "out")[0][2]["captions"] == ["good", "fine"]
+    assert [place for place, _, _ in dropped(tmp_path / "out")] == ["several.csv:3"]
+
+
+def test_a_tar_whose_first_json_is_damaged_is_refused_with_what_it_has(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for suffix, payload in (("jpg", picture(0)), ("json", b"{broken \xe9")):
+            info = tarfile.TarInfo(f"0.{suffix}")
+            info.size = len(payload)
+            archive.addfile(info, io.BytesIO(payload))
+    with pytest.raises(UserError, match=r"no caption under a usual name: .* nothing but the image"):
+        make(tmp_path / "a.tar", tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compressed_tar_is_refused_and_closed(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(gzip.compress(bytes(10_240)))
+    with pytest.raises(UserError, match="it is compressed: gunzip it first"):
+        make(tmp_path / "a.tar", tmp_path / "out")
+    gc.collect()
+
+
+def test_an_empty_tar_before_those_of_another_folder_is_no_obstacle(tmp_path: Path) -> None:
+    for name, numbers in (("a/0.tar", ()), ("b/1.tar", range(10))):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True)
+        with tarfile.open(path, "w") as archive:
+            for number in numbers:
+                for suffix, payload in (("jpg", picture(number)), ("txt", f"picture {number}".encode())):
+                    info = tarfile.TarInfo(f"{number:03d}.{suffix}")
+                    info.size = len(payload)
+                    archive.addfile(info, io.BytesIO(payload))
+    check_ten(tmp_path / "out", make(tmp_path / "in", tmp_path / "out"))

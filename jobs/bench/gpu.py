@@ -1,12 +1,12 @@
-"""Everything that is worth measuring on a machine with a GPU, in 25 minutes, most valuable first, as one JSON file.
+"""Everything that is worth measuring on a machine with a GPU, most valuable first, as one JSON file.
 
     python -m jobs.bench.gpu --output gpu.json
     python -m jobs.bench.gpu --dry-run                lists the steps
     python -m jobs.bench.gpu --tiny --output x.json   runs every step in a tiny form on the CPU: tests the suite itself
 
-Needs no network and no data: images are made on the spot. Every step is a command of its own with a time limit, and its
-output is saved when it ends, so that an interrupted suite keeps its results. A failed step is recorded and the next one
-runs; a step that does not fit into the remaining time is skipped and listed. Exit code 1: a step failed.
+Needs no network and no data: it generates images. Every step is a command of its own with a time limit, and its output
+is saved when it ends, so that an interrupted suite keeps its results. A failed step is recorded and the next one runs;
+a step whose expected time exceeds what is left of --minutes (25) is skipped and listed. Exit code 1: a step failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Step:
     answers: str
     """The question that the step answers."""
     seconds: int
-    """Approximate time on an H100; the time limit is three times as long plus a minute."""
+    """Expected time on an H100, which no run has confirmed yet; the time limit is three times as long plus a minute."""
     command: Sequence[str]
     tiny: Sequence[str]
     """The same measurement in a tiny form, for a CPU."""

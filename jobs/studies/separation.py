@@ -1,9 +1,8 @@
 """`neuclip study separation`: its runs, and running those that are not finished.
 
 The studies on the built-in corpus do not separate the methods: there the error of a batch's own normalizer estimate is
-about chi^2 / B = 0.04 to 0.18, which hardly changes gradients, and retrieval is among 400 pairs. Here chi^2 / B is 0.5
-or more, 4,096 pairs are held out, runs have up to 8,192 steps, and all methods of a seed share initial weights and
-batches.
+about chi^2 / B = 0.02 to 0.18, and retrieval is among 400 pairs. Here chi^2 / B is 0.5 or more, 4,096 pairs are held
+out, runs have up to 8,192 steps, and all methods of a seed share initial weights and batches.
 """
 
 from __future__ import annotations

@@ -19,15 +19,17 @@ from pipeline.objectives.registry import register
 class NeuClipPlusConfig(NeuClipConfig):
     """NeuCLIP with many prototypes that are not learned but are the newest features of earlier batches.
 
-    The ten inner updates of `neuclip` cost as much as a forward pass over about 30 times as many prototypes. Here a
-    part of that is spent on a longer queue instead. Chosen by `neuclip study separation`; not validated at scale.
+    With ten inner updates, a step of `neuclip` has 21 matrix products with its prototypes per side: two per update and
+    one for the prediction. Without updates only the last one is left, here with four times as many prototypes. Chosen
+    by `neuclip study separation`; not validated at scale.
     """
 
     name: str = "neuclip_plus"
     npn: Literal["prototypes", "queue"] = "queue"
     """`queue`: prototypes that are the newest features of earlier batches, without learning. `prototypes`: learned."""
     prototypes: int = Field(default=16384, ge=1)
-    """Number of prototypes m per side. Above about a tenth of the dataset, the oldest features are too old."""
+    """Number of prototypes m per side. The larger m, the older the oldest features; `neuclip study separation` tries a
+    quarter of the dataset."""
     restart_with: Literal["current", "previous"] = "previous"
     """`previous` keeps the batch's own features, which the batch's own estimate has already, out of the prediction."""
     ratio_cap: float = Field(default=2.0, ge=0)

@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates at which kernels run, for a roofline estimate; an H100's by default, as reached by good kernels."""
+    """Rates for a roofline estimate; the defaults are assumptions for an H100, not measurements."""
 
     bytes_per_second: float = 2.7e12
     cached_bytes_per_second: float = 5.0e12

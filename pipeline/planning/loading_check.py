@@ -17,7 +17,8 @@ from pipeline.planning.node_checks import DoctorFinding
 SIDE, STORED, IMAGES = 224, 384, 32
 """Pixels that a model reads, shorter side of the generated images, and how many images are decoded in turn."""
 ENOUGH = 2500
-"""Images per second and GPU: about what one H100 trains ViT-B/16 on; smaller models need more."""
+"""Images per second and GPU, an estimate: ViT-B/16 (3 x 41 GFLOP a pair) at 31% of an H100's peak of 989 TFLOP/s.
+Smaller models need more."""
 
 
 def check_loading(manifests: Sequence[str], *, ranks: int) -> DoctorFinding:

@@ -122,12 +122,18 @@ def _existing(path: Path) -> Path:
 
 
 def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
-    """One rank's share of the recipe, which records nothing and trains for as long as is wanted."""
+    """One rank's share of the recipe, which trains for as long as needed and leaves no trace, here or elsewhere."""
     if run.batch_size % ranks or run.data.streams % ranks:
         raise UserError(
             f"{ranks} ranks must divide batch_size = {run.batch_size} and data.streams = {run.data.streams}."
         )
-    silent: dict[str, Any] = {"tensorboard": False, "progress": "quiet", "images_every": None, "histograms_every": None}
+    silent: dict[str, Any] = {
+        "tensorboard": False,
+        "trackers": (),
+        "progress": "quiet",
+        "images_every": None,
+        "histograms_every": None,
+    }
     return replace(
         run,
         output=str(folder),
@@ -135,6 +141,7 @@ def _trial(run: RunConfig, *, ranks: int, folder: Path) -> RunConfig:
         samples=max(run.samples, run.batch_size * 10**6),
         data=replace(run.data, streams=run.data.streams // ranks),
         engine=replace(run.engine, probe=False),
+        checkpoint=replace(run.checkpoint, mirror=None),
         telemetry=replace(run.telemetry, profile=None, **silent),
         evaluation=replace(run.evaluation, suite=None),
     )

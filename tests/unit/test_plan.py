@@ -12,6 +12,7 @@ from jobs.plan import command
 from pipeline.errors import UserError
 from pipeline.model.tower_costs import TowerCosts, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.planning import measure
 from pipeline.planning.run_costs import engine_memory, run_cost
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.plan_config import PlanConfig
@@ -95,6 +96,14 @@ def test_without_data_a_size_is_required(arch: str) -> None:
     assert (plan.local_batch, plan.cost.epochs, plan.objective.per_sample) == (10, 2.5, 8)
     with pytest.raises(UserError, match="do not fit 3 ranks"):
         plan_run(load_recipe(None, settings(arch, "plan.dataset_size=400")), gpus=3)
+
+
+def test_a_measurement_uploads_nothing(tmp_path: Path) -> None:
+    given = ["checkpoint.mirror=s3://bucket/runs", "telemetry.trackers=[wandb]", "telemetry.tensorboard=true"]
+    trial = measure._trial(load_recipe("jobs/recipes/demo.yaml", given), ranks=2, folder=tmp_path)
+    assert trial.checkpoint.mirror is None
+    assert trial.telemetry.trackers == ()
+    assert not trial.telemetry.tensorboard
 
 
 def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> None:

@@ -59,6 +59,15 @@ def test_every_method_can_be_planned_and_read_back(name: str) -> None:
         assert plan.objective.per_sample == 0 or plan.objective.per_sample >= 8
 
 
+@pytest.mark.parametrize("name", ["own", "finetune", "demo"])
+def test_recipes_of_ones_own_data_train_our_methods_too(name: str) -> None:
+    methods = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["methods"]
+    assert {*PUBLISHED, "neuclip_literal", "neuclip_plus"} <= set(methods)
+    run = load(name, "objective.name=neuclip_plus", "plan.dataset_size=20000", "samples=100000")
+    assert (run.objective.prototypes, run.objective.npn, run.objective.ratio_cap) == (4096, "queue", 2.0)
+    assert run.objective.rho == load(name, "objective.name=neuclip", "samples=100000").objective.rho
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_encoder_settings_have_the_values_of_the_papers(name: str) -> None:
     run = load(name)

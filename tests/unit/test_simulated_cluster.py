@@ -117,6 +117,15 @@ def test_bytes_of_collectives_are_those_of_the_real_ones(name: str, ranks: int) 
         assert total == by_hand(name, ranks)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_comparisons_of_the_ranks_state_do_not_stop_the_simulation(every: int) -> None:
+    found = simulate_objective(
+        {**OBJECTIVES["prototypes"], "drift_check_every": every}, dim=DIM, batch_size=BATCH, ranks=8, **FACTS
+    )
+    without = simulate_objective(OBJECTIVES["prototypes"], dim=DIM, batch_size=BATCH, ranks=8, **FACTS)
+    assert found.traffic == without.traffic
+
+
 def test_a_rank_keeps_its_share_of_the_prototypes_and_of_the_rows() -> None:
     def memory(ranks: int, settings: dict[str, object]) -> tuple[int, float]:
         found = simulate_objective(settings, dim=DIM, batch_size=BATCH, ranks=ranks, **FACTS).memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
@@ -24,6 +27,19 @@ def test_pre_commit_uses_the_same_ruff_version_as_the_tests() -> None:
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert len(pinned) == 1
     assert hooks == pinned * 2
+
+
+def test_constraints_pin_every_requirement() -> None:
+    """Also those of the build: the setuptools of a new virtual environment may be too old for pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    extras = dict(settings["project"]["optional-dependencies"])
+    for untested in ("trackio", "s3"):
+        extras.pop(untested)
+    required = [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]
+    for requirement in map(Requirement, itertools.chain(required, *extras.values())):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_changelog_starts_with_the_current_version() -> None:

@@ -112,7 +112,8 @@ def _writable(path: str) -> Path:
 def _duplicates(folder: str, output: Path) -> None:
     from data_prep.dataset.duplicates import find_duplicates
 
-    found = find_duplicates(folder)
+    undecodable: list[str] = []
+    found = find_duplicates(folder, on_undecodable=undecodable.append)
     surplus = found.surplus()
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
     for kind, groups in (("exact", found.exact), ("near", found.near)):
@@ -121,6 +122,7 @@ def _duplicates(folder: str, output: Path) -> None:
         click.echo(
             f"{len(groups):,} groups of {kind} duplicates with {samples:,} samples{': ' + shown if shown else ''}"
         )
+    _report_undecodable(undecodable)
     click.echo(f"All but the first of each group, {len(surplus):,} keys, are in {output}: check them, then --remove.")
 
 
@@ -129,13 +131,20 @@ def _overlap(folder: str, suite: str, output: Path) -> None:
 
     from data_prep.dataset.duplicates import find_overlap
 
-    found = find_overlap(folder, suite)
+    undecodable: list[str] = []
+    found = find_overlap(folder, suite, on_undecodable=undecodable.append)
     output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
     for name, count in Counter(found.values()).most_common():
         click.echo(f"  {name:<48}{count:>8,}")
+    _report_undecodable(undecodable)
     click.echo(
         f"{len(found):,} samples look like an evaluation image; their keys are in {output}: check, then --remove."
     )
+
+
+def _report_undecodable(names: list[str]) -> None:
+    if names:
+        click.echo(f"{len(names):,} images cannot be decoded and were not compared: {', '.join(names[:5])}")
 
 
 def _remove(folder: str, names: Path) -> None:

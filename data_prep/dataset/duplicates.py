@@ -19,6 +19,8 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, local_manifest, read_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.data.shards.rgb_image import eight_bits
+from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
@@ -40,7 +42,7 @@ class Duplicates:
 
 
 def find_duplicates(
-    root: str | Path, *, distance: int = MAX_DISTANCE, on_shard: Callable[[int], None] = lambda shards: None
+    root: str | Path, *, distance: int = MAX_DISTANCE, on_undecodable: Callable[[str], None] = lambda name: None
 ) -> Duplicates:
     """Find duplicates among all samples of a data set.
 
@@ -50,27 +52,34 @@ def find_duplicates(
     Args:
         root: The data set's folder.
         distance: Number of bits in which near duplicates may differ, 0 to 3.
-        on_shard: Called with the number of shards done so far.
+        on_undecodable: Called with the key of every sample that is left out because its image cannot be decoded.
 
     Raises:
         UserError: `distance` is out of range.
     """
     if not 0 <= distance <= MAX_DISTANCE:
         raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
-    keys, hashes = _difference_hashes(root, on_shard)
+    keys, hashes = _difference_hashes(root, on_undecodable)
     near = [[keys[i] for i in group] for group in near_groups(hashes, distance=distance)]
     exact = exact_groups(Folder(Path(root)))
     known = {tuple(group) for group in exact}
     return Duplicates(exact, [group for group in near if tuple(group) not in known])
 
 
-def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DISTANCE) -> dict[str, str]:
+def find_overlap(
+    root: str | Path,
+    suite: str | Path,
+    *,
+    distance: int = MAX_DISTANCE,
+    on_undecodable: Callable[[str], None] = lambda name: None,
+) -> dict[str, str]:
     """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
 
     Args:
         root: The data set's folder.
         suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it.
         distance: As for `find_duplicates`.
+        on_undecodable: As for `find_duplicates`; also for images of the suite, as TAR:KEY.
 
     Raises:
         UserError: The suite holds no tar.
@@ -81,10 +90,14 @@ def find_overlap(root: str | Path, suite: str | Path, *, distance: int = MAX_DIS
     names: list[str] = []
     theirs: list[int] = []
     for path in tars:
-        bodies = (canonical_tar.picture(parts) for _, parts in canonical_tar.samples(path))
-        theirs.extend(difference_hash(body) for body in bodies if body)
+        for key, parts in canonical_tar.samples(path):
+            if body := canonical_tar.picture(parts):
+                try:
+                    theirs.append(difference_hash(body))
+                except CorruptSample:
+                    on_undecodable(f"{path}:{key}")
         names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
-    keys, ours = _difference_hashes(root, lambda shards: None)
+    keys, ours = _difference_hashes(root, on_undecodable)
     groups = near_groups(np.concatenate([np.array(theirs, dtype=np.uint64), ours]), distance=distance)
     start = len(theirs)
     found = {keys[i - start]: names[group[0]] for group in groups if group[0] < start for i in group if i >= start}
@@ -155,24 +168,29 @@ def difference_hash(body: bytes) -> int:
     """Compute the 64-bit difference hash of an encoded image.
 
     Raises:
-        OSError: The image cannot be decoded.
+        CorruptSample: The image cannot be decoded.
     """
     from PIL import Image
 
-    with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-        image.draft("L", (36, 32))
-        small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    try:
+        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
+            image.draft("L", (36, 32))
+            small = np.asarray(eight_bits(image).convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
+        raise CorruptSample("image cannot be decoded") from error
     bits = (small[:, :-1] < small[:, 1:]).ravel()
     return int(np.packbits(bits).view(">u8")[0])
 
 
-def _difference_hashes(root: str | Path, on_shard: Callable[[int], None]) -> tuple[list[str], np.ndarray]:
+def _difference_hashes(root: str | Path, on_undecodable: Callable[[str], None]) -> tuple[list[str], np.ndarray]:
     manifest = local_manifest(root)
     keys: list[str] = []
     hashes: list[int] = []
-    for done, shard in enumerate(manifest.shards, start=1):
+    for shard in manifest.shards:
         for key, parts in canonical_tar.samples(manifest.url(shard)):
-            keys.append(key)
-            hashes.append(difference_hash(canonical_tar.picture(parts)))
-        on_shard(done)
+            try:
+                hashes.append(difference_hash(canonical_tar.picture(parts)))
+                keys.append(key)
+            except CorruptSample:
+                on_undecodable(key)
     return keys, np.array(hashes, dtype=np.uint64)

@@ -15,7 +15,6 @@ A folder that has a `checkpoint.json` is finished. Nothing in a checkpoint is ev
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,3 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise ValueError("not a mapping")
     return meta
-
-
-def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -28,12 +28,11 @@ from pipeline.checkpoint.layout import (
     fallback_run,
     name_of,
     read_meta,
-    sha256,
     step_of,
 )
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import flush, write_text
+from pipeline.files import flush, sha256_of, write_text
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME
 
 
@@ -157,7 +156,7 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
             return f"{name} is missing."
         if file.stat().st_size != entry["bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}."
-        if contents and sha256(file) != entry["sha256"]:
+        if contents and sha256_of(file) != entry["sha256"]:
             return f"the contents of {name} do not match their SHA-256."
     return None
 

@@ -34,13 +34,12 @@ from pipeline.checkpoint.layout import (
     VERSION,
     best_checkpoint,
     name_of,
-    sha256,
 )
 from pipeline.checkpoint.mirror import Mirror, MirrorStore, kept_names
 from pipeline.checkpoint.reader import abandon_after
 from pipeline.config import section
 from pipeline.distributed.world import World
-from pipeline.files import flush, write_json, write_text
+from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import save_open_clip, save_tensors
 
@@ -220,7 +219,7 @@ class CheckpointWriter:
         for path in written:
             path.chmod(mode)
             flush(path)
-            facts = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            facts = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             entries[path.relative_to(temporary).as_posix()] = {**facts, **held.get(path.name, {})}
         write_json(temporary / f"done-{rank:05d}.json", entries)
 

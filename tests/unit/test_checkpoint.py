@@ -124,8 +124,8 @@ def test_ranks_share_the_hashing_and_agree(
         data[-1] ^= 1
         (newest / broken).write_bytes(data)
     hashed: list[Path] = []
-    original = reader.sha256
-    monkeypatch.setattr(reader, "sha256", lambda path: hashed.append(path) or original(path))
+    original = reader.sha256_of
+    monkeypatch.setattr(reader, "sha256_of", lambda path: hashed.append(path) or original(path))
     events: list[str] = []
 
     def rank(world: World) -> int:

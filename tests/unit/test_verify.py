@@ -23,6 +23,7 @@ from data_prep.dataset.verification import verify
 from data_prep.ingest import prepare
 from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
+from jobs.manifest import command as manifest_command
 from jobs.verify import command
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import load_manifest
@@ -155,6 +156,23 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
     assert "2 samples removed from 2 shards" in result.output
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], [])
+
+
+def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
+    """Two 16-bit images are not duplicates, although clipped to white they were; a damaged one is named."""
+    folder, ramp = tmp_path / "mine", np.tile(np.arange(20000, 60000, 400, dtype=np.uint16), (100, 1))
+    members = [(f"s{k}.txt", b"a caption") for k in range(3)]
+    for key, pixels in (("s0", ramp), ("s1", ramp[:, ::-1])):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels.copy()).save(buffer, "PNG")
+        members.append((f"{key}.png", buffer.getvalue()))
+    folder.mkdir()
+    canonical_tar.write(folder / "00000.tar", sorted([*members, ("s2.png", b"no image")]))
+    CliRunner().invoke(manifest_command, [str(folder)], standalone_mode=False)
+    result = CliRunner().invoke(command, [str(folder), "--duplicates", str(tmp_path / "list")], standalone_mode=False)
+    assert result.exception is None
+    assert "0 groups of near duplicates with 0 samples" in result.output
+    assert "1 images cannot be decoded and were not compared: s2" in result.output
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])

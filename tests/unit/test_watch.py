@@ -15,7 +15,6 @@ import torch
 from click.testing import CliRunner
 
 import jobs
-from pipeline.checkpoint.layout import sha256
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
@@ -23,6 +22,7 @@ from pipeline.evaluation.runner.processes import Alone
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.evaluation.watch.suite_identity import suite_identity
 from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher, brief, forget_after
+from pipeline.files import sha256_of
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
 
@@ -217,7 +217,7 @@ def test_result_files_take_precedence_over_the_ledger(tmp_path: Path, suite: Sui
 def test_a_checkpoint_that_is_being_copied_is_ignored(tmp_path: Path, suite: Suite) -> None:
     whole, run = save_step(tmp_path / "other", 100), tmp_path / "run"
     names = ("open_clip_config.json", "open_clip_model.safetensors")
-    files = {name: {"bytes": (whole / name).stat().st_size, "sha256": sha256(whole / name)} for name in names}
+    files = {name: {"bytes": (whole / name).stat().st_size, "sha256": sha256_of(whole / name)} for name in names}
     (whole / "checkpoint.json").write_text(json.dumps({"step": 100, "files": files}))
     copy = run / "checkpoints" / whole.name
     copy.mkdir(parents=True)

@@ -29,7 +29,7 @@ def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if max_pixels is not None and image.height * image.width > max_pixels:
                 raise CorruptSample(too_large)
-            return _eight_bits(image).convert("RGB")
+            return eight_bits(image).convert("RGB")
     except CorruptSample:
         raise
     except Image.DecompressionBombError as error:
@@ -38,7 +38,7 @@ def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
         raise CorruptSample("image cannot be decoded") from error
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def eight_bits(image: Image.Image) -> Image.Image:
     """16-bit grey as 8-bit grey, and other images as they are: Pillow's own conversion would clip it to white."""
     if not image.mode.startswith("I;16"):
         return image

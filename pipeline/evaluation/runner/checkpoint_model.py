@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.layout import META_NAME, read_meta, sha256
+from pipeline.checkpoint.layout import META_NAME, read_meta
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import plain
+from pipeline.files import sha256_of
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.model_folder import WEIGHTS_NAME
@@ -48,7 +49,7 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
 def damaged_files(folder: Path) -> list[str]:
     """Model files in one of our checkpoints whose SHA-256 differs from `checkpoint.json`."""
     stated = stated_files(folder)
-    return [name for name, facts in stated.items() if "sha256" in facts and sha256(folder / name) != facts["sha256"]]
+    return [name for name, facts in stated.items() if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]]
 
 
 def is_complete(folder: Path) -> bool:

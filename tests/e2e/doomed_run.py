@@ -1,6 +1,6 @@
 """`jobs.train` in which a given rank kills itself (SIGKILL) at the n-th call of a given function, as in a crash.
 
-python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256 3 0 ARGUMENTS-OF-TRAIN
+python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256_of 3 0 ARGUMENTS-OF-TRAIN
 """
 
 from __future__ import annotations

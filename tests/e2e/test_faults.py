@@ -21,7 +21,7 @@ PLACES = {
     "pipeline.engine.state:DeepSpeedState.moments": 1,
     "pipeline.checkpoint.writer:CheckpointWriter._write_part": 1,
     "pipeline.checkpoint.writer:save_open_clip": 1,
-    "pipeline.checkpoint.writer:sha256": 4,
+    "pipeline.checkpoint.writer:sha256_of": 4,
     "pipeline.checkpoint.writer:flush": 6,
     "pipeline.checkpoint.writer:CheckpointWriter._prune": 1,
 }

@@ -1,0 +1,90 @@
+"""Two nodes under `torchrun --nnodes 1:2`: one is lost, the other continues alone, and a new one is taken up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_train import base, records, settings  # noqa: F401 (fixtures)
+from tests.launch import ROOT, environment, free_port, run
+
+STEPS = 320
+STEP_SECONDS = "0.1"
+LIMIT = 240.0
+"""Seconds to wait for anything."""
+
+
+@contextmanager
+def node(port: int, log: Path, arguments: list[str], *, host: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """A node with one rank: torchrun's agent, and the rank in a session of its own; `host` keeps the rendezvous."""
+    call = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9"]
+    call += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    call += [f"--rdzv-conf=is_host={host},last_call_timeout=5", "-m", "tests.e2e.slow_run", STEP_SECONDS, *arguments]
+    variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with log.open("wb") as file:
+        agent = subprocess.Popen(call, cwd=ROOT, env=variables, stdout=file, stderr=file)
+        try:
+            yield agent
+        finally:
+            lose(agent)
+
+
+def lose(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its rank, as if the machine were gone."""
+    if agent.poll() is None:
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for process in (agent.pid, *map(int, children)):
+            os.kill(process, signal.SIGKILL)
+    agent.wait()
+
+
+def wait_for(condition: Callable[[], bool], *logs: Path) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "\n".join(log.read_text()[-3000:] for log in logs)
+        time.sleep(0.2)
+
+
+def orders(text: str) -> dict[str, str]:
+    """The hash of the sample order of every finished epoch."""
+    return dict(re.findall(r"Epoch (\d+) done: .* order ([0-9a-f]{16})", text))
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_survived_and_a_new_one_taken_up(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    more = (f"samples={8 * STEPS}", "checkpoint.every=20", "engine.probe=false", "engine.timeout_minutes=1")
+    arguments = [*settings(base, "elastic", *more), "--resume", "latest"]
+    output, port = base / "elastic", free_port()
+    first, second, third = (tmp_path / name for name in ("first.log", "second.log", "third.log"))
+
+    def steps() -> int:
+        return max(records(output), default=0) if (output / "metrics.jsonl").is_file() else 0
+
+    with ExitStack() as nodes:
+        stays = nodes.enter_context(node(port, first, arguments, host=True))
+        lost = nodes.enter_context(node(port, second, arguments))
+        wait_for(lambda: steps() >= 25, first, second)
+        lose(lost)
+        wait_for(lambda: "Resumed from step-" in first.read_text(), first)
+        alone = steps()
+        wait_for(lambda: steps() > alone, first)
+        nodes.enter_context(node(port, third, arguments))
+        wait_for(lambda: stays.poll() is not None, first, third)
+    printed = first.read_text()
+    assert stays.returncode == 0, printed[-3000:]
+    assert "lost contact with another rank" in printed
+    assert printed.count("Resumed from step-") == 2, "once alone, once with the new node"
+    assert list(records(output)) == list(range(1, STEPS + 1))
+    run("jobs.train", *settings(base, "undisturbed", *more))
+    expected = orders((base / "undisturbed" / "metrics.jsonl").read_text())
+    assert len(expected) == STEPS // (65 // 8)
+    assert orders((output / "metrics.jsonl").read_text()) == expected

@@ -19,9 +19,9 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, local_manifest, read_meta
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import FORMATS
-from pipeline.data.shards.rgb_image import eight_bits
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
+from pipeline.pixels import eight_bits
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
 # three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.

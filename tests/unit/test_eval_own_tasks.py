@@ -259,7 +259,7 @@ def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Pat
         opened(tmp_path, text)
     loose.unlink()
     (tmp_path / "photos/mug/link.jpg").symlink_to(tmp_path / "gone.jpg")
-    with pytest.raises(TaskError, match=r"holds link.jpg, which is not an image"):
+    with pytest.raises(TaskError, match=r"link.jpg is a link to nothing"):
         opened(tmp_path, text)
 
 
@@ -298,3 +298,69 @@ def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationMod
     one_task(tmp_path, "mine: {folder: photos}")
     found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
     assert "needs two at least" in found.failures["mine"]
+
+
+def write_columns(root: Path) -> None:
+    """A CSV with two columns of images, of labels and of captions."""
+    lines = ["image,other,label,label2,text,text2"]
+    for number, (suffix, body) in enumerate(bodies(8)):
+        (root / f"{number}.{suffix}").write_bytes(body)
+    names = [f"{number}.{suffix}" for number, (suffix, _) in enumerate(bodies(8))]
+    for k, name in enumerate(names):
+        lines.append(f"{name},{names[-1 - k]},{k % 3},{k // 3},caption {k},words {7 - k}")
+    (root / "items.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("changed", ["label: label2", "label: label, image: other", "caption: text2"])
+def test_other_columns_of_the_same_files_are_other_data(tmp_path: Path, model: EvaluationModel, changed: str) -> None:
+    write_columns(tmp_path)
+    config = replace(QUICK, cache=str(tmp_path / "cache"))
+    first = "caption: text" if "caption" in changed else "label: label"
+    one_task(tmp_path, f"mine: {{csv: items.csv, {first}}}")
+    evaluate(model, suite=tmp_path, output=tmp_path / "out", config=config)
+    one_task(tmp_path, f"mine: {{csv: items.csv, {changed}}}")
+    refused = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=config)[0]
+    assert "others when it was first evaluated" in refused.failures["mine"]
+    accepted = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=replace(config, relock=True))[0]
+    fresh = evaluate(model, suite=tmp_path, output=tmp_path / "fresh", config=QUICK)[0]
+    assert not accepted.reused
+    assert accepted.results["mine"] == fresh.results["mine"]
+    outcomes = [np.load(tmp_path / f"{name}/mine.outcomes.npz") for name in ("out", "fresh")]
+    assert all(np.array_equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[1].files)
+
+
+def test_numbers_of_classes_may_be_written_as_floats(tmp_path: Path) -> None:
+    for number, (suffix, body) in enumerate(bodies(12)):
+        (tmp_path / f"{number}.{suffix}").write_bytes(body)
+    names = [f"{number}.{suffix}" for number, (suffix, _) in enumerate(bodies(12))]
+    text = "mine: {csv: items.csv, label: label}"
+    (tmp_path / "items.csv").write_text("image,label\n" + "".join(f"{name},{k}.0\n" for k, name in enumerate(names)))
+    labels = opened(tmp_path, text).labels
+    assert labels is not None
+    assert labels.tolist() == list(range(12)), "in the order of the numbers, not of their letters"
+    (tmp_path / "items.csv").write_text(f"image,label\n{names[0]},0\n{names[1]},NaN\n{names[2]},1\n")
+    with pytest.raises(TaskError, match=r"row 2 of .*items.csv, column label: NaN is not the number of a class"):
+        opened(tmp_path, text)
+    (tmp_path / "items.csv").write_text(f"image;label\n{names[0]};0\n{names[1]};1\n")
+    with pytest.raises(
+        TaskError, match=r"items.csv has no column image; its columns are image;label. Cells are separated by commas"
+    ):
+        opened(tmp_path, text)
+
+
+def test_a_task_does_not_take_the_place_of_the_summary(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    (tmp_path / "tasks.yaml").write_text(
+        "Summary: {folder: photos}\nsuite.lock: {folder: photos}\nmine: {folder: photos}"
+    )
+    for suite in (tmp_path, tmp_path / "tasks.yaml"):
+        found = evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)[0]
+        assert set(found.failures) == {"Summary", "suite.lock"}
+        assert "give the task another name" in found.failures["Summary"]
+        assert set(json.loads((tmp_path / "out/summary.json").read_text())["scores"]) == {"mine"}
+
+
+def test_misspelt_keys_are_reported_with_their_file(tmp_path: Path) -> None:
+    write_class_folders(tmp_path)
+    with pytest.raises(UserError, match=r"tasks.yaml: .*Unknown key mine.templtes"):
+        one_task(tmp_path, "mine: {folder: photos, templtes: []}")

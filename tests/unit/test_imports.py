@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("pipeline", "data_prep", "jobs")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-BASE = {"config", "errors", "files", "precision", "versions"}
+BASE = {"config", "errors", "files", "pixels", "precision", "versions"}
 """The top-level modules of `pipeline/`: any folder may import them."""
 
 # What each folder of `pipeline/` may import in addition to BASE. Ordered: no folder imports one below it.
@@ -56,7 +56,6 @@ DATA_PREP = {
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {
     "pipeline.data.shards.manifest_format",
-    "pipeline.data.shards.rgb_image",
     "pipeline.data.shards.tar_reader",
     "pipeline.evaluation.datasets.datacomp",
     # Evaluation sets are counted by the reader that will evaluate them.

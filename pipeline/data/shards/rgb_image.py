@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 from PIL import Image
 
 from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.pixels import eight_bits
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
@@ -36,10 +36,3 @@ def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
         raise CorruptSample(too_large) from error
     except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
         raise CorruptSample("image cannot be decoded") from error
-
-
-def eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit grey as 8-bit grey, and other images as they are: Pillow's own conversion would clip it to white."""
-    if not image.mode.startswith("I;16"):
-        return image
-    return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))

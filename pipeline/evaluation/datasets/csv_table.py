@@ -86,7 +86,7 @@ def read_csv(path: Path) -> Any:
 
     try:
         if b"\0" in path.read_bytes():
-            raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
+            raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
         with path.open(newline="", encoding="utf-8-sig") as file:
             header = next(csv.reader(file), [])
         twice = next((name for name in header if header.count(name) > 1), None)

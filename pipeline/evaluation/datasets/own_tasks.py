@@ -106,7 +106,11 @@ def read_own_tasks(path: Path) -> dict[str, OwnTask]:
             raise UserError(f"{where} has the key of a task of the benchmark: choose another.")
         if not isinstance(tree, Mapping):
             raise UserError(f"{where} must be a mapping such as {{folder: photos}}, but is {tree!r}.")
-        found[str(key)] = _checked(parse(OwnTask, tree, prefix=str(key)), where)
+        try:
+            own = parse(OwnTask, tree, prefix=str(key))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        found[str(key)] = _checked(own, where)
     return found
 
 
@@ -182,8 +186,10 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
     paths, labels = [], []
     for label, class_folder in enumerate(classes):
         files = sorted(p for p in class_folder.rglob("*") if not p.is_dir() and not p.name.startswith("."))
+        broken = next((path for path in files if not path.is_file()), None)
+        if broken is not None:
+            raise TaskError(f"{broken} is a link to nothing, or no file: its image is missing.")
         strange = [p for p in files if p.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES]
-        strange += [p for p in files if not p.is_file()]
         if strange or not files:
             what = f"{strange[0].name}, which is not an image" if strange else "no image"
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")

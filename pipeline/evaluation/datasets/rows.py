@@ -107,6 +107,7 @@ def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: s
         table.layout,
         TableImages(table, column, _some(places, folder)),
         (*table.files, *table.image_files(column)),
+        columns=(image, caption) if caption else (),
         captions=tuple(tuple(own) for own in captions),
     )
 
@@ -154,6 +155,7 @@ def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskD
         table.layout,
         TableImages(table, column, _some(places, folder)),
         (*table.files, *table.image_files(column)),
+        columns=(columns.image, columns.label),
         labels=np.array(labels, dtype=np.int64),
         classnames=classnames,
         templates=columns.templates,
@@ -162,6 +164,8 @@ def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskD
 
 def _label(value: Any) -> str:
     """A label as text; whole numbers that are stored as floats are written without a fraction, and NaN is none."""
+    if isinstance(value, str):  # a CSV's numbers are text
+        return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", value.strip())
     if isinstance(value, float):
         return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
     return "" if value is None else str(value).strip()
@@ -177,6 +181,9 @@ def _labels(
     """
     if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
         names = sorted(set(values))
+        if all(re.fullmatch(r"-?[0-9]+|nan", name, re.IGNORECASE) for name in names):
+            row = next(row for row, value in enumerate(values) if value.lower() == "nan")
+            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class.")
         position = {name: number for number, name in enumerate(names)}
         return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
@@ -244,8 +251,9 @@ def _some(places: list[Place], folder: Path) -> list[Place]:
 def _column(table: AnyTable, names: tuple[str, ...], folder: Path) -> str:
     found = next((name for name in names if name in table.columns), None)
     if found is None:
-        raise TaskError(
-            f"{folder} has no column {' or '.join(names)}; its columns are {', '.join(table.columns)}. "
-            "This is another data set, or another version of it."
-        )
+        where, hint = folder, "This is another data set, or another version of it."
+        if isinstance(table, CsvTable):
+            where, hint = table.files[0], "Cells are separated by commas, without spaces after them."
+        columns = ", ".join(table.columns)
+        raise TaskError(f"{where} has no column {' or '.join(names)}; its columns are {columns}. {hint}")
     return found

@@ -22,6 +22,8 @@ from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is
 
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
+OTHER_FILES = ("summary", "timings", "suite.lock")
+"""The stems of the files beside the tasks' results."""
 Facts = Mapping[str, Mapping[str, Any]]
 
 
@@ -99,7 +101,7 @@ def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
 def _open_suite(suite: str, data: str | Path | None) -> Suite:
     path = Path(suite)
     if path.suffix in (".yaml", ".yml") and path.is_file():
-        return Suite(path.stem, path.parent, tuple(_described(path, {})))
+        return Suite(path.stem, path.parent, tuple(_without_clashes(_described(path, {}))))
     if not path.is_dir() and data:
         path = Path(data) / suite
         if suite == OFFICIAL and not path.is_dir():
@@ -215,11 +217,14 @@ def _described(path: Path, facts: Facts) -> list[Entry]:
 
 
 def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries whose results would be written to one file cannot be scored."""
+    """Entries whose results would be written to one file, or to one with another purpose, cannot be scored."""
     stems = Counter(entry.task.stem.lower() for entry in entries)
     checked = []
     for entry in entries:
-        if stems[entry.task.stem.lower()] > 1:
+        if entry.task.stem.lower() in OTHER_FILES:
+            problem = f"{entry.task.key}.json beside the results is no task's: give the task another name."
+            checked.append(replace(entry, problem=problem))
+        elif stems[entry.task.stem.lower()] > 1:
             others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == entry.task.stem.lower())
             problem = f"{others} would write their results to the same file ({entry.task.stem}.json): rename one."
             checked.append(replace(entry, problem=entry.problem or problem))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import UserError
+from pipeline.pixels import eight_bits
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
@@ -54,7 +55,9 @@ class TaskData:
     layout: str
     images: ImageSource
     files: tuple[Path, ...]
-    """Everything that determines the data, in a fixed order; their digests make the data digest."""
+    """The files that determine the data, in a fixed order; the data digest is made of their digests and `columns`."""
+    columns: tuple[str, ...] = ()
+    """The columns that a `tasks.yaml` chose: which image, and which label or caption. Other columns are other data."""
     blank_classes: int = 0
     """Blank lines of classnames.txt that were dropped."""
     labels: np.ndarray | None = None
@@ -119,6 +122,8 @@ class FileImages:
 def decode(blob: bytes, *, name: str) -> Any:
     """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped.
 
+    16-bit grey, which the benchmark does not have and PIL clips to white, is scaled to 8 bits, as in training.
+
     Raises:
         TaskError: PIL cannot decode all of the image; the message names it.
     """
@@ -126,7 +131,7 @@ def decode(blob: bytes, *, name: str) -> Any:
 
     try:
         with Image.open(io.BytesIO(blob)) as image:
-            return image.convert("RGB")
+            return eight_bits(image).convert("RGB")
     except Exception as error:  # PIL raises many exception types for damaged files
         raise TaskError(
             f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Evaluator:
         texts = {index: features for index, features in encoded.items() if features is not None}
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            data = results.data_digest(opened.files)
+            data = results.data_digest(opened.files, opened.data.columns)
             kept, failed = image_pass(self.session, opened.protocol, models, texts, data=data)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
@@ -200,7 +201,8 @@ class Evaluator:
         evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
         if self.session.world.rank == 0 and path.exists():
-            path.replace(path.with_suffix(".json.stale"))
+            with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
+                path.replace(path.with_suffix(".json.stale"))
 
 
 def _stored_result(path: Path, protocol: Any) -> TaskResult | None:

@@ -10,7 +10,7 @@ import math
 import platform
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ NUMERIC_SOURCES = (
     "model/evaluation_model.py",
     "model/model_folder.py",
     "model/towers.py",
+    "pixels.py",
     "precision.py",
 )
 """The files of `pipeline/` that a score is a function of; a change of any of them makes results stale."""
@@ -107,7 +108,7 @@ def inputs_of(
         "checkpoint": model.digest,
         "architecture": model.architecture.name,
         "model_config": model_config_digest(model),
-        "task_data": data_digest(files),
+        "task_data": data_digest(files, data.columns),
         "layout": data.layout,
         "prompts": _sha256(prompts),
         **settings,
@@ -117,9 +118,10 @@ def inputs_of(
     }
 
 
-def data_digest(files: Mapping[str, str]) -> str:
-    """One digest for a task's data, from those of its files by name."""
-    return _sha256("\n".join(f"{digest}  {name}" for name, digest in files.items()))
+def data_digest(files: Mapping[str, str], columns: Sequence[str] = ()) -> str:
+    """One digest for a task's data, from those of its files by name, and the columns that are read, where chosen."""
+    lines = [f"{digest}  {name}" for name, digest in files.items()] + [f"column {name}" for name in columns]
+    return _sha256("\n".join(lines))
 
 
 def model_config_digest(model: EvaluationModel) -> str:

@@ -82,11 +82,12 @@ class SuiteLock:
             )
         except TaskError as error:
             raise TaskError(f"{error} {ACCEPT}") from error
-        if locked["data"] != data_digest(files):
-            raise TaskError(
-                f"{key}: {data.folder} has {len(files):,} files, {len(locked['files']):,} when it was first evaluated "
-                f"({self.path}). {ACCEPT}"
-            )
+        if locked["data"] != data_digest(files, data.columns):
+            if locked["files"] == files:
+                what = f"the columns {' and '.join(data.columns)} are read, others"
+            else:
+                what = f"{data.folder} has {len(files):,} files, {len(locked['files']):,}"
+            raise TaskError(f"{key}: {what} when it was first evaluated ({self.path}). {ACCEPT}")
 
     def add(self, key: str, data: TaskData, files: Mapping[str, str]) -> bool:
         """Lock a task's data.
@@ -94,7 +95,7 @@ class SuiteLock:
         Returns:
             Whether that changed the lock.
         """
-        entry = {"counts": data.counts, "data": data_digest(files), "files": dict(files)}
+        entry = {"counts": data.counts, "data": data_digest(files, data.columns), "files": dict(files)}
         changed = self.tasks.get(key) != entry
         self.tasks[key] = entry
         return changed

@@ -34,8 +34,10 @@ def replacing(path: str | Path, *, durable: bool = False, unique: bool = True) -
         if durable:
             flush(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # a write to a full disk raises an error without a name
         raise
 
 

@@ -67,6 +67,10 @@ def evaluate(
     models = [load_checkpoint(item, device=device) if isinstance(item, str) else item for item in given]
     evaluations, opened = prepare(models, opened, output=output, session=session)
     Evaluator(evaluations, session=session).run(opened, progress=progress)
-    for evaluation in evaluations if world.rank == 0 else ():
-        evaluation.summary = write_summary(evaluation, opened, settings.settings())
+
+    def summarize() -> None:
+        for evaluation in evaluations:
+            evaluation.summary = write_summary(evaluation, opened, settings.settings())
+
+    session.on_main(summarize)
     return evaluations

@@ -15,6 +15,8 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.task_score import TaskScore
 
 SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
+AVERAGE = "ema"
+"""The folder of the average of the weights in a checkpoint."""
 ANOTHER_SUITE = "it is a task of another suite"
 NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
 
@@ -100,6 +102,8 @@ class StoredEvaluation:
     failures: Mapping[str, str] = field(default_factory=dict)
     aggregates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    average: bool = False
+    """Whether the weights are the average (EMA) of a checkpoint's, as while training with `ema.evaluate`."""
     examples: tuple[Example, ...] = ()
     described: tuple[Described, ...] = ()
     classes: tuple[Classes, ...] = ()
@@ -126,11 +130,17 @@ def read_evaluations(
             found.append(evaluation)
     if not found:
         notes.append("No scores: no checkpoint has been evaluated.")
+    averages = [evaluation.checkpoint for evaluation in found if evaluation.average]
+    if 0 < len(averages) < len(found):
+        notes.append(
+            f"The scores of {', '.join(averages)} are of the average of the weights (EMA), the others of the trained "
+            "weights: their curves mix both."
+        )
     return tuple(sorted(found, key=lambda e: (e.samples is None, e.samples or 0, e.step or 0, e.checkpoint)))
 
 
 def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
-    scores, summary = [], _read_json(folder / SUMMARY)
+    scores, summary, timings = [], _read_json(folder / SUMMARY), _read_json(folder / TIMINGS)
     weights, left_out = summary.get("checkpoint"), _part(summary, "left_out")
     for path in sorted(folder.glob("*.json")):
         if path.name in (SUMMARY, TIMINGS, LOCK):
@@ -155,7 +165,8 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         scores=tuple(scores),
         failures=_part(summary, "failures"),
         aggregates=_part(summary, "aggregates"),
-        timings=_part(_read_json(folder / TIMINGS), "tasks"),
+        timings=_part(timings, "tasks"),
+        average=Path(str(timings.get("source", ""))).name == AVERAGE,
         examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
         described=tuple(one for path in sorted(folder.glob("*.examples")) for one in _described(path, notes)),
         classes=tuple(found for score in scores if (found := _classes(folder, score, notes)) is not None),

@@ -11,6 +11,7 @@ from pydantic import Field
 from pipeline.checkpoint.layout import name_of
 from pipeline.config import section
 from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import plain
@@ -64,7 +65,8 @@ class PeriodicEvaluation:
     def __call__(self, model: EvaluationModel, *, step: int) -> PeriodicScores:
         """Evaluate. Collective.
 
-        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them.
+        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
+        the same weights. Whatever fails is returned, on all ranks alike, because training continues.
 
         Args:
             model: The weights of this step, on this rank's device.
@@ -72,13 +74,19 @@ class PeriodicEvaluation:
         """
         folder = self._run / "evaluation" / name_of(step)
         processes = (self._world, self._world.device)
-        (evaluation,) = evaluate(model, suite=self._suite, output=folder, config=self._settings, processes=processes)
-        scores = {task: result.score for task, result in evaluation.results.items()}
-        means = {name: value.score for name, value in aggregate(evaluation.results).items()}
-        for task in evaluation.failures:
+        try:
+            (evaluation,) = evaluate(
+                model, suite=self._suite, output=folder, config=self._settings, processes=processes
+            )
+            results, failures = evaluation.results, dict(evaluation.failures)
+        except UserError as error:  # a full disk, a damaged lock
+            results, failures = {}, dict.fromkeys(self._suite.keys, str(error))
+        for task in failures:
             self._failed.setdefault(task, []).append(step)
+        scores = {task: result.score for task, result in results.items()}
+        means = {name: value.score for name, value in aggregate(results).items()}
         complete = {name: mean for name, mean in means.items() if mean is not None}
-        return PeriodicScores({**scores, **complete}, dict(evaluation.failures))
+        return PeriodicScores({**scores, **complete}, failures)
 
     def unscored(self) -> str:
         """One sentence on the tasks that failed since this process started; empty when none did."""

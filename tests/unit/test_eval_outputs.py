@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.task_data import TaskError, decode, plain
+from pipeline.evaluation.datasets.task_data import MemoryImages, TaskData, TaskError, decode, plain
 from pipeline.evaluation.runner import images
+from pipeline.evaluation.runner.array_file import store_array
 from pipeline.evaluation.runner.compute import check_bf16
+from pipeline.evaluation.runner.examples import write_examples
 from pipeline.evaluation.runner.session import attempt
+from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.training.periodic_eval import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
-from tests.evaluation_suite import write_classification, write_one_of_each
+from tests.evaluation_suite import image_bytes, write_classification, write_one_of_each
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +218,79 @@ def test_weights_of_another_image_size_are_noted(suite: Path, tmp_path: Path) ->
     assert len(found.notes) == 1
     assert "open_clip interpolated them" in found.notes[0]
     assert json.loads((tmp_path / "out/summary.json").read_text())["notes"] == list(found.notes)
+
+
+def test_16_bit_grey_is_scaled_as_in_training() -> None:
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    buffer = io.BytesIO()
+    Image.fromarray(grey).save(buffer, "PNG")
+    pixels = np.asarray(decode(buffer.getvalue(), name="grey.png"))
+    assert np.array_equal(pixels[..., 0], (grey / 257).round())
+    assert np.array_equal(pixels, np.asarray(rgb_image(buffer.getvalue())))
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/summary.json")
+
+
+def test_full_disk_ends_every_process_with_the_same_message(
+    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluation.runner.output.write_text", full_disk)
+    with pytest.raises(UserError, match=r"out/summary.json cannot be read or written: No space left"):
+        evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
+
+
+def test_training_survives_an_evaluation_that_cannot_be_written(
+    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluation.runner.output.write_text", full_disk)
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather_objects=lambda value: [value])
+    periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=world)
+    found = periodic(model, step=3)
+    assert not found.scores
+    assert set(found.failures) == set(open_suite(suite).keys)
+    assert "No space left" in next(iter(found.failures.values()))
+    assert "(step 3)" in periodic.unscored()
+
+
+def test_errors_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as caught, replacing(tmp_path / "scores.json"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "scores.json")
+
+
+def test_arrays_on_a_full_disk_name_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full")
+
+    @contextmanager
+    def onto_full(path: Path) -> Iterator[Path]:
+        yield full
+
+    monkeypatch.setattr("pipeline.evaluation.runner.array_file.replacing", onto_full)
+    with pytest.raises(OSError, match="No space left"):
+        store_array(full, np.zeros((300, 300)))
+
+
+def test_read_only_output_is_refused_before_any_work(
+    model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"cannot be written to .*out: it is read-only"):
+        evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
+
+
+def test_two_evaluations_may_write_the_same_examples_at_once(tmp_path: Path) -> None:
+    images = [image_bytes(np.random.default_rng(k), k)[1] for k in range(6)]
+    names = [f"image {k}" for k in range(6)]
+    captions = tuple((f"caption {k}",) for k in range(6))
+    data = TaskData(tmp_path, "memory", MemoryImages(images, names), (), captions=captions)
+    features = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
+
+    def write(_: int) -> None:
+        write_examples(tmp_path / "mine.examples", data, features=(features, features), count=3)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(40)))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.examples"]
+    assert len(json.loads((tmp_path / "mine.examples/images.json").read_text())) == 3

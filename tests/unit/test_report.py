@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pipeline.report import write_report
 from pipeline.report.figures import Line, line_chart, pooled, short, smoothed
 from pipeline.report.quantities import quantity, rounded
 from pipeline.report.run_data import read_run
+from pipeline.report.stored_scores import read_evaluations
 from tests.report_runs import make_run
 
 
@@ -233,3 +235,17 @@ def test_quantities_have_readable_titles_and_short_numbers() -> None:
     assert quantity("time_npn").title == "Time in the normalizer network, share of a step"
     assert quantity("my_own_value").title == "My own value"
     assert [rounded(v) for v in (1.79951, 0.0000223122, 123456.7, 0.0)] == ["1.8", "2.23e-05", "123,457", "0"]
+
+
+def test_curves_of_trained_and_averaged_weights_are_noted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for step, source in ((50, "run/checkpoints/step-00000050/ema"), (100, "run/checkpoints/step-00000100")):
+        timings = {"source": source, "tasks": {}}
+        (run / f"evaluation/step-{step:08d}/timings.json").write_text(json.dumps(timings))
+    notes: list[str] = []
+    read_evaluations(run / "evaluation", lambda step: step, notes)
+    assert any("step-00000050 are of the average of the weights (EMA)" in note for note in notes)
+    shutil.rmtree(run / "evaluation/step-00000100")
+    notes.clear()
+    read_evaluations(run / "evaluation", lambda step: step, notes)
+    assert not any("average" in note for note in notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tokenize
 import zlib
 from pathlib import Path
@@ -31,8 +32,10 @@ def store_array(path: Path, array: np.ndarray) -> None:
     Raises:
         OSError: The disk refuses it.
     """
+    buffer = io.BytesIO()  # numpy's own error on a full disk does not say that the disk is full
+    np.save(buffer, array, allow_pickle=False)
     with replacing(path) as temporary, temporary.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
+        file.write(buffer.getbuffer())
         file.write(_checksum(array))
 
 

@@ -5,8 +5,10 @@ They are chosen by position, so that two evaluations show the same.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,22 @@ def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tens
     by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), count)]
     shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
     shown |= {image["image"] for example in by_caption for image in example["images"]}
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for index in sorted(shown):
-        image = decode(data.images.read(index), name=data.images.name(index))
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        image.save(folder / f"{index}.jpg", quality=85)
-    for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
-        write_text(folder / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
+    made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        made.mkdir(parents=True)
+        for index in sorted(shown):
+            image = decode(data.images.read(index), name=data.images.name(index))
+            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            image.save(made / f"{index}.jpg", quality=85)
+        for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
+            write_text(made / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another evaluation has just written the same
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _spaced(total: int, count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,8 @@ def check_output(output: Path) -> None:
     except OSError as error:
         shown = plain(output, longest=200)
         raise UserError(f"--output {shown} cannot be a folder: {error.strerror}. Give another.") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise UserError(f"Results cannot be written to {output}: it is read-only. Give another --output.")
 
 
 def checkpoint_name(source: str) -> str:

@@ -222,7 +222,7 @@ def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
     checked = []
     for entry in entries:
         if entry.task.stem.lower() in OTHER_FILES:
-            problem = f"{entry.task.key}.json beside the results is no task's: give the task another name."
+            problem = f"{entry.task.key}.json beside the results has another purpose: give the task another name."
             checked.append(replace(entry, problem=problem))
         elif stems[entry.task.stem.lower()] > 1:
             others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == entry.task.stem.lower())

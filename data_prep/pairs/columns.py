@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from pipeline.config import suggest
@@ -19,7 +20,13 @@ URL_NAMES = ("url", "image_url", "img_url", "urls", "link")
 
 
 def choose_columns(
-    present: Iterable[str], *, image: str | None, caption: str | None, where: str, texts: Iterable[str] | None = None
+    present: Iterable[str],
+    *,
+    image: str | None,
+    caption: str | None,
+    where: str,
+    texts: Iterable[str] | None = None,
+    note: str = "",
 ) -> tuple[str, str]:
     """The columns of image and caption.
 
@@ -29,6 +36,7 @@ def choose_columns(
         caption: The user's choice, or None to find it.
         where: What the columns belong to, for messages.
         texts: The columns that can hold a caption, if the source knows their types.
+        note: A further sentence for the message that no column is found.
 
     Raises:
         UserError: A named column does not exist, none is found, or several match.
@@ -46,7 +54,7 @@ def choose_columns(
         if name is None:
             raise UserError(
                 f"{where} has no column with a usual name for the {kind}: name it with {option}. "
-                f"Columns: {', '.join(names)}."
+                f"Columns: {', '.join(names)}. {note}".rstrip()
             )
         if name not in names:
             raise UserError(f"{where} has no column {name!r} ({option}). {suggest(name, tuple(names))}")
@@ -56,6 +64,6 @@ def choose_columns(
 
 
 def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """The column whose name comes first among the usual ones; case and surrounding blanks do not matter."""
-    folded = {name.strip().lower(): name for name in reversed(names)}
+    """The column whose name comes first among the usual ones; "Image Path" and "image-path" are image_path."""
+    folded = {re.sub(r"[\s-]+", "_", name.strip().lower()): name for name in reversed(names)}
     return next((folded[name] for name in usual if name in folded), None)

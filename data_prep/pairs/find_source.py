@@ -43,15 +43,15 @@ def kind_of(source: str) -> str:
         UserError: The source is none of these.
     """
     path = Path(source)
+    suffix = path.suffix.lower()
+    known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **dict.fromkeys(table_rows.SUFFIXES, "table")}
     if path.is_file():
-        suffix = path.suffix.lower()
-        known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **dict.fromkeys(table_rows.SUFFIXES, "table")}
         if suffix in known:
             return known[suffix]
         raise UserError(f"{source} is not a supported kind of file. A source is {_KNOWN}.")
     if path.is_dir():
         return _kind_of_folder(path)
-    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")) and suffix not in known:
         return "hub"
     raise UserError(f"There is no file or folder {source}. A source is {_KNOWN}.")
 

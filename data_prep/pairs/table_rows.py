@@ -79,7 +79,8 @@ def open_table(
         raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
                         " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
     names = list(dict.fromkeys(name for row in head for name in row))
-    found = choose_columns(names, image=image, caption=caption, where=str(path))
+    note = "" if header or _is_json(path) else "If the table has no line of names, give them with --header."
+    found = choose_columns(names, image=image, caption=caption, where=str(path), note=note)
     folder = images if images is not None else path.parent
     table = PairTable(path, folder, *found, tuple(header))
     tried = [folder / row[found[0]].strip() for row in head if isinstance(row.get(found[0]), str)]
@@ -100,8 +101,11 @@ def _rows(
     file: TextIO, path: Path, header: Sequence[str], *, table: PairTable | None = None
 ) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
     """Line number and row; an unreadable row is its description. With `table`, quotes are checked as well."""
-    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
-    return _json_rows(file) if is_json else _csv_rows(file, path, header, table)
+    return _json_rows(file) if _is_json(path) else _csv_rows(file, path, header, table)
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:

@@ -33,6 +33,11 @@ def test_other_delimiters_and_named_columns(table: Path, tmp_path: Path, delimit
     check_ten(tmp_path / "out", make(path, tmp_path / "out", image="where", caption="what"))
 
 
+def test_column_names_with_blanks_and_hyphens(table: Path, tmp_path: Path) -> None:
+    rows = [("Alt-Text", "Image Path"), *((f"picture {n}", f"images/{n:03d}.jpg") for n in range(10))]
+    check_ten(tmp_path / "out", make(write_csv(table.parent / "odd.csv", rows), tmp_path / "out"))
+
+
 def test_a_table_without_a_header(table: Path, tmp_path: Path) -> None:
     rows = [(f"picture {n}", f"{n:03d}.jpg") for n in range(10)]
     path = write_csv(tmp_path / "bare.tsv", rows, delimiter="\t")
@@ -147,6 +152,7 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, t
     urls = write_csv(tmp_path / "urls.csv", [("url", "caption"), ("http://x/1.jpg", "one")])
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (tmp_path / "nowhere", {}, "There is no file or folder .*A source is a CSV"),
+        ("tables/pairs.csv", {}, "There is no file or folder tables/pairs.csv"),  # not a name on the hub
         (urls, {}, "column 'url'.*neuclip download output=FOLDER source.table=FILE source.url=url"),
         (table, {"caption": "txet"}, r"no column 'txet' \(--caption\).*The nearest is text"),
         (table, {"image": "text", "caption": "file_name"}, "None of the first 10 images .* exists, such as"),
@@ -155,7 +161,7 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, t
         (
             write_csv(tmp_path / "odd.csv", [("a", "b"), ("1", "2")]),
             {},
-            "usual name for the image: name it with --image",
+            "usual name for the image: name it with --image.*no line of names, give them with --header",
         ),
     ]
     for source, options, message in cases:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,13 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     logging.disable(logging.ERROR)
     try:
         model: nn.Module = load_open_clip().create_model(name, require_pretrained=required, **kwargs)
-    except (RuntimeError, ValueError, OSError) as error:
-        lines = str(error).strip().splitlines()
+    except Exception as error:
+        if not required and not isinstance(error, RuntimeError | ValueError | OSError):
+            raise
+        # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
+        lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
         raise UserError(
-            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: {' '.join(lines[:4])}"
+            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: {' '.join(lines) or type(error).__name__}"
         ) from error
     finally:
         logging.disable(disabled)

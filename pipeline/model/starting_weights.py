@@ -87,6 +87,11 @@ def folder_of(pretrained: str) -> Path | None:
         return None
     folder = model_folder_in(path)
     if folder is None:
+        if (path / "config.json").is_file():
+            raise UserError(
+                f"model.pretrained = {path} is in the layout of transformers (config.json), from which training cannot "
+                f"start: give the same model in open_clip's layout ({CONFIG_NAME}), as a tag or hf-hub:OWNER/NAME."
+            )
         raise UserError(
             f"model.pretrained = {path} is neither a model folder ({CONFIG_NAME}) nor a run with checkpoints."
         )
@@ -142,7 +147,7 @@ def create_from(
         device: where to build; "meta" builds shapes.
 
     Raises:
-        UserError: open_clip cannot load the weights.
+        UserError: open_clip cannot load the weights, or they are not finite.
     """
     forced = {"force_image_size": image_size, "force_context_length": context_length}
     common: dict[str, Any] = {"force_patch_dropout": patch_dropout, "device": device, **forced}
@@ -151,7 +156,15 @@ def create_from(
     else:
         # Without weights both towers start from scratch: no weights of the text tower's base model.
         clip = create(start.name, pretrained=start.weights, pretrained_text=False, **common)
+    if start.weights is not None or (start.folder is not None and start.load):
+        _check_finite(clip, start.weights or start.folder)
     return clip
+
+
+def _check_finite(clip: nn.Module, weights: str | Path | None) -> None:
+    for name, value in clip.named_parameters():
+        if not value.is_meta and not bool(value.isfinite().all()):
+            raise UserError(f"The weights {weights} have values that are not finite (NaN or infinite), as in {name}.")
 
 
 def interpolated(start: Start, *, image_size: int | None, context_length: int | None) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.evaluation.runner.results import model_config_digest
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
-from pipeline.model.model_folder import save_open_clip
+from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
@@ -36,6 +36,40 @@ def test_a_pretrained_folder_must_have_the_recipes_architecture(tmp_path: Path) 
     other.write_text(json.dumps({**config, "quick_gelu": True}))
     with pytest.raises(UserError, match="they differ in quick_gelu"):
         build_towers(ModelConfig(arch=str(other), pretrained=str(folder)), seed=2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("truncated", r"open_clip cannot load tiny .*weights\.safetensors: "),
+        ("other layout", r"open_clip cannot load tiny .*Unexpected key.* \.\.\.$"),
+        ("other width", r"open_clip cannot load tiny .*weights\.safetensors: "),
+        ("not finite", r"weights\.safetensors have values that are not finite .*visual\.proj"),
+    ],
+)
+def test_a_file_of_weights_that_cannot_be_used(tmp_path: Path, broken: str, message: str) -> None:
+    arch, weights = tmp_path / "tiny.json", tmp_path / "weights.safetensors"
+    arch.write_text(json.dumps(TINY))
+    state = build_towers(ModelConfig(arch=str(arch)), seed=0)[0].clip.state_dict()
+    state["logit_scale"] = torch.tensor(2.6)
+    if broken == "other layout":
+        state = {f"vision_model.encoder.layers.0.{name}": value for name, value in state.items()}
+    if broken == "other width":
+        state["positional_embedding"] = torch.zeros(state["positional_embedding"].shape[0] + 1, 1)
+    if broken == "not finite":
+        state["visual.proj"][0, 0] = torch.nan
+    save_tensors(state, weights)
+    if broken == "truncated":
+        weights.write_bytes(weights.read_bytes()[:10_000])
+    with pytest.raises(UserError, match=message) as error:
+        build_towers(ModelConfig(arch=str(arch), pretrained=str(weights)), seed=0)
+    assert len(str(error.value)) < 1_500
+
+
+def test_a_folder_of_transformers_is_no_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(UserError, match="in the layout of transformers"):
+        build_towers(ModelConfig(pretrained=str(tmp_path)), seed=0)
 
 
 def test_a_hugging_face_tokenizer_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

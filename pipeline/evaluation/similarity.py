@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.pixels import eight_bits
 
 
 def score(
@@ -71,17 +72,17 @@ def _encode(
 
 
 def _open(image: Any) -> Any:
-    """A PIL image in RGB.
+    """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF).
 
     Raises:
         UserError: The file cannot be read as an image.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if not isinstance(image, str | Path):
-        return image.convert("RGB")
+        return eight_bits(ImageOps.exif_transpose(image)).convert("RGB")
     try:
         with Image.open(image) as opened:
-            return opened.convert("RGB")
+            return eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
     except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
         raise UserError(f"The image {image} cannot be read ({error}).") from error

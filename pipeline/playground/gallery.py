@@ -100,12 +100,12 @@ def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropp
 
 
 def open_image(body: bytes, *, name: str) -> Any:
-    """The image in RGB.
+    """The image in RGB, turned as its EXIF data asks.
 
     Raises:
         UserError: It is not an image, damaged, or has too many pixels.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
@@ -115,7 +115,7 @@ def open_image(body: bytes, *, name: str) -> Any:
     if pixels > LARGEST_PIXELS:
         raise UserError(f"{name} has {pixels:,} pixels, more than the {LARGEST_PIXELS:,} allowed: make it smaller.")
     try:
-        return rgb_image(body)
+        return ImageOps.exif_transpose(rgb_image(body))
     except CorruptSample as error:
         raise UserError(f"{name} is damaged: it cannot be decoded to its end.") from error
 

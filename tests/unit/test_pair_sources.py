@@ -180,8 +180,9 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, t
 def test_training_on_a_source_names_the_command(table: Path, tmp_path: Path) -> None:
     (tmp_path / "coco.json").write_text('{"images": []}')
     for source in (table, table.parent, table.parent / "images", tmp_path / "coco.json"):
-        with pytest.raises(UserError, match=rf"`neuclip pairs {source} OUTPUT`"):
+        with pytest.raises(UserError, match=rf"`neuclip pairs {source} OUTPUT`") as error:
             load_manifest(source)
+        assert str(error.value).count("OUTPUT` turns") == 1
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()
     with pytest.raises(UserError, match=r"`neuclip manifest .*tars`"):

@@ -177,6 +177,8 @@ def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
                 f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
             )
         return table, {"failures": tree["failures"], "facts": tree["facts"]}
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path} is not a manifest ({error}). {advice(path)}") from error
     except (KeyError, TypeError) as error:

@@ -10,6 +10,8 @@ import click
 
 FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
+RECIPES_BATCH = 256
+"""`batch_size` of the recipes `own` and `finetune`."""
 
 
 @click.command(name="pairs")
@@ -94,12 +96,19 @@ def command(
         field = " data.caption=json:captions"
         click.echo(f"{outcome.several_captions:,} samples have several captions; one of them is drawn each time.")
     recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
-    click.echo(f"Train with: neuclip train --recipe {recipe} data.sources={output}{field} output=runs/mine")
+    settings = f"data.sources={output}{field}{_small_batch(manifest.n)}"
+    click.echo(f"Train with: neuclip train --recipe {recipe} {settings} output=runs/mine")
     if recipe == "finetune":
         click.echo(
             f"It starts from a published model. Fewer than {FROM_SCRATCH:,} pairs teach little from scratch, which is "
             "--recipe own."
         )
+
+
+def _small_batch(samples: int) -> str:
+    """Settings for a set of which the recipes' batches would leave much out of every epoch, or which fills none."""
+    batch = max(2, 2 ** ((samples // 6).bit_length() - 1))
+    return "" if batch >= RECIPES_BATCH else f" batch_size={batch} data.streams={max(1, batch // 4)}"
 
 
 class _Progress:

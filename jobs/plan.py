@@ -99,7 +99,7 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
         (
             "budget",
             (
-                f"{cost.steps:,} steps, {cost.epochs:.2f} epochs, {cost.samples:,} pairs, "
+                f"{cost.steps:,} steps, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
                 f"{cost.text_tokens:.3g} text tokens"
             ),
         ),

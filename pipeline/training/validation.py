@@ -134,11 +134,13 @@ class Validation:
     def describe_end(self) -> str:
         """A message for the log when `ends_run`."""
         best = self.history
-        wanted = "finite loss"
+        wanted, why = "finite loss", "validation.patience"
         if best.best_loss is not None:
             wanted = f"lower loss than {best.best_loss:.4f} at step {best.best_step}"
+            if self.config.min_delta:
+                wanted, why = f"{wanted} by more than {self.config.min_delta:g}", f"{why}, validation.min_delta"
         return (
-            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} (validation.patience). To "
+            f"{STOPPED_EARLY}: {best.since_best} validations in a row without a {wanted} ({why}). To "
             "train on: --resume latest validation.patience=null."
         )
 

@@ -22,7 +22,9 @@ from data_prep.pairs import make_shards
 from data_prep.pairs.convert import ImageOptions, convert
 from jobs import pairs
 from jobs.pairs import command
+from jobs.recipe_path import TRAINING
 from pipeline.errors import UserError
+from pipeline.training.recipe import read_recipe
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +131,7 @@ def slow(*args):
     return real(*args)
 make_shards.convert = slow
 from jobs.pairs import command
+from jobs.recipe_path import TRAINING
 command(sys.argv[1:])
 """
 
@@ -149,8 +152,19 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
     assert done.exit_code == 0, done.output
     assert "9 of 10 rows gave a sample: 1 shards" in done.output
     assert "dropped        1  image file missing: pairs.csv:6\n" in done.output
-    assert f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} output=runs/mine" in done.output
+    assert (
+        f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 output=runs/mine"
+        in done.output
+    )
     assert "Fewer than 100,000 pairs teach little from scratch, which is --recipe own." in done.output
+
+
+@pytest.mark.parametrize(("samples", "batch", "streams"), [(1, 2, 1), (80, 8, 2), (500, 64, 16), (1_535, 128, 32)])
+def test_the_suggested_batch_fits_into_an_epoch(samples: int, batch: int, streams: int) -> None:
+    assert pairs._small_batch(samples) == f" batch_size={batch} data.streams={streams}"
+    assert pairs._small_batch(6 * pairs.RECIPES_BATCH) == ""
+    recipes = [read_recipe(TRAINING / f"{name}.yaml") for name in ("own", "finetune")]
+    assert [recipe["batch_size"] for recipe in recipes] == [pairs.RECIPES_BATCH] * 2
 
 
 def test_training_from_scratch_is_suggested_for_many_pairs(
@@ -158,7 +172,10 @@ def test_training_from_scratch_is_suggested_for_many_pairs(
 ) -> None:
     monkeypatch.setattr(pairs, "FROM_SCRATCH", 10)
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
-    assert f"neuclip train --recipe own data.sources={tmp_path / 'out'} output=runs/mine" in done.output
+    assert (
+        f"neuclip train --recipe own data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 output=runs/mine"
+        in done.output
+    )
     assert "from scratch" not in done.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,8 @@ def test_patience_ends_the_run_and_survives_a_resume(base: Path) -> None:
     train_here(*given, "validation.patience=2", "samples=80", resume="latest")
     messages = [record["message"] for record in records(run, "event")]
     assert [record["step"] for record in records(run, "validation")] == [2, 3, 4]
-    assert any("Stopped early: 2 validations in a row without a lower loss" in message for message in messages)
+    stopped = r"Stopped early: 2 validations in a row without a lower loss than \S+ at step 2 by more than 5 "
+    assert any(re.match(stopped, message) for message in messages)
     assert {path.name for path in finished_checkpoints(run)} == {"step-00000002", "step-00000004"}
     train_here(*given, "validation.patience=2", "samples=80", resume="latest")
     assert len(records(run, "validation")) == 3

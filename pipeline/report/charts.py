@@ -54,11 +54,19 @@ class Bars:
 def training_charts(run: Run) -> list[Chart]:
     """Curves of all logged values that change, the most useful ones first."""
     gap = _curves(run, "normalizer_gap", {"normalizer_gap": "in use", COLD: "cold"} if _has(run, COLD) else None)
-    first = [_curves(run, key) for key in MAIN[:2]]
+    first = [_curves(run, MAIN[0]), _validation(run), _curves(run, MAIN[1])]
     rest = [_curves(run, key) for key in MAIN[2:]]
     shown = {*MAIN, "normalizer_gap", COLD}
     others = [_curves(run, key) for key in _varying(run) if key not in shown]
     return [chart for chart in (*first, gap, *rest, *others) if chart is not None]
+
+
+def _validation(run: Run) -> Chart | None:
+    x, y = run.validation_loss()
+    if not len(x):
+        return None
+    note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
+    return chart("Validation loss", [Line(x, y, colour=SERIES[0], marked=True)], note=note)
 
 
 def constants(run: Run) -> list[tuple[str, str]]:

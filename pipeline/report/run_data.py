@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Run:
         config: The resolved configuration, {} if missing.
         rows: The training lines of metrics.jsonl in order of steps, one per step (a resumed run logs some steps again;
             the last line is used).
+        validations: The validations, one per step, with the samples seen by then.
         events: The other lines that have a message.
         stages: Seconds by stage name.
         manifests: The manifests of the data sources.
@@ -39,6 +40,7 @@ class Run:
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    validations: tuple[Row, ...] = ()
     events: tuple[Row, ...] = ()
     stages: Mapping[str, float] = field(default_factory=dict)
     manifests: tuple[Manifest, ...] = ()
@@ -70,9 +72,11 @@ class Run:
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Samples seen and the values of a scalar, from the training lines where it is a finite number."""
-        pairs = [(row["samples"], row[key]) for row in self.rows if _is_finite(row.get(key))]
-        points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-        return points[:, 0], points[:, 1]
+        return _points(self.rows, key)
+
+    def validation_loss(self) -> tuple[np.ndarray, np.ndarray]:
+        """Samples seen and the loss on held-out pairs."""
+        return _points(self.validations, "loss")
 
     def scalars(self) -> list[str]:
         """The names of all numeric values in the training lines, in order of appearance."""
@@ -94,15 +98,17 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(f"{folder} is not a run's folder: it holds none of {', '.join(known)}.")
     notes: list[str] = []
     config = _read_config(folder / "config.yaml", notes)
-    rows, events = _read_metrics(folder / "metrics.jsonl", notes)
+    rows, validations, events = _read_metrics(folder / "metrics.jsonl", notes)
+    seen = samples_at(rows, config)
     run = Run(
         folder=folder,
         config=config,
         rows=tuple(rows),
+        validations=tuple({**row, "samples": samples} for row in validations if (samples := seen(row["step"]))),
         events=tuple(events),
         stages=_read_stages(folder / "stages.json", notes),
         manifests=_read_manifests(folder, config, notes),
-        evaluations=read_evaluations(folder / "evaluation", samples_at(rows, config), notes),
+        evaluations=read_evaluations(folder / "evaluation", seen, notes),
     )
     return Run(**{**vars(run), "notes": tuple(notes)})
 
@@ -131,26 +137,30 @@ def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], list[Row]]:
+    """Training lines and validations, in order of steps, and lines with a message."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         notes.append(f"No training metrics: {_reason(error, path)}.")
-        return [], []
+        return [], [], []
     train: dict[int, Row] = {}
+    validations: dict[int, Row] = {}
     events, damaged = [], 0
     for line in lines:
         try:
             row = json.loads(line)
             if row["kind"] == "train":
                 train[int(row["step"])] = {**row, "samples": int(row["samples"])}
+            elif row["kind"] == "validation":
+                validations[int(row["step"])] = row
             elif "message" in row:
                 events.append(row)
         except (ValueError, KeyError, TypeError):
             damaged += 1
     if damaged:
         notes.append(f"{damaged} of {len(lines)} lines of {path.name} could not be read and are left out.")
-    return [train[step] for step in sorted(train)], events
+    return [train[step] for step in sorted(train)], [validations[step] for step in sorted(validations)], events
 
 
 def _read_stages(path: Path, notes: list[str]) -> dict[str, float]:
@@ -186,6 +196,12 @@ def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
     if not output.is_absolute() and parts[-len(output.parts) :] == output.parts:
         return Path(*parts[: -len(output.parts)])
     return folder.parent
+
+
+def _points(rows: Iterable[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(row["samples"], row[key]) for row in rows if _is_finite(row.get(key))]
+    points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return points[:, 0], points[:, 1]
 
 
 def _is_finite(value: Any) -> bool:

@@ -49,6 +49,19 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
+def test_the_validation_loss_is_drawn_over_samples_seen(run: Path) -> None:
+    assert "Validation loss" not in write_report([run]).read_text()
+    steps = [row["step"] for row in read_run(run).rows]
+    with (run / "metrics.jsonl").open("a") as file:  # the last line of a step counts, as after a resume
+        for step, loss in ((steps[0], 9.0), (steps[0], 4.0), (steps[-1], 3.25), (steps[-1] + 1, float("nan"))):
+            file.write(json.dumps({"kind": "validation", "step": step, "loss": loss}) + "\n")
+    x, y = read_run(run).validation_loss()
+    assert (x.tolist(), y.tolist()) == ([8 * steps[0], 8 * steps[-1]], [4.0, 3.25])
+    html = write_report([run]).read_text()
+    assert html.index("<h3>Loss</h3>") < html.index("<h3>Validation loss</h3>") < html.index("<h3>Temperature")
+    assert "at the end 3.25." in html
+
+
 def test_page_is_self_contained_and_escaped(run: Path) -> None:
     html = write_report([run]).read_text()
     checker = _Checker()

@@ -1,5 +1,7 @@
 """Errors that the user can fix, whose messages are written for the terminal."""
 
+import errno
+
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
 
@@ -18,7 +20,12 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    return EXIT_USER_ERROR if is_out_of_memory(error) else EXIT_BUG
+    return EXIT_USER_ERROR if is_out_of_memory(error) or is_disk_full(error) else EXIT_BUG
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file could not be written because its disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

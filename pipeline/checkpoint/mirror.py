@@ -24,9 +24,10 @@ from pipeline.checkpoint.layout import (
     PREFIX,
     best_checkpoint,
     finished_checkpoints,
+    is_name,
     step_of,
 )
-from pipeline.checkpoint.reader import damage
+from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import flush, write_text
@@ -65,7 +66,7 @@ class MirrorStore:
             found = self._files.glob(f"{self._root}/{PREFIX}*/{META_NAME}")
         except FileNotFoundError:
             return []
-        return sorted(str(path).rstrip("/").split("/")[-2] for path in found)
+        return sorted(filter(is_name, (str(path).rstrip("/").split("/")[-2] for path in found)))
 
     def read(self, name: str) -> str:
         """A small file's contents; empty if there is none."""
@@ -227,10 +228,36 @@ class Mirror:
         )
 
 
-def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str], None]) -> None:
-    """Download the mirror's newest intact checkpoint, and its best one, if it is newer than all in the run's folder.
+def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: World) -> None:
+    """Refuse to start at a step if the mirror has later ones: of this run, or of another one whose folder has its name.
 
-    Collective; rank 0 downloads.
+    Otherwise they would stay the newest ones there, and a fresh machine would continue from them. Collective.
+
+    Raises:
+        UserError: It has, or it cannot be reached. On every rank.
+    """
+    problem = ""
+    if world.is_main:
+        try:
+            store = MirrorStore(url, run)
+            if later := [name for name in store.names() if step_of(Path(name)) > step]:
+                problem = taken_by(f"The mirror {store.url}", later, resume)
+        except Exception as error:  # of any client library
+            problem = _unreachable(url, error)
+    world.raise_together(problem)
+
+
+def _unreachable(url: str, error: Exception) -> str:
+    return (
+        f"checkpoint.mirror = {url!r} cannot be read ({type(error).__name__}: {error}): check the address and "
+        "the credentials, or start with checkpoint.mirror=null."
+    )
+
+
+def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str], None]) -> None:
+    """Download the mirror's newest intact checkpoint, and its best one.
+
+    Not if the run's folder has an intact one that is as new. Collective; rank 0 downloads.
 
     Raises:
         UserError: The mirror cannot be reached. On every rank.
@@ -242,18 +269,16 @@ def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str],
         except UserError as error:
             problem = str(error)
         except Exception as error:  # of any client library
-            problem = (
-                f"checkpoint.mirror = {url!r} cannot be read ({type(error).__name__}: {error}): check the address and "
-                "the credentials, or start with checkpoint.mirror=null."
-            )
+            problem = _unreachable(url, error)
     world.raise_together(problem)
 
 
 def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None]) -> None:
     folder = run / FOLDER_NAME
-    here = [step_of(path) for path in finished_checkpoints(run)]
-    newer = [name for name in store.names() if step_of(Path(name)) > max(here, default=-1)]
-    for name in reversed(newer):
+    if not (names := store.names()):
+        return
+    here = next((step_of(path) for path in reversed(finished_checkpoints(run)) if not damage(path)), -1)
+    for name in reversed([name for name in names if step_of(Path(name)) > here]):
         if problem := store.download(name, folder):
             on_event(f"Checkpoint {name} of the mirror is damaged and was skipped: {problem}")
             continue

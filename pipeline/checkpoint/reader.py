@@ -22,9 +22,10 @@ from pipeline.checkpoint.layout import (
     META_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
-    PREFIX,
     VERSION,
     best_checkpoint,
+    checkpoint_folders,
+    digest_of,
     fallback_run,
     name_of,
     read_meta,
@@ -150,6 +151,10 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
         return f"{META_NAME} cannot be read ({error})."
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
+    if "digest" in meta and meta["digest"] != digest_of(meta):  # older checkpoints have none
+        return f"the contents of {META_NAME} do not match their SHA-256."
+    if not isinstance(meta.get("files"), dict):
+        return f"{META_NAME} does not list the files."
     for name, entry in _share(meta["files"], rank=rank, ranks=ranks).items():
         file = path / name
         if not file.is_file():
@@ -205,7 +210,7 @@ def find_checkpoint(
         except UserError as error:
             raise UserError(f"Cannot resume from {which}: {error}") from error
     runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
-    found = [path for folder in runs for path in (folder / FOLDER_NAME).glob(f"{PREFIX}*")]
+    found = [path for folder in runs for path in checkpoint_folders(folder)]
     found.sort(key=step_of, reverse=True)
     found = [path for path in found if not_after is None or step_of(path) <= not_after]
     found = world.gather_objects(found)[0]  # a rank may see another state of a shared folder for a moment
@@ -240,13 +245,29 @@ def agreed_checkpoint(
         fallback: As for `find_checkpoint`.
 
     Raises:
-        UserError: As `find_checkpoint`, or `resume` is None and the folder has checkpoints. On every rank.
+        UserError: As `find_checkpoint`, or the run would not start from the newest checkpoint of its folder. On every
+            rank.
     """
+    found = None
     if resume is not None:
-        return find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback, world=world)
-    if world.gather_objects(any((run / FOLDER_NAME).glob(f"{PREFIX}*")))[0]:
-        raise UserError(f"{run} has checkpoints: add --resume latest to continue, or choose another output.")
-    return None
+        found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback, world=world)
+    if resume == "latest":
+        return found
+    step = found.step if found else -1
+    for folder in (run, *([fallback_run(fallback, run)] if fallback else [])):
+        later = [path.name for path in checkpoint_folders(folder) if step_of(path) > step]
+        world.raise_together(taken_by(str(folder), later, resume) if later else "")
+    return found
+
+
+def taken_by(place: str, later: list[str], resume: str | None) -> str:
+    """Why a run cannot start in, or copy its checkpoints to, a place that has later checkpoints."""
+    if resume is None:
+        return f"{place} has checkpoints: add --resume latest to continue, or choose another output."
+    return (
+        f"{place} has later checkpoints than {resume} ({', '.join(later)}), which --resume latest would prefer to "
+        "those of this run: choose another output, or remove them."
+    )
 
 
 def abandon_after(run: Path, step: int) -> None:
@@ -256,7 +277,7 @@ def abandon_after(run: Path, step: int) -> None:
     """
     folder = run / FOLDER_NAME
     write_text(folder / LATEST_NAME, name_of(step) + "\n", durable=True)
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in checkpoint_folders(run):
         if step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)
     if best_checkpoint(run) is None:

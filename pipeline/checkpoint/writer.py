@@ -30,9 +30,10 @@ from pipeline.checkpoint.layout import (
     META_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
-    PREFIX,
     VERSION,
     best_checkpoint,
+    checkpoint_folders,
+    digest_of,
     name_of,
 )
 from pipeline.checkpoint.mirror import Mirror, MirrorStore, kept_names
@@ -263,7 +264,7 @@ class CheckpointWriter:
             **snapshot.facts,
             "files": files,
         }
-        write_json(temporary / META_NAME, meta, durable=True)
+        write_json(temporary / META_NAME, {**meta, "digest": digest_of(meta)}, durable=True)
         flush(temporary)
         final = self.folder / name_of(snapshot.step)
         shutil.rmtree(final, ignore_errors=True)
@@ -291,7 +292,7 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         """Remove the checkpoints that the configuration does not keep."""
-        paths = [path for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
+        paths = checkpoint_folders(self.run)
         kept = self._kept([path.name for path in paths])
         uploading = self._mirror.busy if self._mirror is not None else set()
         for path in paths:

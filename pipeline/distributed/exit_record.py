@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER_NAME = "heartbeats"
+RESERVED = 4096
+"""Bytes on the disk that a record is written into: a full disk may be what ends the run."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ def start_recording(run: Path, *, rank: int) -> None:
         _path(run, rank).unlink(missing_ok=True)
 
 
+def reserve_space() -> None:
+    """Take the space of this rank's record now."""
+    if _Recording.run is not None:
+        with suppress(OSError):
+            _path(_Recording.run, _Recording.rank).with_suffix(".tmp").write_text(" " * RESERVED, encoding="utf-8")
+
+
 def stop_recording() -> None:
     """From now on `record_exit` does nothing: this process goes on after its run."""
     _Recording.run = None
@@ -58,8 +67,10 @@ def record_exit(code: int, reason: str = "") -> None:
     record = ExitRecord(rank, socket.gethostname(), os.getpid(), round(time.time(), 3), code, reason)
     path = _path(run, rank)
     temporary = path.with_suffix(".tmp")
-    with suppress(OSError):  # the disk may be what ended the run, and the folder of a refused start is gone
-        temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+    text = json.dumps({**asdict(record), "reason": reason[: RESERVED // 8]}) + "\n"
+    with suppress(OSError):  # the folder of a refused start is gone
+        with temporary.open("r+" if temporary.exists() else "w", encoding="utf-8") as file:
+            file.write(text.ljust(RESERVED))  # over the reserved blocks
         os.replace(temporary, path)
 
 

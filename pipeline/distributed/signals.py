@@ -65,6 +65,11 @@ def leave_at_once(number: int) -> None:
     os._exit(EXIT_PREEMPTED)
 
 
+def ignore_stop_signals() -> None:
+    """The run has ended, and only its processes have to: a stop signal changes nothing any more."""
+    _Waiting.action = None
+
+
 def _ignore(number: int, frame: Any) -> None:
     """A handler, so that the signal reaches the thread and not the default action."""
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, TextIO, TypeVar
 import numpy as np
 from torch import Tensor
 
+from pipeline.files import write_text
+
 METRICS_NAME = "metrics.jsonl"
 WARNING = "warning"
 """The fact `level` of an event that is printed even where events are not."""
@@ -137,17 +139,21 @@ class JsonLines(QuietSink):
 
 def _continue_at(path: Path, first_step: int) -> TextIO:
     """Open the records for appending, after removing those of later steps and a line truncated by a crash."""
-    kept: list[str] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record.get("kind") not in STEPWISE or record["step"] <= first_step:
-                kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+        before = path.read_text(encoding="utf-8", errors="replace")
+        kept = "".join(f"{line}\n" for line in before.splitlines() if _remains(line, first_step))
+        if kept != before:
+            write_text(path, kept)  # in one step: a kill or a full disk must not cost the records
     return path.open("a", encoding="utf-8")
+
+
+def _remains(line: str, first_step: int) -> bool:
+    """Whether a line is a record that a run which continues after `first_step` steps does not write again."""
+    try:
+        record = json.loads(line)
+        return record.get("kind") not in STEPWISE or record["step"] <= first_step
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return False
 
 
 @register_sink("tensorboard")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, fallback_run, step_of
+from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, checkpoint_folders, fallback_run, step_of
 from pipeline.checkpoint.reader import damage
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import ExitRecord, read_exit
@@ -26,8 +25,6 @@ from pipeline.evaluation.watch.watcher import LEDGER_FOLDER
 from pipeline.metrics.sinks import METRICS_NAME
 from pipeline.training.recipe import CONFIG_NAME
 from pipeline.training.run_folder import LOCK_NAME
-
-CHECKPOINT = re.compile(rf"^{re.escape(PREFIX)}\d+$")
 
 
 @dataclass(frozen=True)
@@ -155,13 +152,9 @@ def _beats(folder: Path) -> list[tuple[Beat, float]]:
 
 
 def _stored(runs: Sequence[Path], *, verify: bool) -> Iterator[StoredCheckpoint]:
-    for path in (path for run in runs for path in _folders(run)):
+    for path in (path for run in runs for path in checkpoint_folders(run)):
         with suppress(FileNotFoundError):  # a run that goes on has removed it since
             yield _examine(path, verify=verify)
-
-
-def _folders(run: Path) -> list[Path]:
-    return [path for path in (run / FOLDER_NAME).glob(f"{PREFIX}*") if CHECKPOINT.match(path.name) and path.is_dir()]
 
 
 def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:

@@ -12,18 +12,20 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.mirror import MirrorStore, fetch_newest
+from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
+from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.signals import ignore_stop_signals
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.workers import preload
-from pipeline.distributed.world import World, limit_collectives, start_world
+from pipeline.distributed.world import World, limit_collectives, lost_contact, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
-from pipeline.errors import exit_code_of
+from pipeline.errors import UserError, exit_code_of
 from pipeline.evaluation.runner.images import WORKER_IMPORTS
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry, open_telemetry
@@ -51,6 +53,12 @@ from pipeline.training.trainer import EXIT_DONE, Trainer
 from pipeline.training.validation import Validation
 
 
+class LostRank(UserError):
+    """Another rank has ended, in a phase in which no heartbeat watches, such as the start."""
+
+    exit_code = EXIT_STALLED
+
+
 @contextmanager
 def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: bool = False) -> Iterator[Trainer]:
     """Build every part of a run and, if asked, restore a checkpoint. Cheap checks come first.
@@ -74,6 +82,9 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
     if resume == "latest" and run.checkpoint.mirror:
         fetch_newest(folder, run.checkpoint.mirror, world=world, on_event=notes.append)
     checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=notes.append, fallback=run.checkpoint.fallback)
+    if resume != "latest" and run.checkpoint.mirror:
+        step = checkpoint.step if checkpoint else -1
+        refuse_taken(folder, run.checkpoint.mirror, resume=resume, step=step, world=world)
     if checkpoint is not None:
         checkpoint = in_new_steps(checkpoint, run, allowed=new_batch_size)
     with ExitStack() as stack:
@@ -248,11 +259,20 @@ def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = F
         with closing(stage_trainers(run, resume=resume, new_batch_size=new_batch_size)) as trainers:
             for trainer in trainers:
                 code = trainer.fit()
+                if code != EXIT_DONE or not trainer.step == trainer.end < run.total_steps:
+                    ignore_stop_signals()  # there is no other stage
                 del trainer  # free its memory for the next stage's trainer
                 if code != EXIT_DONE:
                     break
         record_exit(code)
         return code
+    except RuntimeError as error:
+        if not lost_contact(error):
+            record_exit(exit_code_of(error), f"{type(error).__name__}: {error}")
+            raise
+        lost = LostRank(f"Lost contact with another rank: it is gone, and its own message says why ({error}).")
+        record_exit(lost.exit_code, str(lost))
+        raise lost from error
     except BaseException as error:
         record_exit(exit_code_of(error), f"{type(error).__name__}: {error}")
         raise

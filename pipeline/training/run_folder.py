@@ -16,7 +16,7 @@ from typing import IO
 
 from pipeline.config import dump
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.exit_record import start_recording, stop_recording
+from pipeline.distributed.exit_record import reserve_space, start_recording, stop_recording
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -106,3 +106,4 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
         (folder / HEARTBEATS).mkdir(parents=True)
         write_text(folder / CONFIG_NAME, dump(run))
     world.barrier()
+    reserve_space()

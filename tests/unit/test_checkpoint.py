@@ -298,3 +298,43 @@ def test_last_checkpoint_is_retried_then_written_to_the_fallback(
     assert found is not None
     assert found.step == 5
     assert found.path.is_relative_to(tmp_path / "spare") == fallback
+
+
+def test_copies_beside_checkpoints_are_left_alone(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [1, 2])
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / name_of(1), folder / "step-00000001.bak")
+    found = find_checkpoint(tmp_path, "latest", on_event=print)
+    assert found is not None
+    assert found.step == 2
+    events = write(tmp_path, towers, [3], keep_last=1)
+    assert [event for event in events if "could NOT" in event] == []
+    abandon_after(tmp_path, 3)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001.bak", name_of(3)]
+
+
+@pytest.mark.parametrize("change", [{"counter": 0}, {"samples": 0}, {"files": None}])
+def test_an_altered_list_of_files_is_damage(tmp_path: Path, towers: Towers, change: dict[str, Any]) -> None:
+    write(tmp_path, towers, [1])
+    path = tmp_path / "checkpoints" / name_of(1) / "checkpoint.json"
+    meta = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps(meta))
+    assert "checkpoint.json do not match" in (damage(path.parent) or "")
+    del meta["digest"]
+    meta.pop("files")
+    path.write_text(json.dumps(meta))
+    assert damage(path.parent) == "checkpoint.json does not list the files."
+
+
+def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towers) -> None:
+    run, spare = tmp_path / "run", tmp_path / "spare"
+    write(run, towers, [1, 2])
+    old = str(run / "checkpoints" / name_of(1))
+    with pytest.raises(UserError, match=r"has later checkpoints than .* \(step-00000002\)"):
+        agreed_checkpoint(run, old, world=World(), on_event=print)
+    found = agreed_checkpoint(tmp_path / "another", old, world=World(), on_event=print)
+    assert found is not None
+    assert found.step == 1
+    write(spare / "fresh", towers, [4])  # of another run with this name
+    with pytest.raises(UserError, match=r"fresh has checkpoints: add --resume latest"):
+        agreed_checkpoint(tmp_path / "fresh", None, world=World(), on_event=print, fallback=str(spare))

@@ -16,7 +16,7 @@ import torch
 
 from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, kept_names
+from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, kept_names, refuse_taken
 from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
@@ -254,3 +254,25 @@ def test_what_is_kept() -> None:
     names = [f"step-{step:08d}" for step in (10, 20, 30, 40)]
     assert kept_names(names, keep_last=1, keep_every=None) == {names[3]}
     assert kept_names(names, keep_last=1, keep_every=20, best=names[0]) == {names[0], names[1], names[3]}
+
+
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+    run = tmp_path / "run"
+    write(run, url, towers, [1, 2])
+    for path in run.glob("checkpoints/step-*/moments.safetensors"):
+        path.write_bytes(bytes(path.stat().st_size))
+    found, notes = fetched(run, url)
+    assert found.step == 2
+    assert len(notes) == 1
+    assert "was downloaded" in notes[0]
+
+
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+    write(tmp_path / "one" / "run", url, towers, [1, 2])
+    new, world = tmp_path / "other" / "run", World()
+    with pytest.raises(UserError, match="has checkpoints: add --resume latest"):
+        refuse_taken(new, url, resume=None, step=-1, world=world)
+    with pytest.raises(UserError, match=r"later checkpoints than old \(step-00000002\)"):
+        refuse_taken(new, url, resume="old", step=1, world=world)
+    refuse_taken(new, url, resume="old", step=2, world=world)
+    refuse_taken(tmp_path / "third", url, resume=None, step=-1, world=world)

@@ -23,7 +23,7 @@ from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.data.loading.stalls import StallWatch
 from pipeline.distributed import exit_record
-from pipeline.distributed.exit_record import record_exit, start_recording, stop_recording
+from pipeline.distributed.exit_record import record_exit, reserve_space, start_recording, stop_recording
 from pipeline.distributed.heartbeat import Beat, Heartbeat, read_beat
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
@@ -307,3 +307,15 @@ def test_records_that_are_cut_off_are_skipped(run: Path) -> None:
     evidence = read_evidence(run)
     assert (evidence.steps, evidence.total_steps) == (7, 10)
     assert (list(evidence.beats), list(evidence.exits)) == ([], [])
+
+
+def test_the_record_of_an_exit_fits_on_a_full_disk(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_recording(run, rank=0)
+    reserve_space()
+    reserved = run / "heartbeats" / "exit-00000.tmp"
+    size, inode = reserved.stat().st_size, reserved.stat().st_ino
+    record_exit(74, "No space left on device " * 1000)
+    stop_recording()
+    written = run / "heartbeats" / "exit-00000.json"
+    assert (written.stat().st_size, written.stat().st_ino) == (size, inode)
+    assert "ended with 74: its last checkpoint could not be written" in examine(run)[0]

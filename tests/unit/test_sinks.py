@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
 from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, register_sink
@@ -102,6 +103,24 @@ def test_a_resumed_run_replaces_the_records_of_later_steps(tmp_path: Path) -> No
     assert [(line.get("step"), line.get("loss")) for line in lines(tmp_path)] == [
         (1, 1.0), (2, 2.0), (None, None), (3, 30.0),
     ]  # fmt: skip
+
+
+def test_resuming_never_costs_the_records_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "train", "step": step, "loss": 1.0}) for step in (1, 2)]
+    path.write_text("\n".join([*lines, "5", "{}", '{"kind": "train"}', "\0\0", '{"kind": "tr']))
+    before = path.read_text()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "replace", full)  # a kill or a full disk while the records are written again
+        with pytest.raises(OSError, match="No space"):
+            SINKS["jsonl"](SinkContext(tmp_path, total_steps=3, first_step=1))
+    assert path.read_text() == before
+    SINKS["jsonl"](SinkContext(tmp_path, total_steps=3, first_step=1)).close()
+    assert path.read_text().splitlines() == [lines[0], "{}"]
 
 
 def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:

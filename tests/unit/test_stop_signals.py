@@ -31,6 +31,18 @@ with stop_signals() as received:
     print("saved", flush=True)
 """
 
+ENDED = """
+import os, signal, time
+from pipeline.distributed.signals import exit_on_stop_signals, ignore_stop_signals, stop_signals
+exit_on_stop_signals()
+with stop_signals():
+    pass
+ignore_stop_signals()
+print("ready", flush=True)
+time.sleep(1)
+print("ended", flush=True)
+"""
+
 SLOW_IMPORT = """
 print("ready", flush=True)
 __import__("hashlib").pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -79,3 +91,8 @@ def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
 def test_signals_are_handled_before_the_first_library_is_imported(tmp_path: Path, start: tuple[str, ...]) -> None:
     (tmp_path / "click.py").write_text(SLOW_IMPORT)
     assert ended_by(signal.SIGTERM, *start, path=f"{tmp_path}:{ROOT}")[0] == 75
+
+
+def test_a_signal_after_the_run_has_ended_changes_nothing() -> None:
+    code, output, errors = ended_by(signal.SIGTERM, "-c", ENDED)
+    assert (code, output, errors) == (0, "ended\n", "")

@@ -38,7 +38,7 @@ RANKS, STAGES = (1, 2, 4), (0, 1, 2, 3)
 SAME = (2, 1)
 """Ranks and ZeRO stage of the undisturbed run, and of the run whose layout does not change."""
 MOMENTS = ("start", "step", "step", "checkpoint", "checkpoint")
-BATCH, EPOCH = 16, 30
+BATCH = 16
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
 SECONDS_TO_FOLLOW = 2.0
@@ -195,18 +195,18 @@ def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(work: Path, *, kills: int, same_layout: int, seed: int) -> dict[str, Any]:
+def measure(work: Path, *, kills: int, same_layout: int, epoch: int, seed: int) -> dict[str, Any]:
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (the ranks are forked with it)
     import open_clip  # noqa: F401
 
     import pipeline.training.run  # noqa: F401
 
     most = max(kills, same_layout)
-    steps = max(2, -(-(most + 5) // EPOCH)) * EPOCH  # about one step per kill, and whole epochs
+    steps = max(2, -(-(most + 5) // epoch)) * epoch  # about one step per kill, and whole epochs
     (work / "shards").mkdir()
-    make_shards(work / "shards", shards=8, samples=BATCH * EPOCH // 8, shorter=40)
+    make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
     every = [(ranks, stage) for ranks in RANKS for stage in STAGES]
-    run = {"steps": steps, "batch": BATCH, "pairs": BATCH * EPOCH, "seed": seed}
+    run = {"steps": steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
     plain = killed_run(work, "undisturbed", kills=0, layouts=[SAME], steps=steps, seed=seed)
     assert not plain["kills"]
     reference = outcome(work / "undisturbed")
@@ -233,12 +233,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills on changing layouts")
     parser.add_argument("--same-layout", type=int, default=20, metavar="KILLS", help="kills on one layout")
+    parser.add_argument("--epoch", type=int, default=30, metavar="STEPS", help="steps of an epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result there, too")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
     try:
-        result = measure(work, kills=options.kills, same_layout=options.same_layout, seed=options.seed)
+        result = measure(
+            work, kills=options.kills, same_layout=options.same_layout, epoch=options.epoch, seed=options.seed
+        )
     finally:
         shutil.rmtree(work)
     print(json.dumps(result, indent=1))

@@ -233,6 +233,13 @@ def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: W
 
     Otherwise they would stay the newest ones there, and a fresh machine would continue from them. Collective.
 
+    Args:
+        run: The run's folder.
+        url: The setting `checkpoint.mirror`.
+        resume: What the run continues from; None: it is new.
+        step: The step at which it starts; -1: it is new.
+        world: The ranks.
+
     Raises:
         UserError: It has, or it cannot be reached. On every rank.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,11 +14,13 @@ import torch
 from click.shell_completion import ShellComplete
 
 from jobs.cli import cli
+from jobs.cli import run as run_command
 from jobs.completion import complete_settings, run_settings
 from pipeline.config import parse
 from pipeline.distributed.world import World, start_world
 from pipeline.errors import UserError
 from pipeline.model.model_folder import save_tensors
+from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
 from pipeline.training.run_folder import folder_of_a_start, hold_folder
 
@@ -104,3 +107,26 @@ def test_settings_and_recipes_are_completed(tmp_path: Path, monkeypatch: pytest.
     assert found == ["optimizer.layer_decay=", "optimizer.lr="]
     assert "cc3m" in [item.value for item in completer.get_completions(["train", "--recipe"], "cc")]
     assert complete_settings(None, None, "optimizer.lr=") == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 76, "another rank: it is gone"),
+        (RuntimeError("an assertion"), 70, "probably a bug"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/config.yaml"), 2, "Free some space"),
+    ],
+)
+def test_what_others_caused_is_no_bug(
+    error: Exception, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_module, "stage_trainers", fail)
+    with pytest.raises(SystemExit) as ended:
+        run_command(
+            cli, ["train", "output=x", "batch_size=64", "schedule.warmup_steps=1", *COMMON], prog_name="neuclip"
+        )
+    assert ended.value.code == code
+    assert message in " ".join(capsys.readouterr().err.split())

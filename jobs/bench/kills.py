@@ -196,10 +196,7 @@ def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(work: Path, *, kills: int, same_layout: int, epoch: int, seed: int) -> dict[str, Any]:
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (the ranks are forked with it)
-    import open_clip  # noqa: F401
-
-    import pipeline.training.run  # noqa: F401
+    import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
     most = max(kills, same_layout)
     steps = max(2, -(-(most + 5) // epoch)) * epoch  # about one step per kill, and whole epochs

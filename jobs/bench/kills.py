@@ -4,12 +4,12 @@
     python -m jobs.bench.kills --kills 4 --same-layout 2     # a short form
 
 Three runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL
-and resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. Kills
-alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher would), and
-fall into the start, into steps, and into the writing of checkpoints. A run that has reached its end is not killed again.
-The result, one JSON file, says whether every epoch had the same samples in the same order as in the undisturbed run,
-how far losses and weights differ, and whether they are the same bits where the layout stayed. Exit code 1: something
-was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+and resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout.
+Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
+would), and fall into the start, into steps, and into the writing of checkpoints. A run that has reached its end is
+not killed again. The result, one JSON file, says whether every epoch had the same samples in the same order as in the
+undisturbed run, how far losses and weights differ, and whether they are the same bits where the layout stayed. Exit
+code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
 """
 
 from __future__ import annotations

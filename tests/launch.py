@@ -71,8 +71,8 @@ def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without the variables of a launcher, with one thread per rank."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """This process's environment without what launchers and our own command line set in it; one thread per rank."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONSAFEPATH")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 

@@ -266,7 +266,7 @@ def taken_by(place: str, later: list[str], resume: str | None) -> str:
         return f"{place} has checkpoints: add --resume latest to continue, or choose another output."
     return (
         f"{place} has later checkpoints than {resume} ({', '.join(later)}), which --resume latest would prefer to "
-        "those of this run: choose another output, or remove them."
+        f"those of this run: choose another output, with --resume {resume}, or remove them."
     )
 
 

@@ -108,12 +108,15 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     try:
         model: nn.Module = load_open_clip().create_model(name, require_pretrained=required, **kwargs)
     except Exception as error:
-        if not required and not isinstance(error, RuntimeError | ValueError | OSError):
+        usual = isinstance(error, RuntimeError | ValueError | OSError)
+        if not required and not usual:
             raise
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
+        hint = "" if usual else ". The weights are damaged, or those of another architecture."
         lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
         raise UserError(
-            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: {' '.join(lines) or type(error).__name__}"
+            f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: "
+            f"{' '.join(lines) or type(error).__name__}{hint}"
         ) from error
     finally:
         logging.disable(disabled)

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.data.loading.stream_reader import ALTERED
 from pipeline.data.shards.check_shards import check_shards
-from pipeline.data.shards.manifest_format import make_manifest
+from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.data.shards.storage import open_shard
 from pipeline.data.shards.tar_reader import read_records
 from pipeline.distributed.world import World
@@ -101,23 +101,25 @@ class Dropping(io.BytesIO):
         return super().read(size)
 
 
+def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: int) -> tuple[Manifest, Manifest]:
+    """A shard on the disk, and the same shard in a store of type `Flaky`."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    manifest = write_shards(folder, [samples])
+    monkeypatch.setattr(Flaky, "whole", (folder / "00000.tar").read_bytes())
+    return manifest, make_manifest([("flaky://bucket/00000.tar", samples, manifest.shards[0].bytes, "")])
+
+
 def test_the_block_size_is_passed_to_open_and_not_to_the_constructor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    manifest = write_shards(tmp_path, [9])
-    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
-    remote = make_manifest([("flaky://bucket/00000.tar", 9, manifest.shards[0].bytes, "")])
+    manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=9)
     assert list(reader(remote).read(0)) == list(reader(manifest).read(0))
 
 
 def test_a_connection_that_drops_repeatedly_loses_nothing_while_samples_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    manifest = write_shards(tmp_path, [40])
-    monkeypatch.setattr(Flaky, "whole", (tmp_path / "00000.tar").read_bytes())
-    remote = make_manifest([("flaky://bucket/00000.tar", 40, manifest.shards[0].bytes, "")])
+    manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=40)
     # Each time, all earlier bytes are read again, so the connection must last longer each time.
     budgets = iter([manifest.shards[0].bytes * part // 8 for part in (2, 4, 6, 16)])
     monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Dropping(self.whole, next(budgets)))

@@ -1,0 +1,61 @@
+"""Tasks of a user's own, as files: class folders, CSVs, parquet, and the tasks.yaml that describes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
+from pipeline.evaluation.datasets.task_data import TaskData
+from tests.evaluation_suite import image_bytes
+
+CLASSES = ("mug", "t_shirt", "plate")
+
+
+def bodies(count: int) -> list[tuple[str, bytes]]:
+    rng = np.random.default_rng(7)
+    return [image_bytes(rng, number) for number in range(count)]
+
+
+def write_class_folders(root: Path) -> None:
+    for number, (suffix, body) in enumerate(bodies(12)):
+        folder = root / "photos" / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.{suffix}").write_bytes(body)
+
+
+def write_csv(root: Path, column: str) -> None:
+    lines = [f"file,{column}"]
+    (root / "pictures").mkdir(parents=True)
+    for number, (suffix, body) in enumerate(bodies(9)):
+        (root / f"pictures/{number}.{suffix}").write_bytes(body)
+        value = CLASSES[number % 3] if column == "kind" else f"caption {number}"
+        lines.append(f"{number}.{suffix},{value}")
+    if column == "text":
+        lines.append(lines[1].replace("caption 0", "another of the first"))
+    (root / "items.csv").write_text("\n".join(lines) + "\n")
+
+
+def one_task(root: Path, text: str) -> Entry:
+    (root / "tasks.yaml").write_text(text)
+    return open_suite(root).entries[0]
+
+
+def opened(root: Path, text: str) -> TaskData:
+    return open_task(one_task(root, text))
+
+
+def labelled(root: Path, lines: list[str], *, kind: str = "label") -> str:
+    write_csv(root, "kind")
+    (root / "items.csv").write_text("\n".join(lines) + "\n")
+    return f"mine: {{csv: items.csv, images: pictures, image: file, {kind}: kind}}"
+
+
+def write_parquet(path: Path, **columns: list[Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"image": [body for _, body in bodies(2)], **columns}), path)

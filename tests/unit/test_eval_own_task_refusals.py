@@ -1,0 +1,161 @@
+"""Own tasks whose description or data is wrong are refused with the file, the row and the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.task_data import TaskError
+from pipeline.model.evaluation_model import EvaluationModel
+from tests.checkpoints import QUICK, make_model
+from tests.own_tasks import (
+    CLASSES,
+    bodies,
+    labelled,
+    one_task,
+    opened,
+    write_class_folders,
+    write_csv,
+    write_parquet,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    return make_model(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {}", "needs exactly one of folder, csv and dataset, but has none"),
+        ("a: {folder: x, csv: y}", "but has folder and csv"),
+        ("a: {folder: x, label: y}", "the folders' names are the labels"),
+        ("a: {csv: x}", "needs either caption .* or label"),
+        ("a: {folder: x, templates: [photo]}", "the template 'photo' needs {c}"),
+        ("a: {folder: x, metric: recall}", "metric = 'recall' is not known. Allowed: acc1, acc5"),
+        ("a: {folder: x, tempaltes: [photo]}", "The nearest valid key is a.templates"),
+        ("imagenet1k: {folder: x}", "has the key of a task of the benchmark"),
+        ("../a: {folder: x}", "a key is made of letters"),
+        ("a: photos", "must be a mapping"),
+        ("", "describes no task"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_reported(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "tasks.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_suite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {folder: nowhere}", "There is no folder"),
+        ("a: {csv: nowhere.csv, label: x}", "There is no CSV"),
+        ("a: {csv: items.csv, image: file, label: x}", "has no column x; its columns are file, kind"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: [one]}", "has 1 names, but the data has 3 classes"),
+        ("a: {csv: items.csv, image: file, label: kind, classnames: {cup: x}}", "classnames has 'cup'"),
+        ("a: {dataset: nowhere, label: x}", "There is no data set"),
+        ("a: {folder: pictures}", "holds no folders of classes"),
+    ],
+)
+def test_data_that_does_not_match_the_yaml_is_reported(tmp_path: Path, text: str, message: str) -> None:
+    write_csv(tmp_path, "kind")
+    with pytest.raises(TaskError, match=message):
+        opened(tmp_path, text)
+
+
+def test_non_image_files_and_missing_images_are_reported(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    (tmp_path / "photos/mug/notes.txt").write_text("stray")
+    with pytest.raises(TaskError, match=r"holds notes\.txt, which is not an image"):
+        opened(tmp_path, "a: {folder: photos}")
+    write_csv(tmp_path / "csv", "kind")
+    (tmp_path / "csv/pictures/4.jpg").unlink(missing_ok=True)
+    next((tmp_path / "csv/pictures").iterdir()).unlink()
+    (tmp_path / "csv/tasks.yaml").write_text("kinds: {csv: items.csv, images: pictures, image: file, label: kind}")
+    found = evaluate(model, suite=tmp_path / "csv", output=tmp_path / "out", config=QUICK)[0]
+    assert "Cannot read" in found.failures["kinds"]
+
+
+WRONG_CSVS = {
+    "cells beyond the header": (["file,kind", "0.jpg,mug,1", "1.jpg,plate,2"], "more cells than the header"),
+    "two columns of one name": (["file,kind,kind", "0.jpg,mug,1"], "two columns 'kind'"),
+    "zeros in the middle": (["file,kind", "0.jpg,mug\0\0", "1.jpg,plate"], "holds zero bytes"),
+    "a negative label": (["file,kind", "0.jpg,0", "1.jpg,-1"], "-1 means that this split has no labels"),
+    "a label that is no class": (["file,kind", "0.jpg,0", "1.jpg,20261122"], "is not the number of a class"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CSVS)
+def test_csvs_that_would_lose_or_shift_data_are_refused(name: str, tmp_path: Path) -> None:
+    lines, message = WRONG_CSVS[name]
+    text = labelled(tmp_path / "suite", lines)
+    with pytest.raises(TaskError, match=message):
+        opened(tmp_path / "suite", text)
+
+
+def test_images_that_would_be_skipped_in_class_folders_are_refused(tmp_path: Path) -> None:
+    write_class_folders(tmp_path)
+    text = "mine: {folder: photos}"
+    loose = tmp_path / "photos/loose.jpg"
+    loose.write_bytes(bodies(1)[0][1])
+    with pytest.raises(TaskError, match=r"holds loose.jpg beside its folders of classes"):
+        opened(tmp_path, text)
+    loose.unlink()
+    (tmp_path / "photos/mug/link.jpg").symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(TaskError, match=r"link.jpg is a link to nothing"):
+        opened(tmp_path, text)
+
+
+def test_parquet_of_other_splits_and_rows_without_values_are_refused(tmp_path: Path) -> None:
+    text = "mine: {dataset: ds, label: label}"
+    write_parquet(tmp_path / "a/ds/train.parquet", label=[0, 1])
+    with pytest.raises(TaskError, match=r"no files of the split test, but of others \(train.parquet\): set split"):
+        opened(tmp_path / "a", text)
+    write_parquet(tmp_path / "a/ds/test.parquet", label=[0.0, 1.0])
+    write_parquet(tmp_path / "a/ds/testimony.parquet", label=[5.0, 6.0])
+    assert opened(tmp_path / "a", text).classnames == ("0", "1"), "whole numbers may be stored as floats"
+    write_parquet(tmp_path / "a/ds/test.parquet", label=["00", "02"])
+    padded = opened(tmp_path / "a", text)
+    assert padded.labels is not None
+    assert (padded.labels.tolist(), padded.classnames) == ([0, 2], ("0", "1", "2")), "numbers may begin with zeros"
+    write_parquet(tmp_path / "b/ds/test.parquet", label=[0.0, float("nan")])
+    with pytest.raises(TaskError, match=r"row 1 of .* has no label"):
+        opened(tmp_path / "b", text)
+    write_parquet(tmp_path / "c/ds/test.parquet", caption=[["a", None], ["b", "c"]])
+    with pytest.raises(TaskError, match=r"row 0 of .* has an empty caption"):
+        opened(tmp_path / "c", "mine: {dataset: ds, caption: caption}")
+
+
+def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    for name in CLASSES[1:]:
+        shutil.rmtree(tmp_path / "photos" / name)
+    one_task(tmp_path, "mine: {folder: photos}")
+    found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
+    assert "needs two at least" in found.failures["mine"]
+
+
+def test_a_task_does_not_take_the_place_of_the_summary(tmp_path: Path, model: EvaluationModel) -> None:
+    write_class_folders(tmp_path)
+    (tmp_path / "tasks.yaml").write_text(
+        "Summary: {folder: photos}\nsuite.lock: {folder: photos}\nmine: {folder: photos}"
+    )
+    for suite in (tmp_path, tmp_path / "tasks.yaml"):
+        found = evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)[0]
+        assert set(found.failures) == {"Summary", "suite.lock"}
+        assert "give the task another name" in found.failures["Summary"]
+        assert set(json.loads((tmp_path / "out/summary.json").read_text())["scores"]) == {"mine"}
+
+
+def test_misspelt_keys_are_reported_with_their_file(tmp_path: Path) -> None:
+    write_class_folders(tmp_path)
+    with pytest.raises(UserError, match=r"tasks.yaml: .*Unknown key mine.templtes"):
+        one_task(tmp_path, "mine: {folder: photos, templtes: []}")

@@ -24,6 +24,7 @@ from pipeline.training.trainer import Trainer
 
 SHARES = {"loader": 0.15, "step": 0.25, "evaluation": 0.05}
 """Parts of the time for the loader alone, the step alone and an evaluation's forward pass; the rest is for training."""
+TRAINING_SHARE = 1 - sum(SHARES.values())
 WARM_UP = 2
 """Steps before any that count."""
 WAITING = 0.1
@@ -157,7 +158,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     rates, waits, parts = [], [], 4
     for _ in range(parts):  # in parts, because the spread among them says how far to trust the figure
         trainer.meter.start()
-        _mean_seconds(lambda: _train(trainer), (1 - sum(SHARES.values())) / parts * seconds, world)
+        _mean_seconds(lambda: _train(trainer), TRAINING_SHARE / parts * seconds, world)
         read = trainer.meter.read()
         rates.append(read["samples_per_second"])
         waits.append(read["data_wait"])

@@ -140,7 +140,7 @@ def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationMod
         shutil.rmtree(tmp_path / "photos" / name)
     one_task(tmp_path, "mine: {folder: photos}")
     found = evaluate(model, suite=tmp_path, output=tmp_path / "out", config=QUICK)[0]
-    assert "needs two at least" in found.failures["mine"]
+    assert "needs at least two" in found.failures["mine"]
 
 
 def test_a_task_does_not_take_the_place_of_the_summary(tmp_path: Path, model: EvaluationModel) -> None:

@@ -35,7 +35,7 @@ def check(task: Task, data: TaskData) -> None:
             f"{data.folder}: every template (zeroshot_classification_templates.txt) needs the place of {{c}}."
         )
     if classes < 2:
-        raise TaskError(f"{data.folder}: {task.key} has {classes} class names; a choice needs two at least.")
+        raise TaskError(f"{data.folder}: {task.key} has {classes} class names; a choice needs at least two.")
     low, high = int(data.labels.min()), int(data.labels.max())
     if low < 0 or high >= classes + data.blank_classes:  # a class whose blank name was dropped is never predicted
         raise TaskError(

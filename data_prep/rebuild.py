@@ -15,7 +15,7 @@ from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
-from data_prep.dataset.rules import rules_of
+from data_prep.dataset.rules import changes, rules_of
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
 from data_prep.fetching.supervisor import Progress, fetch
@@ -43,7 +43,7 @@ def rebuild(
 
     Raises:
         UserError: The folder was not made by `neuclip download`; a file in it is not one of its own; the URL list is
-            damaged and its table has changed.
+            damaged and its table has changed; or the settings have been changed.
     """
     config = load_config(root)
     # The settings were written by the last worker; here one process handles all shards.
@@ -53,6 +53,7 @@ def rebuild(
         folder.make()
         with exclusive_lock(folder):
             plan = _repaired_plan(config, folder)
+            _check_settings(config, folder, plan)
             recover(folder, range(plan.shards))
             shards = _shards_at_fault(folder, plan, problems)
             _repair_sessions(folder)
@@ -61,6 +62,15 @@ def rebuild(
                 fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
             finish_removal(folder)
             return write_manifest(folder, plan)
+
+
+def _check_settings(config: DownloadConfig, folder: Folder, plan: Plan) -> None:
+    different = changes(plan.rules, rules_of(config)) if plan.rules else []
+    if different:
+        raise UserError(
+            f"{folder.config} has been changed since the shards were made ({'; '.join(different)}). Run the same "
+            "`neuclip download` again: it writes the file, and fetches nothing that is there."
+        )
 
 
 def _shards_at_fault(folder: Folder, plan: Plan, problems: list[Problem]) -> tuple[int, ...]:

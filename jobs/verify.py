@@ -94,7 +94,12 @@ def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> N
     if before is None:
         click.echo(f"Repaired; {again.n:,} samples.")
         return
-    same = "bit-identical to the original" if again.digest == before.digest else "with changes, because the web changed"
+    is_same = again.digest == before.digest
+    same = (
+        "bit-identical to the original"
+        if is_same
+        else "with changes: servers answered differently, or a removal was finished"
+    )
     click.echo(f"Repaired, {same}; {again.n:,} samples now, {before.n:,} before.")
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, read_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.manifest_writer import expected_manifest
+from data_prep.dataset.rules import changes, rules_of
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest
 from pipeline.errors import UserError
@@ -42,15 +43,18 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
     _, damaged = read_sessions(folder)
     if damaged:
         yield Problem(folder.sessions.name, "damaged", f"{damaged:,} lines cannot be read")
+    plan, is_listed = None, False
     try:
         plan = load_plan(folder)
         check_list(folder, plan)
+        is_listed = True
     except UserError as error:
         yield Problem("plan/plan.json", "damaged", str(error))
-        return
+    if plan is not None:
+        yield from _check_config(folder, plan)
     found = list(_check_shards(folder, plan))
     yield from found
-    if not found and manifest is not None:
+    if plan is not None and is_listed and not found and manifest is not None:
         yield from _check_manifest(folder, plan, manifest)
 
 
@@ -64,9 +68,22 @@ def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _check_shards(folder: Folder, plan: Plan) -> Iterator[Problem]:
-    finished = set(folder.finished())
-    for shard in range(plan.shards):
+def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
+    """Problems of the settings' file, which `neuclip download` writes again."""
+    try:
+        different = changes(plan.rules, rules_of(load_config(folder.root))) if plan.rules else []
+    except UserError as error:
+        yield Problem(folder.config.name, "damaged", f"{error} The same `neuclip download` writes it again.")
+        return
+    if different:
+        detail = f"{'; '.join(different)}. The same `neuclip download` as before writes it again."
+        yield Problem(folder.config.name, "contradicts", detail)
+
+
+def _check_shards(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
+    """Problems of records and meta files; without a plan, of those that exist."""
+    finished = folder.finished()
+    for shard in finished if plan is None else range(plan.shards):
         name = f"meta/{folder.record(shard).name}"
         if shard not in finished:
             yield Problem(name, "missing", "its shard is not finished")
@@ -81,7 +98,7 @@ def _check_shards(folder: Folder, plan: Plan) -> Iterator[Problem]:
             yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)
 
 
-def _check_meta(folder: Folder, plan: Plan, record: ShardRecord) -> str:
+def _check_meta(folder: Folder, plan: Plan | None, record: ShardRecord) -> str:
     """Problems of a shard's meta file, compared with its record and the plan."""
     try:
         rows = read_meta(folder, record.shard, _SHARD_COLUMNS).to_pylist()
@@ -91,7 +108,8 @@ def _check_meta(folder: Folder, plan: Plan, record: ShardRecord) -> str:
     if record.meta_sha256 and digest != record.meta_sha256:
         return f"its SHA-256 is {digest[:16]}... instead of {record.meta_sha256[:16]}..."
     failures = Counter(row["reason"] for row in rows if row["reason"])
-    if len(rows) != plan.rows_of(record.shard) or failures != Counter(record.failures):
+    expected = record.rows if plan is None else plan.rows_of(record.shard)
+    if len(rows) != expected or failures != Counter(record.failures):
         return "it does not agree with the shard's record"
     return ""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.errors import UserError
 from pipeline.files import replacing
 
 _BLOCK = 512
@@ -67,6 +68,20 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         RecursionError,
     ) as error:  # for damaged headers
         raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
+
+
+def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """`samples`, for callers that cannot do without any of them.
+
+    Raises:
+        UserError: The file is missing, or not a complete tar.
+    """
+    try:
+        yield from samples(path)
+    except (tarfile.TarError, FileNotFoundError, IsADirectoryError) as error:
+        raise UserError(
+            f"{path} is missing or not a complete tar ({error}). Run `neuclip verify` to find all damage."
+        ) from error
 
 
 def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -90,7 +90,7 @@ def find_overlap(
     names: list[str] = []
     theirs: list[int] = []
     for path in tars:
-        for key, parts in canonical_tar.samples(path):
+        for key, parts in canonical_tar.intact_samples(path):
             if body := canonical_tar.picture(parts):
                 try:
                     theirs.append(difference_hash(body))
@@ -187,7 +187,7 @@ def _difference_hashes(root: str | Path, on_undecodable: Callable[[str], None]) 
     keys: list[str] = []
     hashes: list[int] = []
     for shard in manifest.shards:
-        for key, parts in canonical_tar.samples(manifest.url(shard)):
+        for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
             try:
                 hashes.append(difference_hash(canonical_tar.picture(parts)))
                 keys.append(key)

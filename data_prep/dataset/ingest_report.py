@@ -17,7 +17,9 @@ from data_prep.dataset.statistics import SIDE_EDGES, WORD_EDGES, Census, take_ce
 from data_prep.reasons import is_transient
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
-from pipeline.data.shards.manifest_format import FORMATS, Manifest, load_manifest
+from pipeline.data.shards.manifest_format import Manifest, load_manifest
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.files import write_text
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
@@ -145,8 +147,6 @@ def _shares(census: Census, shown: int = 8) -> list[dict[str, Any]]:
 
 def _pictures(manifest: Manifest) -> list[dict[str, str]]:
     """Thumbnails of samples spread over the data set, as data URLs."""
-    from PIL import Image
-
     wanted: dict[str, set[int]] = {}
     count = min(_PICTURES, manifest.n)
     for k in range(count):
@@ -154,11 +154,13 @@ def _pictures(manifest: Manifest) -> list[dict[str, str]]:
         wanted.setdefault(shard.name, set()).add(place)
     pictures = []
     for shard in (shard for shard in manifest.shards if shard.name in wanted):
-        for place, (_, parts) in enumerate(canonical_tar.samples(manifest.url(shard))):
+        for place, (_, parts) in enumerate(canonical_tar.intact_samples(manifest.url(shard))):
             if place not in wanted[shard.name]:
                 continue
-            with Image.open(io.BytesIO(canonical_tar.picture(parts)), formats=FORMATS) as image:
-                small = image.convert("RGB")
+            try:
+                small = rgb_image(canonical_tar.picture(parts))
+            except CorruptSample:  # stored as served, and only OpenCV decodes it; `neuclip verify` reports it
+                continue
             small.thumbnail((192, 192))
             buffer = io.BytesIO()
             small.save(buffer, "JPEG", quality=85)

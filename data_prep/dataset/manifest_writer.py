@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
@@ -41,12 +42,25 @@ def expected_manifest(folder: Folder, plan: Plan) -> Manifest:
     records = [folder.read_record(shard) for shard in finished]
     _check_alike(records, folder, plan)
     failures = total_failures(records)
-    rows = [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
+    rows = _listed(records)
     if not rows:
         named = ", ".join(f"{reason}: {count:,}" for reason, count in failures.most_common())
         hint = f" Note that {ALLOW_HINT}." if failures[REFUSED_ADDRESS] else ""
         raise UserError(f"None of {plan.rows:,} URLs gave a sample ({named}): there is nothing to train on.{hint}")
     return make_manifest(rows, root=folder.root, failures=dict(failures), facts=_facts(plan, records))
+
+
+def manifest_of_records(folder: Folder) -> Manifest:
+    """The shards that have a readable record, as a manifest without provenance; there may be none."""
+    records = []
+    for shard in folder.finished():
+        with contextlib.suppress(UserError):
+            records.append(folder.read_record(shard))
+    return make_manifest(_listed(records), root=folder.root)
+
+
+def _listed(records: list[ShardRecord]) -> list[tuple[str, int, int, str]]:
+    return [(tar_name(r.shard), r.samples, r.bytes, r.sha256) for r in records if r.samples]
 
 
 def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None:

@@ -53,6 +53,8 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
     load_config(folder.root)  # fails if the folder was not made by `neuclip download`
     with exclusive_lock(folder):
         recover(folder, range(load_plan(folder).shards))
+        if read_lines(folder.pending_removal) - names:  # of another list
+            finish_removal(folder)
         done = _remove(folder, names)
         manifest = _new_manifest(folder)
         _end(folder)
@@ -78,7 +80,8 @@ def _remove(folder: Folder, names: set[str]) -> Removal:
     hits = {shard: hit for shard in folder.finished() if (hit := _hits(folder, shard, names, found))}
     samples = sum(map(len, hits.values()))
     total = sum(folder.read_record(shard).samples for shard in folder.finished())
-    if samples and samples == total and not folder.pending_removal.exists():
+    is_complete = len(folder.finished()) == load_plan(folder).shards
+    if samples and samples == total and is_complete and names != read_lines(folder.pending_removal):
         raise UserError(
             f"The list names all {total:,} samples of {folder.root}: nothing would be left, and nothing was changed. "
             "Delete the folder if that is what you mean."

@@ -22,7 +22,7 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.dataset.fault_points import fault_point
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.errors import UserError
-from pipeline.files import flush, write_json
+from pipeline.files import flush, sha256_of, write_json
 
 STORED_HASH = "stored_sha256"
 """Column of the meta file: SHA-256 of the image as encoded for the tar."""
@@ -61,6 +61,7 @@ def publish(
     flush(meta.parent)
     fault_point("shard.commit", str(record.shard))
     write_json(folder.commit(record.shard), record.tree(), durable=True)
+    flush(meta.parent)  # else a power failure could keep the renames that follow, and lose this one
     fault_point("shard.committed", str(record.shard))
     _finish(folder, record.shard)
     return record
@@ -73,7 +74,7 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
         The shards whose commit was finished.
     """
     wanted = set(shards)
-    committed = [shard for shard in folder.numbered("meta", ".commit") if shard in wanted]
+    committed = [shard for shard in folder.numbered("meta", ".commit") if shard in wanted and _is_whole(folder, shard)]
     for shard in committed:
         _finish(folder, shard)
     for pattern in ("shards/*.tar.new", "meta/*.parquet.new", "meta/.*.tmp", "shards/.*.tmp"):
@@ -82,6 +83,28 @@ def recover(folder: Folder, shards: Iterable[int]) -> list[int]:
             if number.isdigit() and int(number) in wanted:
                 path.unlink(missing_ok=True)
     return committed
+
+
+def _is_whole(folder: Folder, shard: int) -> bool:
+    """Whether a commit is readable and its files exist, staged or renamed; if not, it is removed.
+
+    Then the older record, if any, remains in effect, and `neuclip verify` reports what does not agree with it.
+    """
+    try:
+        record = json.loads(folder.commit(shard).read_text(encoding="utf-8"))
+        files = (
+            (folder.staged_tar(shard), folder.tar(shard), record["sha256"]),
+            (folder.staged_meta(shard), folder.meta(shard), record["meta_sha256"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        folder.commit(shard).unlink()
+        return False
+    for staged, published, digest in files:
+        is_renamed = digest and not staged.exists()
+        if is_renamed and not (published.is_file() and sha256_of(published) == digest):
+            folder.commit(shard).unlink()
+            return False
+    return True
 
 
 def _checked(
@@ -104,7 +127,7 @@ def _checked(
         missing = next(expected, None)
         if missing is not None:
             raise ValueError(f"sample {missing['key']} is missing")
-    except (ValueError, tarfile.TarError, EOFError) as error:
+    except (ValueError, tarfile.TarError, EOFError, FileNotFoundError) as error:
         raise UserError(f"{folder.tar(shard)} differs from its record ({error}). {folder.repair_hint}") from error
 
 
@@ -120,11 +143,7 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
 def _finish(folder: Folder, shard: int) -> None:
     """Step 3, which can be repeated after a kill at any point."""
     commit = folder.commit(shard)
-    try:
-        record = json.loads(commit.read_text(encoding="utf-8"))
-    except ValueError:  # damaged on disk: the older record, if any, is used, and `neuclip verify` reports the rest
-        commit.unlink()
-        return
+    record = json.loads(commit.read_text(encoding="utf-8"))
     if not record["samples"]:
         folder.tar(shard).unlink(missing_ok=True)
     elif folder.staged_tar(shard).exists():

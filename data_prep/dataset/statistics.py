@@ -77,7 +77,7 @@ def _count(census: Census, table: Any, per_shard: int) -> None:
 def _hosts(urls: Any) -> Any:
     import pyarrow.compute as pc
 
-    found = pc.extract_regex(urls, r"^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*@)?(?P<host>[^/:?#]+)")
+    found = pc.extract_regex(urls, r"^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*@)?(?P<host>\[[^\]]*\]|[^/:?#]+)")
     return pc.fill_null(pc.utf8_lower(pc.struct_field(found, "host")), "(no host)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
@@ -13,17 +12,19 @@ from typing import Any
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.bookkeeping import Problem, check_bookkeeping, readable_rows
 from data_prep.dataset.dataset_folder import Folder, check_local, local_manifest
-from data_prep.dataset.manifest_writer import expected_manifest
+from data_prep.dataset.manifest_writer import expected_manifest, manifest_of_records
 from data_prep.dataset.shard_commit import difference
 from data_prep.dataset.shard_plan import load_plan
-from pipeline.data.shards.manifest_format import FORMATS, MANIFEST_NAME, Manifest, Shard, load_manifest
+from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, Shard, load_manifest
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. `manifest` is None if it cannot be read."""
+    """What `verify` found. `manifest` is None if it can be neither read nor restored from the records."""
 
     problems: list[Problem]
     manifest: Manifest | None
@@ -51,7 +52,7 @@ def inspect(
     samples, and that some of its images decode.
 
     In a folder made by `neuclip download`, the other files are checked as well, and each image and caption is compared
-    with its record from fetching.
+    with its record from fetching. If the manifest cannot be read, the shards are compared with their records.
 
     Args:
         root: The folder.
@@ -60,31 +61,46 @@ def inspect(
         on_shard: Called with the number of shards done so far.
 
     Raises:
-        UserError: The manifest cannot be read or restored, or shards are not on this machine.
+        UserError: There is no manifest, or it cannot be read and the folder was not made by `neuclip download`; or
+            shards are not on this machine.
     """
     folder = Folder(Path(root))
     is_own = "://" not in str(root) and folder.config.exists()
     problems: list[Problem] = []
+    manifest: Manifest | None
     try:
-        manifest = load_manifest(root) if is_own else local_manifest(root)
+        manifest = stated = load_manifest(root) if is_own else local_manifest(root)
     except UserError as error:
-        if not is_own or not (folder.root / MANIFEST_NAME).exists():
+        is_there = (folder.root / MANIFEST_NAME).exists()
+        if not is_own or not (is_there or _is_finished(folder)):
             raise
-        problems.append(Problem(MANIFEST_NAME, "damaged", str(error)))
-        try:
-            manifest = expected_manifest(folder, load_plan(folder))
-        except UserError:  # reported below
-            return Verdict([*problems, *check_bookkeeping(folder, None)], None)
-    check_local(manifest)
+        problems.append(Problem(MANIFEST_NAME, "damaged" if is_there else "missing", str(error)))
+        manifest, stated = _restored(folder), manifest_of_records(folder)
+    check_local(stated)
     if is_own:
         problems.extend(check_bookkeeping(folder, None if problems else manifest))
-    for done, shard in enumerate(manifest.shards, start=1):
-        problems.extend(_check_shard(manifest, shard, folder if is_own else None, decode=decode, seed=seed))
+    for done, shard in enumerate(stated.shards, start=1):
+        problems.extend(_check_shard(stated, shard, folder if is_own else None, decode=decode, seed=seed))
         on_shard(done)
-    listed = {shard.name for shard in manifest.shards}
-    tars = sorted(str(path.relative_to(manifest.root)) for path in Path(manifest.root).rglob("*.tar"))
+    listed = {shard.name for shard in stated.shards}
+    tars = sorted(str(path.relative_to(stated.root)) for path in Path(stated.root).rglob("*.tar"))
     problems.extend(Problem(name, "not listed", "it is not in the manifest") for name in tars if name not in listed)
     return Verdict(problems, manifest)
+
+
+def _is_finished(folder: Folder) -> bool:
+    """Whether all shards have a record."""
+    try:
+        return len(folder.finished()) == load_plan(folder).shards
+    except UserError:
+        return False
+
+
+def _restored(folder: Folder) -> Manifest | None:
+    try:
+        return expected_manifest(folder, load_plan(folder))
+    except UserError:  # reported among the problems
+        return None
 
 
 def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode: int, seed: int) -> Iterator[Problem]:
@@ -142,10 +158,7 @@ def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, 
 
 
 def _undecodable(name: str, key: str, parts: Mapping[str, bytes]) -> Iterator[Problem]:
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(canonical_tar.picture(parts)), formats=FORMATS) as image:
-            image.load()
-    except (OSError, ValueError, SyntaxError) as error:
+        rgb_image(canonical_tar.picture(parts))
+    except CorruptSample as error:
         yield Problem(name, "undecodable", f"sample {key} ({error})")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 
 from data_prep import reasons
 from data_prep.reasons import FetchError
 
 _TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
+# The next marker in a JPEG's entropy-coded data, which contains 0xFF only as stuffed zeros, restarts and fill bytes.
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_JPEG_END, _JPEG_WITHOUT_LENGTH = 0xD9, (0x01, 0xD8)
 
 
 def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
@@ -46,13 +50,11 @@ def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
 def is_whole(body: bytes, kind: str) -> bool:
     """Whether an image file is complete; formats without an end marker are left to the decoder.
 
-    A JPEG is complete when an end marker follows its last start of scan: thumbnails inside EXIF come before the last
-    scan, and bytes after the end (many cameras add some) are allowed.
+    Bytes after the end of a JPEG, PNG or GIF are allowed: many cameras add some, phones a whole video.
     """
     if kind in ("JPEG", "MPO"):
-        tail = body[-64:]  # nearly always sufficient; searching the whole file costs as much as reading its header
-        near = b"\xff\xd9" in tail and b"\xff\xda" not in tail
-        return near or body.rfind(b"\xff\xd9") > body.rfind(b"\xff\xda")
+        tail = body[-64:]  # nearly always sufficient, and cheaper than following the markers
+        return (b"\xff\xd9" in tail and b"\xff\xda" not in tail) or _is_whole_jpeg(body)
     if kind == "PNG":
         # Near the end, or anywhere with its checksum: pixels may contain the four letters.
         return b"IEND" in body[-4096:] or b"IEND\xaeB`\x82" in body
@@ -61,6 +63,18 @@ def is_whole(body: bytes, kind: str) -> bool:
     if kind == "WEBP":
         return len(body) >= int.from_bytes(body[4:8], "little") + 8
     return True
+
+
+def _is_whole_jpeg(body: bytes) -> bool:
+    """Whether the markers of a JPEG lead to its end; thumbnails, which have ends of their own, are skipped."""
+    place = 2
+    while found := _JPEG_MARKER.search(body, place):
+        marker, place = body[found.end() - 1], found.end()
+        if marker == _JPEG_END:
+            return True
+        if marker not in _JPEG_WITHOUT_LENGTH:
+            place += int.from_bytes(body[place : place + 2], "big")
+    return False
 
 
 def _is_whole_gif(body: bytes) -> bool:

@@ -32,6 +32,8 @@ _QUALITY = {
 # Mean difference of grey thumbnails, of 255, beyond which the encoded image no longer matches the decoded one. The
 # lowest JPEG quality stays below 20.
 _MOST_DIFFERENT = 32.0
+# Pixels; in narrower images, the blocks at the edges are a large share.
+_NARROW = 128
 
 
 class ImageConverter:
@@ -146,17 +148,18 @@ def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jp
     Args:
         array: The image.
         encoded: Its encoding.
-        kind: The format. OpenCV averages pixels when it decodes a JPEG at a smaller size; of other formats it only
-            takes every eighth pixel, so they are decoded whole.
+        kind: The format. OpenCV averages blocks of pixels when it decodes a JPEG at a smaller size, which include the
+            padding beyond the edges, so narrow images are decoded whole; of other formats it only takes every eighth
+            pixel, so they are, too.
 
     Raises:
         FetchError: not encoded.
     """
-    how = cv2.IMREAD_REDUCED_GRAYSCALE_8 if kind == "jpg" else cv2.IMREAD_GRAYSCALE
-    small = cv2.imdecode(encoded, how)
+    is_reduced = kind == "jpg" and min(array.shape[:2]) >= _NARROW
+    small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8 if is_reduced else cv2.IMREAD_GRAYSCALE)
     if small is None:
         raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
-    if kind != "jpg":
+    if not is_reduced:
         size = (-(-small.shape[1] // 8), -(-small.shape[0] // 8))
         small = cv2.resize(small, size, interpolation=cv2.INTER_AREA)
     grey = cv2.cvtColor(array, cv2.COLOR_BGR2GRAY) if array.ndim == 3 else array

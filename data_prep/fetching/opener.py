@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -166,17 +167,16 @@ class Opener:
         headers: Message = response.headers
         check_opt_out(headers, self._guard)
         body = b"".join(self._chunks(response))
-        promised = _number(headers.get("Content-Length", ""))
-        if promised is not None and len(body) < promised:
-            raise FetchError(reasons.CUT_OFF, f"received {len(body)} of {promised} bytes")
+        announced = _announced(response)
+        if announced is not None and len(body) < announced:
+            raise FetchError(reasons.CUT_OFF, f"received {len(body)} of {announced} bytes")
         check_image(body, content_type=headers.get("Content-Type", ""), max_pixels=self._guard.max_pixels)
         return Fetched(headers, body)
 
     def _chunks(self, response: Any) -> Iterator[bytes]:
-        promised = _number(response.headers.get("Content-Length", ""))
-        limit = self._guard.max_bytes
-        if promised is not None and promised > limit:
-            raise FetchError(reasons.TOO_MANY_BYTES, f"{promised} announced")
+        announced, limit = _announced(response), self._guard.max_bytes
+        if announced is not None and announced > limit:
+            raise FetchError(reasons.TOO_MANY_BYTES, f"{announced} announced")
         received = 0
         while chunk := response.read1(_CHUNK):
             received += len(chunk)
@@ -206,6 +206,11 @@ def _turn(host: _Host) -> Iterator[None]:
         yield
 
 
+def _announced(response: Any) -> int | None:
+    """The size of the body, where known: chunks override `Content-Length` (RFC 9112, section 6.3)."""
+    return None if response.chunked else _number(response.headers.get("Content-Length", ""))
+
+
 def _retry_after(error: Exception) -> float:
     """Seconds that a `Retry-After` header specifies (a number or a date); 0 when there is none."""
     text = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
@@ -213,7 +218,9 @@ def _retry_after(error: Exception) -> float:
     if seconds is not None:
         return float(seconds)
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time()) if text else 0.0
+        date = parsedate_to_datetime(text)
+        moment = date if date.tzinfo else date.replace(tzinfo=UTC)  # the older form of HTTP dates names no zone
+        return max(0.0, moment.timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
         return 0.0
 

@@ -15,6 +15,8 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 
 _WITH_VALUE = frozenset({"max-snippet", "max-image-preview", "max-video-preview"})
+# Names that a colon does not turn into a crawler's: `noindex: true` is taken for `noindex`.
+_DIRECTIVES = frozenset({*_WITH_VALUE, "unavailable_after", "none", "noai", "noimageai", "noindex", "noimageindex"})
 _CRAWLER = re.compile(r"^(?:\*|[a-z][a-z0-9_.-]*(?:/[a-z0-9_.-]*)?)$")
 _ZONE = re.compile(r"\s+[A-Z]{2,5}$")
 _DATES = ("%d %b %Y", "%d %B %Y", "%b %d %Y", "%B %d %Y", "%b %d, %Y", "%B %d, %Y")
@@ -39,7 +41,7 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
     parts = [part.strip() for part in re.split("[,;]", line.lower())]
     for place, part in enumerate(parts):
         name, colon, value = (text.strip() for text in part.partition(":"))
-        if colon and name not in _WITH_VALUE and name != "unavailable_after" and _CRAWLER.match(name):
+        if colon and name not in _DIRECTIVES and _CRAWLER.match(name):
             applies = name == "*" or name.partition("/")[0] == user_agent
             name, _, value = (text.strip() for text in value.partition(":"))
         if not applies or (colon and name in _WITH_VALUE):

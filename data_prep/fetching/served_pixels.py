@@ -156,7 +156,11 @@ def _orientation(image: Any, body: bytes) -> int:
     if image.format == "TIFF" or ("exif" not in image.info and b"eXIf" not in body[-(1 << 16) :]):
         return 1
     try:
-        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+        if "exif" not in image.info:
+            image.load()  # the chunk follows the pixels
+        exif = Image.Exif()  # not `getexif`, which falls back on XMP: viewers ignore that
+        exif.load(image.info.get("exif", b""))
+        found = exif.get(_EXIF_ORIENTATION, 1)
     except Exception:  # damaged metadata raises many exception types; the image is treated as having none
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1

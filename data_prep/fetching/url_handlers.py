@@ -49,9 +49,11 @@ def ascii_url(url: str) -> str:
     if url.isascii() and " " not in url:
         return url
     parts = urllib.parse.urlsplit(url)
-    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    host, colon, port = parts.netloc.partition(":")
+    if not parts.netloc.isascii():  # so it is no IPv6 address, whose colons do not separate a port
+        host = host.encode("idna").decode()
     quoted = (urllib.parse.quote(part, safe="%/:=&?~#+!$,;'@()*[]|") for part in (parts.path, parts.query))
-    return urllib.parse.urlunsplit((parts.scheme, host, *quoted, ""))
+    return urllib.parse.urlunsplit((parts.scheme, host + colon + port, *quoted, ""))
 
 
 def check_authority(parts: urllib.parse.SplitResult) -> None:

@@ -78,8 +78,8 @@ class GuardConfig:
     are checked."""
     max_bytes: int = Field(default=20_000_000, ge=1)
     """Refuse larger bodies."""
-    max_pixels: int = Field(default=89_478_485, ge=1)
-    """Refuse larger images, by their header, before they are decoded."""
+    max_pixels: int = Field(default=89_478_485, ge=1, le=178_956_970)
+    """Refuse larger images, by their header, before they are decoded; Pillow opens none above the upper bound."""
     max_redirects: int = Field(default=5, ge=0)
     """Redirects followed for one URL."""
     opt_outs: tuple[OptOut, ...] = ("noai", "noimageai", "noindex", "noimageindex")

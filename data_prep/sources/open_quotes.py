@@ -52,6 +52,6 @@ class QuoteCheck:
     def _is_record(self, line: str, start: int) -> bool:
         fields = line.split(",")
         where = self._url - start
-        return (
-            0 <= where < len(fields) <= self._columns - start and self._columns > 1 and bool(_URL.match(fields[where]))
-        )
+        # At least two fields, because a line of a caption may be nothing but a URL.
+        fits = 0 <= where < len(fields) and 2 <= len(fields) <= self._columns - start
+        return fits and bool(_URL.match(fields[where]))

@@ -27,6 +27,7 @@ from pipeline.errors import UserError
         ),
         ({"guard": {"opt_outs": "noia"}}, "noai"),
         ({"fetch": {"worker": 2, "workers": 2}}, "worker = 2 must be below workers = 2"),
+        ({"guard": {"max_pixels": 400_000_000}}, "178956970"),
         ({"fetch": {"master": "yarn"}}, "is for the distributors pyspark and ray"),
         ({"fetch": {"distributor": "dask"}}, "multiprocessing"),
         ({"image": {"encode_format": "png", "encode_quality": 95}}, "from 0 to 9"),

@@ -36,6 +36,14 @@ def test_progressive_jpeg_with_trailing_bytes_passes() -> None:
     check_image(jpeg(progressive=True) + b"camera notes", content_type="", max_pixels=10_000)
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_file_appended_to_a_jpeg_does_not_hide_its_end(progressive: bool) -> None:
+    """Phones append a video, whose bytes contain the markers of a JPEG by accident."""
+    body = jpeg(progressive=progressive)
+    check_image(body + b"video \xff\xd9 of \xff\xda megabytes" + b"x" * 100, content_type="", max_pixels=10_000)
+    assert reason_of(body[: len(body) // 2] + b"x" * 100) == reasons.TRUNCATED
+
+
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
 def test_bytes_after_the_end_are_allowed(kind: str) -> None:
     check_image(encoded(kind) + b"x" * 9_000, content_type="", max_pixels=10_000)

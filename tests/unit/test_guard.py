@@ -123,6 +123,8 @@ def test_removed_urls_are_never_requested(site: Site) -> None:
         ("http://a.org/b%20c.jpg?x=1&y=[2]", "http://a.org/b%20c.jpg?x=1&y=[2]"),
         ("http://a.org/käse b.jpg?q=é#part", "http://a.org/k%C3%A4se%20b.jpg?q=%C3%A9"),
         ("http://bücher.example/1.jpg", "http://xn--bcher-kva.example/1.jpg"),
+        ("http://例え.テスト:8080/1.jpg", "http://xn--r8jz45g.xn--zckzah:8080/1.jpg"),
+        ("http://[2001:db8::1]:8080/ü", "http://[2001:db8::1]:8080/%C3%BC"),
     ],
 )
 def test_urls_are_converted_to_ascii(url: str, wire: str) -> None:

@@ -8,11 +8,14 @@ import os
 import socket
 import threading
 import time
+import urllib.error
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from data_prep import reasons
+from data_prep.fetching.opener import _retry_after
 from data_prep.reasons import FetchError
 from tests.guarded import opener, refusal, site  # noqa: F401
 from tests.web import Site, jpeg, send
@@ -165,6 +168,34 @@ def test_retry_after_is_honoured_up_to_the_limit(site: Site) -> None:
     site.answers["/a"] = busy
     assert refusal(opener(retries=1, max_backoff=0.3), site.base + "/a") == "http 503"
     assert 0.3 <= asked[1] - asked[0] < 2
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York"])
+def test_retry_after_dates_without_a_zone_are_utc(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        headers = Message()
+        headers["Retry-After"] = time.asctime(time.gmtime(time.time() + 1_000))
+        busy = urllib.error.HTTPError("http://a.org", 503, "busy", headers, None)
+        assert 900 < _retry_after(busy) < 1_100
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_chunks_override_the_announced_length(site: Site) -> None:
+    body = jpeg()
+
+    def chunked(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "100000000")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+
+    site.answers["/a"] = chunked
+    assert opener().open(site.base + "/a").read() == body
 
 
 def test_permanent_failures_are_not_retried(site: Site) -> None:

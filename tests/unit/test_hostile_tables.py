@@ -178,6 +178,13 @@ def test_multiline_captions_with_commas_and_urls_are_accepted(tmp_path: Path) ->
     assert [row["caption"] for row in found] == ["one, two\nsee http://a.org, and more\nthree", '5" tall']
 
 
+def test_a_line_of_a_caption_may_be_a_url(tmp_path: Path) -> None:
+    text = 'url,caption\nhttp://b.org/1.jpg,"seen at\nhttp://a.org\nin May"\nhttp://b.org/2.jpg,two\n'
+    (tmp_path / "a.csv").write_text(text)
+    found = rows_of(SourceConfig(table=str(tmp_path / "a.csv")))
+    assert [row["caption"] for row in found] == ["seen at\nhttp://a.org\nin May", "two"]
+
+
 def parquet_bytes(count: int = 500) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns(count)), buffer)

@@ -174,6 +174,13 @@ def test_images_are_stored_upright(kind: str, orientation: int) -> None:
     assert np.abs(kept.astype(int) - wanted).max() <= 3, "an image that is not upright is re-encoded"
 
 
+def test_an_orientation_in_xmp_is_ignored_as_by_browsers() -> None:
+    image, exif = photograph(), Image.Exif()
+    exif[0x0128] = 2  # the resolution's unit; no orientation
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    assert stored(encoded(image, "JPEG", exif=exif, xmp=xmp)).shape == (60, 80, 3)
+
+
 def test_an_invalid_orientation_is_ignored() -> None:
     exif = Image.Exif()
     exif[0x0112] = 77
@@ -257,6 +264,16 @@ def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path, monk
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._left_in_group(tmp_path) > 1 << 60
     assert memory._left_in_group(tmp_path / "none") > 1 << 60
+
+
+@pytest.mark.parametrize("size", [(2, 1), (1, 3), (9, 7), (17, 3), (65, 65)])
+def test_contrasts_at_the_edge_of_a_small_image_are_no_difference(size: tuple[int, int]) -> None:
+    """JPEG repeats the last column to fill its blocks, and a reduced decode averages it with the rest."""
+    array = np.zeros((*size, 3), np.uint8)
+    array[-1, :] = array[:, -1] = 255
+    check_resemblance(array, cv2.imencode(".jpg", array)[1])
+    with pytest.raises(FetchError, match="not encoded"):
+        check_resemblance(array, cv2.imencode(".jpg", 255 - array)[1])
 
 
 def test_an_encoded_image_that_differs_from_its_source_is_detected() -> None:

@@ -47,6 +47,8 @@ def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "n
         ("unavailable_after: Jun 25, 2010, nofollow",),
         ("unavailable_after: Friday, 25-Jun-10 15:00:00 UTC",),
         ("noindex nofollow",),
+        ("noindex:",),
+        ("noai: true, nofollow",),
     ],
 )
 def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:

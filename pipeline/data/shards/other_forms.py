@@ -14,6 +14,10 @@ def advice(path: Path) -> str:
     """The command for what is at `path` (a folder, a file, or the manifest that is missing in a folder)."""
     folder = path.parent if path.name == "manifest.json" else path
     suffixes = _suffixes(folder)
+    if path.name == "manifest.json" and (folder / "download.yaml").is_file():
+        if path.is_file():
+            return f"It is damaged: `neuclip verify {folder} --rebuild` writes it again."
+        return "The download is not finished: run the same `neuclip download` again, which continues."
     if path.name == "manifest.json" and path.is_file():
         return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
     if path.suffix == ".tar" and path.is_file():

@@ -11,7 +11,7 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.dataset.disk_errors import disk_errors_explained
 from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.journal import Journal
-from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock
+from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
 from data_prep.dataset.rules import changes, rules_of
@@ -65,7 +65,7 @@ def download(
         _finish_removal(folder, plan, on_note)
         with (
             shared_lock(folder, config.fetch.workers),
-            part_lock(folder, config.fetch.worker),
+            worker_lock(folder),
             Journal(folder, config.fetch) as journal,
         ):
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.dataset.bookkeeping import Problem
+from data_prep.dataset.bookkeeping import Problem, changed_settings
 from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.disk_errors import disk_errors_explained
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal
-from data_prep.dataset.rules import changes, rules_of
+from data_prep.dataset.rules import rules_of
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
 from data_prep.fetching.supervisor import Progress, fetch
@@ -65,7 +65,7 @@ def rebuild(
 
 
 def _check_settings(config: DownloadConfig, folder: Folder, plan: Plan) -> None:
-    different = changes(plan.rules, rules_of(config)) if plan.rules else []
+    different = changed_settings(plan, config)
     if different:
         raise UserError(
             f"{folder.config} has been changed since the shards were made ({'; '.join(different)}). Run the same "

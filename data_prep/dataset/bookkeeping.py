@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_meta
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, read_lines, read_meta
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.manifest_writer import expected_manifest
 from data_prep.dataset.rules import changes, rules_of
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan
+from data_prep.settings.download_config import DownloadConfig
+from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
@@ -40,6 +42,11 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
         yield Problem(folder.pending_removal.name, "unfinished", "a removal was interrupted")
     for shard in folder.numbered("meta", ".commit"):
         yield Problem(f"meta/{folder.commit(shard).name}", "unfinished", "publishing was interrupted")
+    for path in (folder.removed, folder.quarantine):
+        try:
+            read_lines(path)
+        except UserError as error:
+            yield Problem(path.name, "damaged", str(error))
     _, damaged = read_sessions(folder)
     if damaged:
         yield Problem(folder.sessions.name, "damaged", f"{damaged:,} lines cannot be read")
@@ -58,6 +65,13 @@ def check_bookkeeping(folder: Folder, manifest: Manifest | None) -> Iterator[Pro
         yield from _check_manifest(folder, plan, manifest)
 
 
+def changed_settings(plan: Plan, config: DownloadConfig) -> list[str]:
+    """How settings that determine the samples differ from those that the plan was made with."""
+    made = {name: plan.settings[name] for name in ("source", "subset")}
+    given = {"source": to_tree(config.source), "subset": to_tree(config.subset)}
+    return changes(made, given) + (changes(plan.rules, rules_of(config)) if plan.rules else [])
+
+
 def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
     """The rows of the meta file that belongs to a tar, by key; empty if it cannot be read (reported elsewhere)."""
     if not tar.stem.isdigit():
@@ -70,8 +84,11 @@ def readable_rows(folder: Folder, tar: Path) -> dict[str, dict[str, Any]]:
 
 def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
     """Problems of the settings' file, which `neuclip download` writes again."""
+    if not folder.config.exists():
+        yield Problem(folder.config.name, "missing", "the same `neuclip download` writes it again")
+        return
     try:
-        different = changes(plan.rules, rules_of(load_config(folder.root))) if plan.rules else []
+        different = changed_settings(plan, load_config(folder.root))
     except UserError as error:
         yield Problem(folder.config.name, "damaged", f"{error} The same `neuclip download` writes it again.")
         return
@@ -82,7 +99,7 @@ def _check_config(folder: Folder, plan: Plan) -> Iterator[Problem]:
 
 def _check_shards(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
     """Problems of records and meta files; without a plan, of those that exist."""
-    finished = folder.finished()
+    finished = dict.fromkeys(folder.finished())  # a set in order
     for shard in finished if plan is None else range(plan.shards):
         name = f"meta/{folder.record(shard).name}"
         if shard not in finished:

@@ -214,7 +214,11 @@ def load_config(root: str | Path) -> DownloadConfig:
     """
     folder = Folder(Path(root).absolute())
     if not folder.config.exists():
-        raise UserError(f"{root} has no {folder.config.name}: it was not made by `neuclip download`.")
+        raise UserError(
+            f"{folder.config} is missing: the same `neuclip download` writes it again."
+            if (folder.plan / "plan.json").exists()
+            else f"{root} has no {folder.config.name}: it was not made by `neuclip download`."
+        )
     return replace(parse(DownloadConfig, read_yaml(folder.config)), output=str(folder.root))
 
 

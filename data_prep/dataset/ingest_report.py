@@ -13,6 +13,7 @@ from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.journal import read_sessions
+from data_prep.dataset.locks import REPORT, part_lock
 from data_prep.dataset.statistics import SIDE_EDGES, WORD_EDGES, Census, take_census
 from data_prep.reasons import is_transient
 from data_prep.settings.source_config import SourceConfig
@@ -73,9 +74,10 @@ def write_report(root: str | Path) -> Path:
     folder = Folder(Path(root))
     manifest = load_manifest(folder.root)
     facts = page_facts(folder, manifest, take_census(folder))
-    for name in (REPORT_NAME, DATASHEET_NAME):
-        fault_point(name.partition(".")[0])
-        write_text(folder.root / name, _template(f"{name}.j2").render(facts), durable=True)
+    with part_lock(folder, REPORT, wait=True):
+        for name in (REPORT_NAME, DATASHEET_NAME):
+            fault_point(name.partition(".")[0])
+            write_text(folder.root / name, _template(f"{name}.j2").render(facts), durable=True)
     return folder.root / REPORT_NAME
 
 

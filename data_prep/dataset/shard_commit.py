@@ -135,7 +135,14 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     """How one part of a sample differs from what its row in the meta file says; empty if they agree."""
     if suffix == "txt":
         return "" if payload == str(row["caption"]).encode() else "the caption differs from the stored one"
-    if suffix == "json" or not row.get(STORED_HASH):  # recorded since 0.2
+    if suffix == "json":
+        try:
+            facts = json.loads(payload)
+            is_same = all(facts.get(name, row[name]) == row[name] for name in ("key", "url", "caption"))
+        except (ValueError, AttributeError):
+            return "the facts cannot be read"
+        return "" if is_same else "the facts are those of another sample"
+    if not row.get(STORED_HASH):  # recorded since 0.2
         return ""
     return "" if hashlib.sha256(payload).hexdigest() == row[STORED_HASH] else "the image differs from the stored one"
 

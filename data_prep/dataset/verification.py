@@ -65,7 +65,7 @@ def inspect(
             shards are not on this machine.
     """
     folder = Folder(Path(root))
-    is_own = "://" not in str(root) and folder.config.exists()
+    is_own = "://" not in str(root) and (folder.config.exists() or (folder.plan / "plan.json").exists())
     problems: list[Problem] = []
     manifest: Manifest | None
     try:
@@ -153,6 +153,8 @@ def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, 
     if row is None or row["status"] != "success":
         yield Problem(name, "sample", f"{key} is not a sample according to its meta file")
         return
+    if not {"txt", "json"} < set(parts) or len(parts) != 3:
+        yield Problem(name, "sample", f"{key} consists of {', '.join(parts)} instead of an image, txt and json")
     found = (difference(row, suffix, payload) for suffix, payload in parts.items())
     yield from (Problem(name, "sample", f"{key}: {problem}") for problem in found if problem)
 

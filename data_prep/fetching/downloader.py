@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, names_of
+from data_prep.dataset.locks import engine_lock
 from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.shard_plan import Plan, read_shard
 from data_prep.fetching.decoding_note import DecodingNote
@@ -101,7 +102,10 @@ class ShardDownloader(Downloader):
 
     def download_shard(self, row: tuple[int, str]) -> None:
         """Fetch one shard's rows (img2dataset's own method) and publish the result."""
-        shard, path = row
+        with engine_lock(self._job.folder):
+            self._download_shard(*row)
+
+    def _download_shard(self, shard: int, path: str) -> None:
         job = self._job
         opener = _opener_of(job.config)
         urllib.request.install_opener(opener)  # type: ignore[arg-type]

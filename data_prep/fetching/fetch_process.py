@@ -22,6 +22,7 @@ def main(path: str) -> None:
     # Spark's workers otherwise take whichever python3 comes first on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from data_prep.dataset.dataset_folder import Folder
+    from data_prep.dataset.locks import engine_lock
     from data_prep.dataset.shard_plan import load_plan
     from data_prep.fetching.downloader import Job, run
     from data_prep.settings.download_config import DownloadConfig
@@ -30,7 +31,8 @@ def main(path: str) -> None:
     tree: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     config = parse(DownloadConfig, tree["config"])
     folder = Folder(Path(config.output), config.fetch.worker)
-    run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
+    with engine_lock(folder):
+        run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
 
 
 def _end_with_parent() -> None:

@@ -3,16 +3,22 @@
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from data_prep import rebuild as rebuilding
-from data_prep.dataset import duplicates, shard_commit
+from data_prep.dataset import canonical_tar, duplicates, locks, shard_commit
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
+from data_prep.dataset.locks import engine_lock, exclusive_lock, shared_lock, worker_lock
+from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal, remove
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
@@ -89,8 +95,53 @@ def test_changed_settings_are_reported_and_never_used_for_a_rebuild(copied: Path
     assert "image.size was 256 and is now 32" in str(found[0])
     with pytest.raises(UserError, match=r"download\.yaml has been changed .* Run the same `neuclip download` again"):
         rebuild(copied, found)
-    settings.write_text("image: [")
-    assert [problem.kind for problem in verify(copied)][:1] == ["damaged"]
+    for damage, kind in ((lambda: settings.write_text("image: ["), "damaged"), (settings.unlink, "missing")):
+        damage()
+        assert (verify(copied)[0].shard, verify(copied)[0].kind) == ("download.yaml", kind)
+
+
+def test_another_table_in_the_settings_is_reported(copied: Path) -> None:
+    settings = copied / "download.yaml"
+    settings.write_text(settings.read_text().replace("urls.parquet", "others.parquet"))
+    assert "source.table was" in str(verify(copied)[0])
+
+
+@pytest.mark.parametrize("name", ["removed.txt", "quarantine.txt"])
+def test_a_list_that_is_no_text_is_reported(copied: Path, name: str) -> None:
+    (copied / name).write_bytes(b"\xff")
+    assert [(problem.shard, problem.kind) for problem in verify(copied)] == [(name, "damaged")]
+
+
+Members = list[tuple[str, bytes]]
+
+
+def without_last(members: Members) -> Members:
+    return members[:-1]
+
+
+def without_a_caption(members: Members) -> Members:
+    return [member for member in members if member[0] != "0000000007.txt"]
+
+
+def with_another_image(members: Members) -> Members:
+    return sorted([*members, ("0000000007.png", b"x")])
+
+
+def with_exchanged_facts(members: Members) -> Members:
+    facts = dict(members)
+    other = {"0000000007.json": facts["0000000008.json"], "0000000008.json": facts["0000000007.json"]}
+    return list({**facts, **other}.items())
+
+
+@pytest.mark.parametrize("change", [without_last, without_a_caption, with_another_image, with_exchanged_facts])
+def test_wrong_members_are_found_even_if_all_digests_agree(copied: Path, change: Callable[[Members], Members]) -> None:
+    folder = Folder(copied)
+    samples = canonical_tar.samples(folder.tar(1))
+    members = [(f"{key}.{suffix}", parts[suffix]) for key, parts in samples for suffix in sorted(parts)]
+    size, digest = canonical_tar.write(folder.tar(1), change(members))
+    folder.write_record(replace(folder.read_record(1), bytes=size, sha256=digest))
+    write_manifest(folder, load_plan(folder))
+    assert ("shards/00001.tar", "sample") in {(problem.shard, problem.kind) for problem in verify(copied)}
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x"), lambda path: path.unlink()])
@@ -141,6 +192,39 @@ def test_all_samples_of_an_unfinished_download_can_be_removed(copied: Path) -> N
         Folder(copied).withdraw(shard)
     done, manifest = remove(copied, {f"{k:010d}" for k in range(SHARD)})
     assert (done.samples, manifest) == (SHARD, None)
+
+
+def test_temporary_files_of_killed_commands_are_removed_by_the_next_one_that_is_alone(copied: Path) -> None:
+    folder = Folder(copied)
+    left = [copied / ".datasheet.md.0123.tmp", copied / "plan/.plan.json.4567.tmp"]
+    for path in left:
+        path.write_text("half")
+    with shared_lock(folder):
+        assert not any(path.exists() for path in left)
+        left[0].write_text("being written by another worker")
+        with shared_lock(folder):
+            assert left[0].exists()
+    remove(copied, {"0000000008"})
+    assert not left[0].exists()
+
+
+@pytest.mark.parametrize("lock", [exclusive_lock, worker_lock])
+def test_a_command_waits_for_the_engine_of_a_killed_one(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[Folder], AbstractContextManager[None]]
+) -> None:
+    """Regression test: both finished the same commit, and the new command failed because a file was gone."""
+    folder = Folder(copied, worker=3)
+    with ExitStack() as engine:
+        engine.enter_context(engine_lock(folder))
+        engine.enter_context(engine_lock(folder))  # a worker's
+        monkeypatch.setattr(locks, "_PATIENCE", 0.1)
+        with pytest.raises(UserError, match="Another process is working"), lock(folder):
+            pass
+        monkeypatch.setattr(locks, "_PATIENCE", 60.0)
+        threading.Timer(0.2, engine.close).start()
+        began = time.monotonic()
+        with lock(folder):
+            assert time.monotonic() - began > 0.1
 
 
 def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:

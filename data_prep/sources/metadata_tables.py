@@ -119,6 +119,8 @@ def _open_parquet(path: Path) -> Any:
 
     try:
         return pq.ParquetFile(path)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: permission denied. Change its permissions, or give a copy.") from error
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is not a complete parquet file ({error}). Was it cut short, or is it a web page saved under this "

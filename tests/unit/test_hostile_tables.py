@@ -252,3 +252,15 @@ def test_the_error_quotes_an_invalid_hash(tmp_path: Path, good: str, bad: str | 
     tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
     with pytest.raises(UserError, match=words):
         table_checks.check_source(parse(DownloadConfig, tree))
+
+
+def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Failed to open local file")  # as pyarrow does; root may read everything
+
+    pq.write_table(pa.table(columns(3)), tmp_path / "a.parquet")
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: permission denied"):
+        count_known(SourceConfig(table=str(tmp_path / "a.parquet")))

@@ -56,6 +56,8 @@ DATA_PREP = {
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {
     "pipeline.data.shards.manifest_format",
+    # Stored images are checked with the decoder that other readers of shards use.
+    "pipeline.data.shards.rgb_image",
     "pipeline.data.shards.tar_reader",
     "pipeline.evaluation.datasets.datacomp",
     # Evaluation sets are counted by the reader that will evaluate them.

@@ -43,7 +43,7 @@ $(READY): pyproject.toml constraints.txt
 # Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, and the reference metrics of
 # clip-benchmark, which work without its dependencies.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,playground,docs,browser]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,playground,icons,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 

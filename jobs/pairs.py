@@ -78,7 +78,7 @@ def command(
         shard_size=shard_size,
         processes=processes or len(os.sched_getaffinity(0)),
     )
-    with _Progress() as show:
+    with RowsBar() as show:
         outcome = make_shards(config, on_rows=show)
     manifest = outcome.manifest
     megabytes = manifest.bytes / 1e6
@@ -111,8 +111,8 @@ def _small_batch(samples: int) -> str:
     return "" if batch >= RECIPES_BATCH else f" batch_size={batch} data.streams={max(1, batch // 4)}"
 
 
-class _Progress:
-    """A progress bar, shown only on a terminal."""
+class RowsBar:
+    """A progress bar over rows, shown only on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -122,7 +122,7 @@ class _Progress:
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> RowsBar:
         self._bar.start()
         return self
 

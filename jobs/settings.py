@@ -75,6 +75,7 @@ def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
 def programs() -> dict[str, list[tuple[str, Any, str]]]:
     """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
     from data_prep.settings.download_config import DownloadConfig
+    from data_prep.settings.icons_config import IconsConfig
     from pipeline.evaluation.runner.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig
@@ -82,6 +83,7 @@ def programs() -> dict[str, list[tuple[str, Any, str]]]:
     return {
         "Training (`neuclip train`, `neuclip plan`)": list(_sections(RunConfig, whole="The run")),
         "Ingestion (`neuclip download`)": list(_sections(DownloadConfig, whole="The dataset")),
+        "Icons (`neuclip download --recipe icons`)": list(_sections(IconsConfig, whole="The dataset")),
         "Evaluation (`neuclip evaluate`)": [("", EvaluationConfig, "")],
         "Watching (`neuclip watch`; those of evaluation as `evaluation.KEY`)": [("", WatchConfig, "")],
     }

@@ -77,7 +77,7 @@ def write_report(root: str | Path) -> Path:
     with part_lock(folder, REPORT, wait=True):
         for name in (REPORT_NAME, DATASHEET_NAME):
             fault_point(name.partition(".")[0])
-            write_text(folder.root / name, _template(f"{name}.j2").render(facts), durable=True)
+            write_text(folder.root / name, template(f"{name}.j2").render(facts), durable=True)
     return folder.root / REPORT_NAME
 
 
@@ -171,7 +171,8 @@ def _pictures(manifest: Manifest) -> list[dict[str, str]]:
     return pictures
 
 
-def _template(name: str) -> Any:
+def template(name: str) -> Any:
+    """A template of this package, by its file name."""
     import jinja2
 
     folder = Path(__file__).parent / "templates"

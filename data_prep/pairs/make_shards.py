@@ -41,7 +41,12 @@ class PairsConfig:
 
     source: str
     output: Path
-    options: SourceOptions = field(default_factory=SourceOptions)
+    options: Any = field(default_factory=SourceOptions)
+    """How to read the source: a dataclass, whose values are part of the dataset's identity."""
+    opener: Callable[..., PairSource] = open_source
+    """Opens the source, with the arguments of `find_source.open_source`."""
+    made_by: str = "neuclip pairs"
+    """The command, for the manifest and messages."""
     image: ImageOptions = field(default_factory=ImageOptions)
     shard_size: int | None = None
     """Rows of a shard; None: a thirty-second of the rows, between 100 and 10,000."""
@@ -100,7 +105,7 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
     if root.is_dir() and any(root.iterdir()) and not (folder.plan / "pairs.json").is_file():
         started = {path.name for path in root.iterdir()} <= {"shards", "meta", "plan", "staging"}
         if not started or any((root / "shards").glob("*.tar")):
-            raise UserError(f"{root} is not empty and was not made by `neuclip pairs`: name another folder.")
+            raise UserError(f"{root} is not empty and was not made by `{config.made_by}`: name another folder.")
 
 
 def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
@@ -124,7 +129,7 @@ def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
                 "another output folder, or give the former settings to continue."
             )
         stored = Listing(listing, tree["rows"], tree["digest"]) if tree["digest"] else None
-    source = open_source(config.source, config.options, listing=listing, stored=stored)
+    source = config.opener(config.source, config.options, listing=listing, stored=stored)
     if not source.rows:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
     if not path.is_file():
@@ -229,7 +234,7 @@ def _sample(number: int, pair: Pair, options: ImageOptions) -> tuple[dict[str, A
         stored = convert(body, options)
     except FetchError as error:
         return {**row, "reason": error.reason, "error": str(error).removeprefix(f"{error.reason}: ")}, {}
-    about = {"captions": list(pair.captions), "source": pair.place}
+    about = {"captions": list(pair.captions), "source": pair.place, **pair.about}
     parts = {
         stored.suffix: stored.body,
         "json": json.dumps(about, ensure_ascii=False).encode(),
@@ -283,7 +288,7 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
         raise UserError(f"None of the {source.rows:,} rows of {config.source} gave a sample: {_most(failures, shown)}.")
     image = {key: value for key, value in asdict(config.image).items() if value is not None}
     tools = {name: importlib.metadata.version(name) for name in _TOOLS}
-    facts = {"made by": "neuclip pairs", "source": dict(source.facts), "image": image, "tools": tools}
+    facts = {"made by": config.made_by, "source": dict(source.facts), "image": image, "tools": tools}
     manifest = make_manifest(entries, root=folder.root, failures=failures, facts=facts)
     manifest.save(folder.root)
     return Conversion(manifest, several, tuple(shown))

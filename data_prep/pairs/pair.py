@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from data_prep import reasons
@@ -24,6 +24,8 @@ class Pair:
     captions: tuple[str, ...] = ()
     problem: str = ""
     detail: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """Further entries of the sample's JSON, such as its licence."""
 
 
 class PairSource(Protocol):

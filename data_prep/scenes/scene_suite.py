@@ -1,10 +1,8 @@
 """The held-out evaluation suite `scenes`, in the on-disk layout of the DataComp benchmark.
 
-Zero-shot sets `wds_scenes-<attribute>_test/` hold `classnames.txt`, `zeroshot_classification_templates.txt`,
-`test/nshards.txt` and `test/<k>.tar` with members `s0000000.cls` and `s0000000.jpg`; the retrieval set
-`wds_scenes-retrieval_test/` has `.txt` captions and `dataset_type.txt`. Classes are balanced to within one image, so
-that chance is exactly 1 / number of classes: shape 1/10, colour 1/12, background 1/8, texture 1/6, count 1/5,
-position 1/9, size 1/3, relation 1/4; retrieval R@k: k / pairs.
+Zero-shot sets are in `wds_scenes-<attribute>_test/`, the retrieval set in `wds_scenes-retrieval_test/`. Classes are
+balanced to within one image, so that chance is exactly 1 / number of classes: shape 1/10, colour 1/12, background 1/8,
+texture 1/6, count 1/5, position 1/9, size 1/3, relation 1/4; retrieval R@k: k / pairs.
 
 Held-out scenes have indices from `HELD_OUT_START` on. In addition, every description (shape, colour, texture, size,
 position, background, ...) that also occurs among the training scenes is excluded, and so are repetitions within a set.
@@ -14,17 +12,15 @@ number of excluded scenes.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
 import json
-import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.evalsets.write_sets import write_retrieval, write_zeroshot
 from data_prep.scenes.caption import curated
 from data_prep.scenes.render import jpeg
 from data_prep.scenes.scene import Scene, describe
@@ -41,8 +37,6 @@ from data_prep.scenes.vocabulary import (
     words,
 )
 
-SHARD_SIZE = 1_000
-Member = tuple[str, bytes]
 Facts = dict[str, Any]
 
 
@@ -138,10 +132,8 @@ def _write_zeroshot(config: ScenesConfig, attribute: Attribute, seen: set[Scene]
         done.add(scene)
         taken[label] += 1
         chosen.append((index, classes.index(label)))
-    members = ((("jpg", jpeg(config, index)), ("cls", str(label).encode())) for index, label in chosen)
-    digests = _write_shards(members, folder / "test")
-    _write_lines(folder / "classnames.txt", attribute.names)
-    _write_lines(folder / "zeroshot_classification_templates.txt", attribute.templates)
+    samples = (("jpg", jpeg(config, index), label) for index, label in chosen)
+    digests = write_zeroshot(samples, folder, classnames=attribute.names, templates=attribute.templates)
     return {
         "samples": len(chosen),
         "sha256": digests,
@@ -164,37 +156,10 @@ def _write_retrieval(config: ScenesConfig, seen: set[Scene], folder: Path) -> Fa
             continue
         done.add(scene)
         chosen[caption] = index
-    members = ((("jpg", jpeg(config, index)), ("txt", caption.encode())) for caption, index in chosen.items())
-    digests = _write_shards(members, folder / "test")
-    _write_lines(folder / "dataset_type.txt", ["retrieval"])
+    digests = write_retrieval((("jpg", jpeg(config, index), caption) for caption, index in chosen.items()), folder)
     return {
         "samples": len(chosen),
         "sha256": digests,
         "chance": 1 / len(chosen),
         "excluded": dict(excluded),
     }
-
-
-def _write_shards(samples: Iterator[Sequence[Member]], folder: Path) -> dict[str, str]:
-    """Write bit-identical tars of `SHARD_SIZE` samples.
-
-    Returns:
-        The SHA-256 of each tar, by its name `test/<k>.tar`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    digests: dict[str, str] = {}
-    while batch := list(itertools.islice(samples, SHARD_SIZE)):
-        path = folder / f"{len(digests)}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for k, sample in enumerate(batch):
-                for suffix, body in sample:
-                    info = tarfile.TarInfo(f"s{len(digests) * SHARD_SIZE + k:07d}.{suffix}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
-        digests[f"test/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    _write_lines(folder / "nshards.txt", [str(len(digests))])
-    return digests
-
-
-def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ PIPELINE = {
 # The same for the folders and top-level modules of `data_prep/`; all of them may import `reasons`.
 DATA_PREP = {
     "settings": set(),
-    "scenes": set(),
+    "scenes": {"evalsets"},
     "sources": {"settings"},
     "dataset": {"settings", "sources"},
     "evalsets": {"dataset", "sources"},
@@ -52,6 +52,7 @@ DATA_PREP = {
     "ingest": {"dataset", "fetching", "settings", "sources"},
     "rebuild": {"dataset", "fetching", "ingest", "settings"},
     "pairs": {"dataset", "fetching"},
+    "icons": {"dataset", "evalsets", "pairs", "settings"},
 }
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {

@@ -13,6 +13,7 @@ import click
 import pytest
 
 from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.icons_config import IconsConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import keys
 from pipeline.evaluation.runner.session import EvaluationConfig
@@ -86,7 +87,8 @@ RECIPE_KEYS = frozenset({"epochs", "schedule.warmup_share"})  # keys of a recipe
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Return every section.key of training, of ingestion, and of evaluation by `neuclip watch`."""
-    found = {*keys(RunConfig), *keys(DownloadConfig), *(f"evaluation.{key}" for key in keys(EvaluationConfig))}
+    found = {*keys(RunConfig), *keys(DownloadConfig), *keys(IconsConfig)}
+    found |= {*(f"evaluation.{key}" for key in keys(EvaluationConfig))}
     for name in objective_names():
         found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
     return RECIPE_KEYS | frozenset(found)

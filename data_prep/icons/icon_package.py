@@ -1,0 +1,149 @@
+"""The npm package @iconify/json: fetched with the npm client or taken from a local copy, and read set by set."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.settings.icons_config import PACKAGE
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """An icon set as its entry in `collections.json` describes it."""
+
+    prefix: str
+    name: str
+    author: str
+    author_url: str
+    licence: str
+    """SPDX identifier, or the licence's title if it has none."""
+    licence_url: str
+    category: str
+
+
+@contextmanager
+def package_folder(package: str | None, version: str, *, scratch: Path) -> Iterator[Path]:
+    """The unpacked package, as a folder that may be temporary.
+
+    Args:
+        package: A local folder or `.tgz`; None fetches the package with the npm client.
+        version: The version that it must have.
+        scratch: Existing folder for temporary files: about 600 MB, removed at the end.
+
+    Raises:
+        UserError: It cannot be fetched, is damaged, or is another package or version.
+    """
+    path = Path(package) if package else None
+    if path is not None and path.is_dir():
+        _check(path, version)
+        yield path
+        return
+    if path is not None and not path.is_file():
+        raise UserError(f"source.package = {package!r} does not exist: give the folder or the .tgz of {PACKAGE}.")
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="icons-") as temporary:
+        archive = path if path is not None else fetch(version, Path(temporary))
+        yield _unpacked(archive, Path(temporary), version)
+
+
+def fetch(version: str, folder: Path) -> Path:
+    """Fetch the package's archive with the npm client, which verifies the registry's checksum.
+
+    Raises:
+        UserError: There is no npm client, or it fails.
+    """
+    wanted = f"{PACKAGE}@{version}"
+    offline = f"On a machine with both, `npm pack {wanted}` writes the archive; name it with source.package=FILE."
+    npm = shutil.which("npm")
+    if npm is None:
+        raise UserError(f"Fetching {wanted} needs the npm client (of Node.js) and a network. {offline}")
+    command = [npm, "pack", wanted, "--pack-destination", str(folder), "--loglevel=error"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    archives = sorted(folder.glob("*.tgz"))
+    if done.returncode or not archives:
+        said = " ".join(line.removeprefix("npm error ") for line in done.stderr.strip().splitlines()[:4])
+        raise UserError(f"npm could not fetch {wanted} ({said or f'exit code {done.returncode}'}). {offline}")
+    return archives[0]
+
+
+def _unpacked(archive: Path, folder: Path, version: str) -> Path:
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            wanted = (m for m in tar if m.name.endswith(".json") and m.name.count("/") <= 2)
+            tar.extractall(folder, members=wanted, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise UserError(f"{archive} is not a complete npm archive ({error}): fetch it again.") from error
+    _check(folder / "package", version)
+    return folder / "package"
+
+
+def _check(folder: Path, version: str) -> None:
+    about = _read(folder / "package.json")
+    if about.get("name") != PACKAGE:
+        raise UserError(f"{folder} is not the package {PACKAGE}, but {about.get('name')!r}.")
+    if about.get("version") != version:
+        raise UserError(
+            f"{folder} is version {about.get('version')} of {PACKAGE}, but source.version = {version}: the sets differ "
+            "between versions. Fetch that version, or set source.version."
+        )
+
+
+def read_sets(folder: Path) -> list[SetFacts]:
+    """The sets of the package, in its order.
+
+    Raises:
+        UserError: `collections.json` is missing or damaged.
+    """
+    path = folder / "collections.json"
+    try:
+        return [
+            SetFacts(
+                prefix=prefix,
+                name=about["name"],
+                author=about["author"]["name"],
+                author_url=about["author"].get("url", ""),
+                licence=about["license"].get("spdx") or about["license"]["title"],
+                licence_url=about["license"].get("url", ""),
+                category=about.get("category", ""),
+            )
+            for prefix, about in _read(path).items()
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} does not have the format of {PACKAGE} ({error!r}): fetch the package again."
+        ) from error
+
+
+def read_icon_set(folder: Path, prefix: str) -> dict[str, Any]:
+    """A set's icons and defaults, as in the package.
+
+    Raises:
+        UserError: The file is missing or damaged.
+    """
+    path = folder / "json" / f"{prefix}.json"
+    tree = _read(path)
+    if not isinstance(tree.get("icons"), dict):
+        raise UserError(f"{path} has no icons: the package is damaged. Fetch it again.")
+    return tree
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): is this an unpacked {PACKAGE}?") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): fetch the package again.") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object. Fetch the package again.")
+    return tree

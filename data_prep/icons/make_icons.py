@@ -91,6 +91,7 @@ def _write_datasheet(
         "reasons": [(reason, count, MEANINGS.get(reason, "")) for reason, count in failures],
         "sets": sets,
         "licences": _licences(sets),
+        "captions": _captions(source),
         "tasks": tasks,
         "suite": suite.name,
         "dropped": DROPPED_NAME,
@@ -108,6 +109,14 @@ def _counts(folder: Folder) -> Counter[str]:
         rows = zip(table["place"], table["status"], strict=True)
         counts.update(place.partition(":")[0] for place, status in rows if status == "success")
     return counts
+
+
+def _captions(source: IconSource) -> dict[str, float]:
+    """How long and how frequent the captions of the icons to train on are."""
+    times = Counter(row.captions[0] for row in source.listing.read(0, source.rows) if not row.problem)
+    words = sum(len(caption.split()) * count for caption, count in times.items())
+    once = sum(count == 1 for count in times.values())
+    return {"distinct": len(times), "once": once / max(1, len(times)), "words": words / max(1, times.total())}
 
 
 def _licences(sets: list[dict[str, Any]]) -> list[tuple[str, int, int]]:

@@ -107,6 +107,9 @@ def test_samples_have_caption_author_and_licence(made: Path) -> None:
     assert "| Plain (`plain`) | " in sheet
     assert "[Ada](https://example.org/ada)" in sheet
     assert "| Thin" not in sheet, "a set without samples has no line"
+    texts = Counter(sample["txt"] for sample in samples(made))
+    assert f"{len(texts) + 2} distinct ones" in sheet, "with those of the two icons that could not be rendered"
+    assert "3.0 words on average" in sheet
 
 
 def test_held_out_icons_are_not_trained_on(made: Path) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.errors import UserError
+
 if TYPE_CHECKING:
     from jobs.studies.declare import Study, Unit
 
@@ -116,6 +118,7 @@ def run_units(
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
     if not left:
         return {}
+    check_data(left)
     facts = load_size(size)
     data = prepare_corpora({each.corpus for each in left if each.corpus}, size=size, place=place)
     prepared = []
@@ -125,6 +128,21 @@ def run_units(
         prepared.append((each, write_spec(each, place, facts=facts, measure=study.measure, places=places)))
     at_once = 1 if study.alone else parallel
     return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
+
+
+def check_data(units: list[Unit]) -> None:
+    """Check that the data which studies do not make themselves is there.
+
+    Raises:
+        UserError: Local shards of a run are missing.
+    """
+    named = {source.manifest for unit in units if unit.corpus is None for source in unit.run.data.sources}
+    missing = sorted(path for path in named if "://" not in path and not Path(path).exists())
+    if missing:
+        raise UserError(
+            f"The runs need {', '.join(missing)}, which this machine does not have: make the shards first (a comment "
+            "in the study's or the recipe's YAML file has the command), or name others with data.sources=FOLDER."
+        )
 
 
 def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:

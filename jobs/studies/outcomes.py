@@ -120,6 +120,7 @@ COLUMNS: dict[str, Column] = {
     "average": Column("average, %", lambda r: average(_last_scores(r)), ".1f", 100),
     "retrieval": Column("retrieval R@1, %", lambda r: retrieval(_last_scores(r)), ".1f", 100),
     "imagenet": Column("ImageNet & variants, %", lambda r: _last_scores(r).get(IMAGENET), ".1f", 100),
+    "held_out_loss": Column("held-out loss, nats", lambda r: r.get("validation", {}).get("loss")),
     "tau": Column("tau", lambda r: r["last"].get("tau"), ".4f"),
     "mse_in_use": Column("error in use (MSE)", _normalizer("in_use", "mse")),
     "mse_cold": Column("error cold (MSE)", _normalizer("cold", "mse")),
@@ -142,6 +143,7 @@ COLUMNS: dict[str, Column] = {
 # Comparisons of a run with the baseline of the same setting and seed.
 PAIRED = {
     "difference": ("average", "average against {baseline}, points"),
+    "loss_difference": ("held_out_loss", "held-out loss against {baseline}"),
     "saving": ("cpu_seconds", "times less CPU time than {baseline}"),
     "extra_time": ("objective_ms", "objective's extra time against {baseline}, share of its step"),
 }

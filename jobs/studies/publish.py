@@ -23,6 +23,7 @@ KEPT = (
     "traffic_bytes_per_step",
     "normalizers",
     "cost",
+    "validation",
 )
 
 
@@ -160,9 +161,8 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     if arm == baseline:
         return "–"
     found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
-    if column == "saving":
-        return shown(found, ".2f")
-    return shown(found, "+.1f", unit="%" if column == "extra_time" else "")
+    form = {"saving": ".2f", "loss_difference": "+.3f"}.get(column, "+.1f")
+    return shown(found, form, unit="%" if column == "extra_time" else "")
 
 
 def shown(value: Spread | None, form: str, unit: str = "") -> str:

@@ -72,6 +72,7 @@ def _write_result(
             "traffic_bytes_per_step": traffic,
             "cost": cost_of(run, record.rows),
             "normalizers": normalizers,
+            "validation": {key: record.validations[-1][key] for key in ("loss", "pairs")} if record.validations else {},
         }
         write_json(folder / RESULT_NAME, result)
         _drop_checkpoints(folder)

@@ -21,7 +21,9 @@ def make_run(folder: Path, *, name: str = "neuclip", right: int = 60, steps: tup
     shards.mkdir()
     failures = {"http 404": 7, "<b>odd</b>": 3}
     _write_shard(shards / "0.tar")
-    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes"}).save(shards)
+    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts={"source": "scenes", "urls": 100}).save(
+        shards
+    )
     config = {
         "objective": {"name": name},
         "model": {"arch": "tiny"},

@@ -165,7 +165,7 @@ def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
 
 
 def failure_chart(run: Run) -> Bars | None:
-    """Reasons why URLs gave no sample."""
+    """Reasons why URLs or rows gave no sample."""
     failures = sorted(run.failures.items(), key=lambda item: (-item[1], item[0]))
     if not failures:
         return None
@@ -174,8 +174,8 @@ def failure_chart(run: Run) -> Bars | None:
         Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.2g} %", colour="bad")
         for reason, count in failures
     ]
-    note = "Count, and share of all URLs that were tried."
-    return Bars("Why URLs gave no sample", tuple(bars), failures[0][1], note)
+    note = f"Count, and share of all {run.counted}."
+    return Bars(f"Why {run.counted} gave no sample", tuple(bars), failures[0][1], note)
 
 
 def stage_chart(run: Run) -> Bars | None:

@@ -82,7 +82,7 @@ def _data(run: Run) -> list[Tile]:
     if not run.manifests:
         return []
     n, tried = sum(m.n for m in run.manifests), sum(m.attempted for m in run.manifests)
-    return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f} % of {tried:,} URLs")]
+    return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f} % of {tried:,} {run.counted}")]
 
 
 def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:

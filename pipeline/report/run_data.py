@@ -53,8 +53,13 @@ class Run:
 
     @property
     def failures(self) -> Counter[str]:
-        """URLs that gave no sample, by reason, over all sources."""
+        """What gave no sample, by reason, over all sources; `counted` says of what."""
         return sum((Counter(m.failures) for m in self.manifests), Counter())
+
+    @property
+    def counted(self) -> str:
+        """What the sources were made from: "URLs", "rows", or "rows and URLs" where they differ."""
+        return " and ".join(sorted({manifest.counted for manifest in self.manifests}, key=str.lower))
 
     @property
     def latest(self) -> StoredEvaluation | None:

@@ -121,7 +121,7 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
     for manifest in run.manifests:
         rows += [
             ("shards of", str(manifest.root)),
-            ("URLs tried", f"{manifest.attempted:,}"),
+            (f"{manifest.counted} tried", f"{manifest.attempted:,}"),
             ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f} %)"),
             ("shards", f"{len(manifest.shards):,}, {manifest.bytes / 1e6:,.1f} MB"),
             ("digest", manifest.digest[:16]),

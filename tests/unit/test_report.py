@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.report import command
+from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import write_report
 from pipeline.report.figures import Line, line_chart, pooled, short, smoothed
@@ -85,6 +86,7 @@ def test_page_reports_the_results_of_the_run(run: Path) -> None:
     assert html.count('class="thumb own"') == 1, "the correct image is shown although it was not retrieved"
     assert html.count("data:image/jpeg") == 5
     assert "90.0 % of 100 URLs" in html
+    assert "Why URLs gave no sample" in html
     assert "the data is cut short" in html
     assert "1 min 15 s" in html
     assert "Constant throughout: Corrupt samples in this epoch 0." in html
@@ -100,6 +102,22 @@ def test_page_reports_the_results_of_the_run(run: Path) -> None:
         assert f"<h3>{title}</h3>" in html
     assert "colour: 2 classes, lowest red with 60 %" in html
     assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
+
+
+@pytest.mark.parametrize(("facts", "counted"), [({"made by": "neuclip pairs"}, "rows"), ({}, "samples")])
+def test_data_that_were_not_downloaded_have_no_urls(tmp_path: Path, facts: dict[str, str], counted: str) -> None:
+    run = make_run(tmp_path / "run")
+    failures = {"image file missing": 10} if counted == "rows" else {}
+    make_manifest([("0.tar", 90, 1_000, "0" * 64)], failures=failures, facts=facts).save(run / "shards")
+    html = write_report([run]).read_text()
+    markdown = (run / "report.md").read_text()
+    assert f"of {90 + sum(failures.values())} {counted}" in html
+    assert f"<dt>{counted} tried</dt>" in html
+    assert ("Why rows gave no sample" in html) == bool(failures)
+    assert ("| failure | rows |" in markdown) == bool(failures)
+    assert ("None of 90 samples failed." in html) != bool(failures)
+    assert "URL" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
+    assert "URL" not in markdown
 
 
 def test_scores_over_samples_covers_every_task(run: Path) -> None:

@@ -65,8 +65,16 @@ class Manifest:
 
     @property
     def attempted(self) -> int:
-        """Number of URLs that ingestion tried: samples and failures."""
+        """What ingestion tried, samples and failures; see `counted`."""
         return self.n + sum(self.failures.values())
+
+    @property
+    def counted(self) -> str:
+        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`), or samples of shards that were
+        there before."""
+        if "urls" in self.facts:
+            return "URLs"
+        return "rows" if self.facts.get("made by") == "neuclip pairs" else "samples"
 
     @property
     def digest(self) -> str:

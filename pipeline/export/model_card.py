@@ -87,7 +87,8 @@ def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
         'model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER}")',
         'tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")',
         "model.eval()",
-        'image = preprocess(Image.new("RGB", (640, 480), "red")).unsqueeze(0)  # your picture: Image.open(...)',
+        'picture = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")',
+        "image = preprocess(picture).unsqueeze(0)",
         'classes = ["red", "green", "blue"]',
         "with torch.no_grad():",
         '    logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))',
@@ -118,7 +119,8 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = CLIPModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = CLIPTokenizer.from_pretrained(FOLDER), CLIPImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # your picture: Image.open(...)
+image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
+image.info.clear()  # no transparency, as in training: transformers would put the image on white
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]
 texts = tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
@@ -136,7 +138,8 @@ from transformers import AutoModel, AutoTokenizer, SiglipImageProcessor
 FOLDER = "."  # this folder, or a hub repository: "OWNER/NAME"
 model = AutoModel.from_pretrained(FOLDER).eval()
 tokenizer, processor = AutoTokenizer.from_pretrained(FOLDER), SiglipImageProcessor.from_pretrained(FOLDER)
-image = Image.new("RGB", (640, 480), "red")  # your picture: Image.open(...)
+image = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
+image.info.clear()  # no transparency, as in training: transformers would put the image on white
 classes = ["red", "green", "blue"]
 prompts = [f"a photo of something {name}" for name in classes]  # lower case, no punctuation, as in training
 texts = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")

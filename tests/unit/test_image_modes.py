@@ -1,0 +1,129 @@
+"""Palettes, transparency, CMYK and odd depths: everything that reads a pair's image gets the pixels of training."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+
+from data_prep.pairs.convert import ImageOptions, convert
+from pipeline.data.data_config import CropConfig
+from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.evaluation.datasets.task_data import decode
+from pipeline.evaluation.similarity import _open
+from pipeline.export import model_card
+from pipeline.playground.gallery import open_image
+
+SIDE = 48
+FIXED = CropConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def picture() -> Image.Image:
+    """A smooth RGBA picture with every degree of transparency."""
+    coarse = np.random.default_rng(0).integers(0, 256, (5, 5, 4), dtype=np.uint8)
+    return Image.fromarray(coarse, "RGBA").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def images() -> dict[str, bytes]:
+    rgba = picture()
+    rgb, palette = rgba.convert("RGB"), rgba.convert("RGB").quantize(200)
+    deep = np.asarray(rgb.convert("L")).astype(np.uint16) * 257
+    return {
+        "palette": encoded(palette, "PNG"),
+        "palette with a transparent colour": encoded(palette, "PNG", transparency=3),
+        "palette with transparencies": encoded(palette, "PNG", transparency=bytes(range(200))),
+        "RGB with a transparent colour": encoded(rgb, "PNG", transparency=rgb.getpixel((0, 0))),
+        "RGBA": encoded(rgba, "PNG"),
+        "RGBA in WebP": encoded(rgba, "WEBP", lossless=True, exact=True),
+        "LA": encoded(rgba.convert("LA"), "PNG"),
+        "1 bit": encoded(rgb.convert("1"), "PNG"),
+        "CMYK": encoded(rgb.convert("CMYK"), "JPEG"),
+        "16 bits": encoded(Image.fromarray(deep), "PNG"),
+    }
+
+
+IMAGES = images()
+
+
+def expected(name: str) -> np.ndarray:
+    """Pillow's RGB, without transparency; 16 bits scaled to 8."""
+    image = Image.open(io.BytesIO(IMAGES[name]))
+    if name == "16 bits":
+        return np.repeat((np.asarray(image) // 257).astype(np.uint8)[..., None], 3, axis=2)
+    return np.asarray(image.convert("RGB"))
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", IMAGES)
+def test_all_readers_see_the_pixels_of_training(name: str, tmp_path: Path) -> None:
+    body, pixels = IMAGES[name], expected(name)
+    (tmp_path / "file").write_bytes(body)
+    readers = {
+        "decoding pairs": rgb_image(body),
+        "evaluation": decode(body, name="x"),
+        "neuclip.score, a file": _open(tmp_path / "file"),
+        "neuclip.score, a PIL image": _open(Image.open(io.BytesIO(body))),
+        "playground": open_image(body, name="x"),
+    }
+    for reader, found in readers.items():
+        np.testing.assert_array_equal(np.asarray(found), pixels, err_msg=reader)
+    for mode in ("fast", "scaled", "exact"):
+        decoder = ImageDecoder(size=SIDE, crop=FIXED, mode=mode, max_pixels=10**6)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(decoder(body, state=1).permute(1, 2, 0).numpy(), pixels, err_msg=mode)
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", IMAGES)
+def test_imported_images_keep_their_pixels(name: str) -> None:
+    body = IMAGES[name]
+    assert convert(body, ImageOptions()).body == body
+    reduced = Image.fromarray(expected(name)).resize((24, 24), Image.Resampling.BICUBIC)
+    assert convert(body, ImageOptions(size=24)).body == encoded(reduced, "JPEG", quality=95)
+
+
+def in_card(line: str) -> str:
+    """Return how the model cards tell users to open their picture."""
+    card = Path(model_card.__file__).read_text()
+    assert card.count(line) == 3, "the card for open_clip and both for transformers"
+    return line
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", [name for name in IMAGES if name != "16 bits"])
+def test_what_model_cards_advise_gives_the_pixels_of_training(name: str) -> None:
+    """Without it, open_clip resizes a palette's numbers, and transformers puts transparent pictures on white."""
+    transformers = pytest.importorskip("transformers")
+    in_card('Image.open(...).convert("RGB")')
+    preprocess = image_transform_v2(PreprocessCfg(size=(32, 32)), is_train=False)
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    scale = 255 * torch.tensor(STD)[:, None, None]
+    right = preprocess(Image.fromarray(expected(name)))
+
+    def error(tensor: Any) -> float:
+        return float(((torch.as_tensor(np.asarray(tensor)) - right) * scale).abs().max())
+
+    image = Image.open(io.BytesIO(IMAGES[name])).convert("RGB")
+    assert error(preprocess(image)) == 0
+    image.info.clear()
+    assert len(re.findall(r"^image\.info\.clear\(\)", Path(model_card.__file__).read_text(), re.MULTILINE)) == 2
+    assert error(processor(image, return_tensors="pt")["pixel_values"][0]) < 3.5, "another resize, of 255"
+    if "palette" in name:
+        assert error(preprocess(Image.open(io.BytesIO(IMAGES[name])))) > 30
+    if name == "RGBA":
+        raw = Image.open(io.BytesIO(IMAGES[name]))
+        assert error(processor(raw, return_tensors="pt")["pixel_values"][0]) > 30

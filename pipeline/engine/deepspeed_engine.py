@@ -65,7 +65,7 @@ class DeepSpeedEngine:
         self.bf16 = self.dtype == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
         self.optimizer_config = optimizer
         check_stage(optimizer, stage=self.stage)
-        groups = parameter_groups(towers, weight_decay=optimizer.weight_decay, layer_decay=optimizer.layer_decay)
+        groups = parameter_groups(towers, optimizer)
         frozen = {name: p.detach().cpu().clone() for name, p in towers.clip.named_parameters() if not p.requires_grad}
         if frozen and self.stage == 3:
             raise UserError(

@@ -36,6 +36,11 @@ def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
     return shares
 
 
+def in_block(name: str) -> bool:
+    """Whether a parameter belongs to one of the blocks of a tower."""
+    return isinstance(_place(name), tuple)
+
+
 def _is_image(name: str) -> bool:
     return "visual" in name.split(".")[:2]  # below `clip.` where the towers' own names are used
 

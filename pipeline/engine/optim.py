@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.config import section
-from pipeline.engine.layer_decay import rate_shares
+from pipeline.engine.layer_decay import in_block, rate_shares
 from pipeline.errors import UserError
 
 
@@ -18,16 +18,18 @@ from pipeline.errors import UserError
 class OptimizerConfig:
     """The encoders' optimizer. Temperature and normalizer network have their own, in the objective's section."""
 
-    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """One of the four optimizers of FastCLIP's Table 5 and Procedure 4. lamb needs ZeRO stage 0."""
+    name: Literal["adamw", "lamb", "lion", "sgd", "muon"] = "adamw"
+    """One of the four optimizers of FastCLIP's Table 5 and Procedure 4, or Muon for the matrices of blocks and AdamW
+    for the rest. lamb and muon need ZeRO stage 0."""
     lr: float = Field(default=1e-3, gt=0.0)
-    """Peak learning rate; `schedule` says how it changes over time."""
+    """Peak learning rate; `schedule` says how it changes over time. muon's updates are scaled to the size of AdamW's
+    (2502.16982), so a rate for AdamW is a starting point."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of the moments of adamw, lamb and lion (lion's authors use 0.9, 0.99)."""
+    """Decay rates of the moments of adamw (also of muon's AdamW), lamb and lion (lion's authors use 0.9, 0.99)."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the denominator by adamw and lamb."""
+    """Added to the denominator by adamw (also by muon's AdamW) and lamb."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Momentum of sgd."""
+    """Momentum of sgd and muon (muon's author uses 0.95)."""
     layer_decay: float = Field(default=1.0, gt=0.0, le=1.0)
     """Layer-wise learning-rate decay, for fine-tuning: each block learns at this share of the rate of the block after
     it. 1 is none; 0.65 to 0.9 are usual."""
@@ -36,13 +38,15 @@ class OptimizerConfig:
     (decoupled)."""
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Two groups: matrices with weight decay; gains, biases and other vectors without.
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Two groups: "decay", matrices with weight decay, and "no_decay", gains, biases and other vectors without.
 
-    With a layer decay below 1 there are two for each depth, with its share of the learning rate as `lr_share`.
+    With a layer decay below 1 there are two for each depth, with its share of the learning rate as `lr_share`. For
+    Muon, the matrices of blocks are in groups "hidden" of their own, also with weight decay. Not hidden are embeddings,
+    the first convolution, the projections to the features, and depthwise convolutions (many matrices of one column).
 
     Raises:
-        UserError: A parameter has two names, so that it would be updated twice, or is a scalar.
+        UserError: A parameter has two names, so that it would be updated twice, or is a scalar; or Muon has no matrix.
     """
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     seen: dict[int, str] = {}
@@ -54,15 +58,22 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: floa
                 f"The parameter {name} is a scalar, which DeepSpeed cannot train: keep it in the objective."
             )
         seen[id(p)] = name
-    shares = rate_shares([name for name, _ in named], decay=layer_decay)
+    kinds: dict[str, str] = {}
+    for name, p in named:
+        hidden = config.name == "muon" and p.dim() >= 2 and p.shape[1] > 1 and in_block(name)
+        kinds[name] = "hidden" if hidden else "decay" if p.dim() >= 2 else "no_decay"
+    if config.name == "muon" and "hidden" not in kinds.values():
+        raise UserError(
+            "optimizer.name = 'muon', but no trained parameter is a matrix of a block: choose another optimizer, or "
+            "lock fewer layers."
+        )
+    shares = rate_shares([name for name, _ in named], decay=config.layer_decay)
     groups = []
     for share in sorted(set(shares.values()), reverse=True):
-        here = [p for name, p in named if shares[name] == share]
-        decayed, others = [p for p in here if p.dim() >= 2], [p for p in here if p.dim() < 2]
-        groups += [
-            {"params": decayed, "weight_decay": weight_decay, "name": "decay", "lr_share": share},
-            {"params": others, "weight_decay": 0.0, "name": "no_decay", "lr_share": share},
-        ]
+        for kind in ("hidden", "decay", "no_decay"):
+            here = [p for name, p in named if shares[name] == share and kinds[name] == kind]
+            decay = 0.0 if kind == "no_decay" else config.weight_decay
+            groups.append({"params": here, "weight_decay": decay, "name": kind, "lr_share": share})
     return [group for group in groups if group["params"]]
 
 
@@ -72,10 +83,14 @@ def check_stage(config: OptimizerConfig, *, stage: int) -> None:
     Raises:
         UserError: It does not.
     """
-    if config.name == "lamb" and stage > 0:
+    per_layer = {
+        "lamb": "LAMB scales every layer by its own trust ratio",
+        "muon": "Muon orthogonalizes the update of every matrix",
+    }
+    if stage > 0 and config.name in per_layer:
         raise UserError(
-            f"optimizer.name = 'lamb' does not work with ZeRO stage {stage}: LAMB scales every layer by its own trust "
-            "ratio, and ZeRO hands the optimizer flattened pieces of many layers. Choose a stage-0 file "
+            f"optimizer.name = {config.name!r} does not work with ZeRO stage {stage}: {per_layer[config.name]}, and "
+            "ZeRO hands the optimizer flattened pieces of many layers. Choose a stage-0 file "
             "(engine.deepspeed=zero0_fp32 or zero0_bf16) or another optimizer (adamw, lion, sgd)."
         )
 
@@ -85,6 +100,10 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
 
     LAMB scales every matrix by its trust ratio, with and without weight decay, as FastCLIP's Procedure 4 does. Gains
     and biases are not scaled, which is timm's rule and not the Procedure's. timm's gradient clipping is off.
+
+    Muon (https://kellerjordan.github.io/posts/muon) is timm's, with its author's coefficients, Nesterov momentum, and
+    updates scaled by 0.2 sqrt(max(rows, columns)) as in 2502.16982. A convolution's kernel is one matrix with a row per
+    output channel, and attention's packed qkv weight is one matrix. Groups that are not "hidden" get AdamW.
     """
     groups, lr = list(groups), config.lr
     if config.name == "adamw":
@@ -98,6 +117,12 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
         from timm.optim import Lion
 
         optimizer = Lion(groups, lr=lr, betas=config.betas)
+    elif config.name == "muon":
+        from timm.optim import Muon
+
+        routed = [{**g, "use_muon": g["name"] == "hidden", "nesterov": g["name"] == "hidden"} for g in groups]
+        settings: dict[str, Any] = {"momentum": config.momentum, "betas": config.betas, "eps": config.eps}
+        optimizer = Muon(routed, lr=lr, ns_coefficients="original", adjust_lr_fn="match_rms_adamw", **settings)
     else:
         from timm.optim import Lamb
 
@@ -118,9 +143,10 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Keep the number of updates in each parameter's state, as torch's AdamW does, so that checkpoints include it.
 
     ZeRO steps one group after the other; only the parameters of that group are counted. An empty state stays empty:
-    timm's optimizers initialize a state that is empty.
+    timm's optimizers initialize a state that is empty. The AdamW within Muon counts by itself.
     """
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    counted = [group for group in optimizer.param_groups if group.get("use_muon", True)]
+    for p in (p for group in counted for p in group["params"]):
         if state := optimizer.state.get(p):
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
@@ -139,15 +165,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_share", 1.0)
 
 
-def gradient_in_moment(config: OptimizerConfig) -> tuple[str, float, float]:
-    """How to recover a step's gradient g: `(key, decay, scale)` with state[key] = decay * old + scale * g.
+def gradient_in_moment(config: OptimizerConfig) -> dict[str, tuple[float, float]]:
+    """How to recover a step's gradient g: `{key: (decay, scale)}` with state[key] = decay * old + scale * g.
 
-    sgd's g includes `decay_in_gradient`.
+    A parameter has one of the keys in its state. sgd's g includes `decay_in_gradient`.
     """
     if config.name == "sgd":
-        return "momentum_buffer", config.momentum, 1.0
+        return {"momentum_buffer": (config.momentum, 1.0)}
     kept = config.betas[1] if config.name == "lion" else config.betas[0]
-    return "exp_avg", kept, 1.0 - kept
+    found = {"exp_avg": (kept, 1.0 - kept)}
+    if config.name == "muon":
+        found["momentum_buffer"] = (config.momentum, 1.0 - config.momentum)
+    return found
 
 
 def decay_in_gradient(config: OptimizerConfig, parameter: Tensor) -> Tensor:

@@ -70,12 +70,15 @@ class DeepSpeedState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_states()
+        states = self._torch_optimizer.state
         for key in self._moment_keys():
             for name, p in self.named_parameters():
-                if self._stage == 0:
-                    value = self._torch_optimizer.state[p][key]
-                else:
+                if self._stage > 0:
                     value = safe_get_full_optimizer_state(p, key)
+                elif key not in states.get(p, {}):  # Muon's matrices have other moments than the rest
+                    continue
+                else:
+                    value = states[p][key]
                 yield name, key, value.detach().float().cpu().reshape(self._shape(p)).clone()
 
     def counter(self) -> int:
@@ -125,8 +128,8 @@ class DeepSpeedState:
         return torch.Size(getattr(p, "ds_shape", p.shape))
 
     def _moment_keys(self) -> list[str]:
-        states = list(self._torch_optimizer.state.values())
-        return [] if not states else sorted(key for key, v in states[0].items() if key != COUNTER and v is not None)
+        states = self._torch_optimizer.state.values()
+        return sorted({key for state in states for key, v in state.items() if key != COUNTER and isinstance(v, Tensor)})
 
     def _set_weight(self, p: nn.Parameter, value: Tensor) -> None:
         """Set the fp32 master and the working copy; DeepSpeed would refresh the latter only at its next step."""
@@ -148,7 +151,8 @@ class DeepSpeedState:
         keys = sorted({key for _, key in moments})
         if self._stage == 0:
             for name, p in named:
-                state = {key: moments[name, key].to(p.device, copy=True) for key in keys}
+                own = [key for key in keys if (name, key) in moments]
+                state = {key: moments[name, key].to(p.device, copy=True) for key in own}
                 optimizer.state[p] = {COUNTER: step_counter(optimizer, p, counter), **state}
             return
         self._make_states(optimizer, keys)

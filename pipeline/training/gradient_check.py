@@ -88,13 +88,14 @@ class GradientCheck:
         """
         assert self._plain is not None
         after = self._moments()
-        key, decay, scale = gradient_in_moment(self._engine.optimizer_config)
+        moments = gradient_in_moment(self._engine.optimizer_config)
+        keys = {name: next(key for key in moments if (name, key) in after) for name in self._expected}
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in self._expected.values()))
         clip = min(1.0, clipping / norm) if clipping and norm else 1.0
-        applied = {
-            name: (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
-            for name in self._expected
-        }
+        applied = {}
+        for name, key in keys.items():
+            decay, scale = moments[key]
+            applied[name] = (after[name, key] - decay * self._before.get((name, key), torch.tensor(0.0))) / scale
         weights = dict(self._plain.clip.named_parameters())
         expected = {
             name: clip * g + decay_in_gradient(self._engine.optimizer_config, weights[name]).cpu()

@@ -27,6 +27,7 @@ CONFIGS = {
     "lamb": OptimizerConfig(name="lamb", lr=2e-3, eps=1e-3),
     "lion": OptimizerConfig(name="lion", lr=1e-4),
     "sgd": OptimizerConfig(name="sgd", lr=0.05),
+    "muon": OptimizerConfig(name="muon", lr=1e-3, eps=1e-3),
 }
 
 
@@ -47,7 +48,7 @@ def plain(arch: str, config: OptimizerConfig) -> tuple[dict[str, Tensor], dict[s
     """Return the weights before and after plain PyTorch steps on the whole batch, and their moving average."""
     model = towers(arch)
     before = {name: value.detach().clone() for name, value in model.clip.state_dict().items()}
-    optimizer = build_optimizer(config, parameter_groups(model, weight_decay=config.weight_decay))
+    optimizer = build_optimizer(config, parameter_groups(model, config))
     average = {name: value.clone() for name, value in before.items()}
     for step in range(STEPS):
         image, text, *gradients = batch(step)

@@ -33,7 +33,7 @@ def reference(arch: str) -> list[float]:
     """Return the losses of plain PyTorch and open_clip: both cross-entropies at tau = 0.07, autograd, AdamW."""
     torch.set_num_threads(1)
     model, _ = build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)
-    optimizer = build_optimizer(OPTIMIZER, parameter_groups(model, weight_decay=OPTIMIZER.weight_decay))
+    optimizer = build_optimizer(OPTIMIZER, parameter_groups(model, OPTIMIZER))
     found = []
     for t in range(STEPS):
         image, text = model(*data(t))

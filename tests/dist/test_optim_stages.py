@@ -39,21 +39,21 @@ def reference(arch):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_optimizer_and_stage_matches_plain_pytorch(engines, reference, name, file):
     found = engines[name, file]
-    if name == "lamb" and file != "zero0_fp32":
-        assert "trust ratio" in found
+    if name in ("lamb", "muon") and file != "zero0_fp32":
+        assert "flattened pieces of many layers" in found
         return
     assert isinstance(found, tuple), found
     weights, average = found
     before, after, expected = ({n: w.double() for n, w in side.items()} for side in reference[name])
-    assert max((average[n] - w).abs().max() for n, w in expected.items()) < (2e-4 if name == "lion" else 1e-6)
+    assert max((average[n] - w).abs().max() for n, w in expected.items()) < (2e-4 if name in ("lion", "muon") else 1e-6)
     assert max((average[n] - weights[n]).abs().max() for n in expected) > 1e-5
     distance = torch.cat([(weights[n].double() - w).flatten() for n, w in after.items()])
     movement = torch.cat([(before[n] - w).flatten() for n, w in after.items()])
     if name == "lion":  # its update is a sign, which a rounding error can flip where the momentum is near zero
         assert (distance.abs() > 1e-3 * movement.abs().mean()).double().mean() < 0.005
         assert distance.norm() < 2e-4 * torch.cat([w.flatten() for w in after.values()]).norm()
-    else:
-        assert distance.norm() < 1e-5 * movement.norm()
+    else:  # Muon orthogonalizes in bf16, which amplifies rounding errors of the gradient
+        assert distance.norm() < (1e-2 if name == "muon" else 1e-5) * movement.norm()
 
 
 def test_reducing_gradients_during_the_backward_pass_gives_the_same_weights(arch, tmp_path):

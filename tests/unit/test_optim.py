@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import parse
@@ -20,12 +20,15 @@ from pipeline.engine.optim import (
 )
 from pipeline.errors import UserError
 
-NAMES = ("adamw", "lamb", "lion", "sgd")
+PROCEDURE_4 = ("adamw", "lamb", "lion", "sgd")
+NAMES = (*PROCEDURE_4, "muon")
+MATRICES = ("resblocks.0.weight", "proj.weight")
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    blocks = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
+    return nn.ModuleDict({"resblocks": blocks, "proj": nn.Linear(7, 3)}).double()
 
 
 def gradients(net, step):
@@ -53,11 +56,11 @@ def written(config, value, moments, gradient, *, step):
 
 
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROCEDURE_4)
 def test_updates_follow_procedure_4(name, weight_decay):
     """Except for LAMB's gains and biases, which are not scaled."""
     config, net = OptimizerConfig(name=name, lr=0.02, weight_decay=weight_decay), model()
-    optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
+    optimizer = build_optimizer(config, parameter_groups(net, config))
     values = {n: p.detach().clone() for n, p in net.named_parameters()}
     moments = {n: {"m": torch.zeros_like(p), "v": torch.zeros_like(p)} for n, p in values.items()}
     for step in range(1, 6):
@@ -72,33 +75,78 @@ def test_updates_follow_procedure_4(name, weight_decay):
         assert int(optimizer.state[p]["step"]) == 5
 
 
+def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
+    config, nets = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.3, momentum=0.95), [model(), model()]
+    optimizer = build_optimizer(config, parameter_groups(nets[0], config))
+    named = dict(nets[1].named_parameters())
+    hidden = [named.pop("resblocks.0.weight")]
+    vectors = [p for p in named.values() if p.dim() < 2]
+    groups = [{"params": [named["proj.weight"]]}, {"params": vectors, "weight_decay": 0.0}]
+    references = [
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.3, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=0.02, weight_decay=0.3, betas=config.betas, eps=config.eps),
+    ]
+    for step in range(1, 6):
+        given = gradients(nets[0], step)
+        for net in nets:
+            for n, p in net.named_parameters():
+                p.grad = given[n].clone()
+        for each in (optimizer, *references):
+            each.step()
+    for (n, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        # Muon's iteration is in bf16: five updates of about 0.2 * lr each, rounded to 3 digits.
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-4 if n == "resblocks.0.weight" else 1e-12), n
+        assert int(optimizer.state[p]["step"]) == 5
+
+
+def test_muon_takes_matrices_of_blocks_and_needs_one():
+    config = OptimizerConfig(name="muon", layer_decay=0.5)
+    net = nn.ModuleDict(
+        {
+            "token_embedding": nn.Embedding(9, 4),
+            "resblocks": nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3)),
+            "proj": nn.Linear(4, 3),
+        }
+    )
+    by_id = {id(p): n for n, p in net.named_parameters()}
+    found = {by_id[id(p)]: g["name"] for g in parameter_groups(net, config) for p in g["params"]}
+    assert {n for n, kind in found.items() if kind == "hidden"} == {"resblocks.0.weight", "resblocks.2.weight"}
+    assert found["resblocks.1.weight"] == found["token_embedding.weight"] == found["proj.weight"] == "decay"
+    net["resblocks"].requires_grad_(False)
+    with pytest.raises(UserError, match="no trained parameter is a matrix of a block"):
+        parameter_groups(net, config)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_can_be_recovered_from_the_moment(name):
     config, net = OptimizerConfig(name=name, weight_decay=0.3), model()
-    optimizer = build_optimizer(config, parameter_groups(net, weight_decay=config.weight_decay))
-    key, decay, scale = gradient_in_moment(config)
+    optimizer = build_optimizer(config, parameter_groups(net, config))
+    moments = gradient_in_moment(config)
     for step in (1, 2):
         given = gradients(net, step)
-        expected = {}
+        before = {p: dict(optimizer.state.get(p, {})) for p in net.parameters()}
+        before = {p: {key: torch.as_tensor(v).clone() for key, v in old.items()} for p, old in before.items()}
+        terms = {n: decay_in_gradient(config, p) for n, p in net.named_parameters()}
         for n, p in net.named_parameters():
-            old = optimizer.state[p].get(key, torch.zeros_like(p)).clone() if p in optimizer.state else 0.0
-            expected[n] = decay * old + scale * (given[n] + decay_in_gradient(config, p))
-            p.grad = given[n]
+            p.grad = given[n].clone()
         optimizer.step()
         for n, p in net.named_parameters():
-            assert torch.allclose(optimizer.state[p][key], expected[n]), n
+            (key,) = moments.keys() & optimizer.state[p].keys()
+            decay, scale = moments[key]
+            expected = decay * before[p].get(key, torch.zeros_like(p)) + scale * (given[n] + terms[n])
+            assert torch.allclose(optimizer.state[p][key], expected), n
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_loaded_into_a_new_optimizer_continues_identically(name):
     """As with a checkpoint: moments and one counter, no groups."""
     config, nets = OptimizerConfig(name=name, lr=0.02), [model(), model()]
-    one, other = (build_optimizer(config, parameter_groups(n, weight_decay=config.weight_decay)) for n in nets)
+    one, other = (build_optimizer(config, parameter_groups(n, config)) for n in nets)
     for step in range(1, 7):
         if step == 4:
             nets[1].load_state_dict(nets[0].state_dict())
             for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                other.state[q] = {k: torch.as_tensor(v).clone() for k, v in one.state[p].items() if v is not None}
+                other.state[q] = {k: v.clone() for k, v in one.state[p].items() if isinstance(v, Tensor)}
         for net, optimizer in zip(nets, (one, other), strict=True):
             if net is nets[1] and step < 4:
                 continue
@@ -111,29 +159,30 @@ def test_state_loaded_into_a_new_optimizer_continues_identically(name):
 
 def test_gains_and_biases_are_not_decayed_and_every_parameter_has_one_group():
     net = model()
-    groups = parameter_groups(net, weight_decay=0.5)
+    groups = parameter_groups(net, OptimizerConfig(weight_decay=0.5))
     by_id = {id(p): n for n, p in net.named_parameters()}
     found = {by_id[id(p)]: g["weight_decay"] for g in groups for p in g["params"]}
-    assert found == {n: 0.5 if n in ("0.weight", "2.weight") else 0.0 for n in by_id.values()}
+    assert found == {n: 0.5 if n in MATRICES else 0.0 for n in by_id.values()}
     assert sum(len(g["params"]) for g in groups) == len(by_id)
 
 
 def test_shared_and_scalar_parameters_are_rejected():
     net = model()
-    net.twin = net[0]
+    net["twin"] = net["proj"]
     with pytest.raises(UserError, match="twin"):
-        parameter_groups(net, weight_decay=0.1)
+        parameter_groups(net, OptimizerConfig())
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UserError, match="scalar"):
-        parameter_groups(scalar, weight_decay=0.1)
+        parameter_groups(scalar, OptimizerConfig())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lamb_is_rejected_where_layers_are_flattened(stage):
-    with pytest.raises(UserError, match="trust ratio"):
-        check_stage(OptimizerConfig(name="lamb"), stage=stage)
-    check_stage(OptimizerConfig(name="lamb"), stage=0)
+def test_optimizers_by_layer_are_rejected_where_layers_are_flattened(stage):
+    for name, reason in (("lamb", "trust ratio"), ("muon", "orthogonalizes")):
+        with pytest.raises(UserError, match=f"'{name}' does not work with ZeRO stage {stage}: .*{reason}"):
+            check_stage(OptimizerConfig(name=name), stage=stage)
+        check_stage(OptimizerConfig(name=name), stage=0)
     for name in ("adamw", "lion", "sgd"):
         check_stage(OptimizerConfig(name=name), stage=stage)
 

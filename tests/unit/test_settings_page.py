@@ -58,7 +58,7 @@ def test_every_key_of_training_is_listed_with_its_default() -> None:
     found = {setting.key: setting for setting in settings_of(RunConfig)}
     assert found["samples"].default == "required"
     assert found["optimizer.betas"].default == "[0.9, 0.98]"
-    assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion` or `sgd`"
+    assert found["optimizer.name"].allowed == "`adamw`, `lamb`, `lion`, `sgd` or `muon`"
     assert found["model.patch_dropout"].allowed == "number in [0, 1) or null"
     assert found["data.sources[].weight"].default == "1.0"
 

@@ -2,10 +2,12 @@
 
     python -m jobs.bench.loader --shorter 256 --shorter 512
     python -m jobs.bench.loader --images /data/photographs          resized to each shorter side, as ingestion does
+    python -m jobs.bench.loader --shorter 256 --raw                 and from shards of decoded pixels
 
 Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
 with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
-to the device, as in training; the line "and normalized here" includes it.
+to the device, as in training; the line "and normalized here" includes it. `--raw` measures what a form of shards would
+save that our loader does not read: the same images as 8-bit RGB, cropped and resized without decoding.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ import statistics
 import tarfile
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
 from PIL.Image import Resampling
+from torch import Tensor
+from torch.nn import functional as F
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
@@ -75,8 +81,13 @@ def photographs(folder: Path, *, shorter: int) -> list[Image.Image]:
     return found
 
 
-def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, images: Path | None = None) -> Path:
-    """Write shards with captions and metadata in img2dataset's layout, of generated images or of those in `images`."""
+def make_shards(
+    folder: Path, *, shards: int, samples: int, shorter: int, images: Path | None = None, raw: bool = False
+) -> Path:
+    """Write shards with captions and metadata in img2dataset's layout, of generated images or of those in `images`.
+
+    `raw`: images as binary PPM (a header, then 8-bit RGB) instead of JPEG.
+    """
     rng = np.random.default_rng(0)
     rows = []
     given = photographs(images, shorter=shorter) if images else []
@@ -86,7 +97,7 @@ def make_shards(folder: Path, *, shards: int, samples: int, shorter: int, images
             for i in range(samples):
                 out = io.BytesIO()
                 image = given[(s * samples + i) % len(given)] if given else photo(rng, shorter=shorter)
-                image.save(out, "JPEG", quality=QUALITY)
+                image.save(out, "PPM" if raw else "JPEG", quality=QUALITY)
                 caption = " ".join(rng.choice(WORDS.split(), size=rng.integers(4, 16)))
                 for suffix, data in (("jpg", out.getvalue()), ("json", META), ("txt", caption.encode())):
                     info = tarfile.TarInfo(f"{s:05d}{i:04d}.{suffix}")
@@ -106,6 +117,21 @@ def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, normalized: bool
         if normalized:
             normalize(batch.image, mean=MEAN, std=STD)
     loader.close()
+
+
+def crop_raw(decoder: ImageDecoder, data: bytes, *, state: int) -> Tensor:
+    """The crop that `ImageDecoder` gives in mode "fast", from a binary PPM as Pillow writes it."""
+    width, height = (int(number) for number in data[:32].split(maxsplit=3)[1:3])
+    top, left, h, w = crop_box(height, width, crop=decoder.crop, state=state)
+    pixels = np.frombuffer(data, np.uint8, offset=len(data) - 3 * height * width).reshape(height, width, 3)
+    window = torch.from_numpy(pixels)[None, top : top + h, left : left + w].permute(0, 3, 1, 2)
+    return F.interpolate(window, size=(decoder.size, decoder.size), mode="bicubic", antialias=True)[0]
+
+
+def run_raw(folder: Path, **settings: Any) -> None:
+    """Our loader on raw shards, with its decoder replaced."""
+    with mock.patch.object(ImageDecoder, "__call__", crop_raw):
+        run_ours(folder, **settings)
 
 
 def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
@@ -139,7 +165,7 @@ def rate(run: Callable[[], None], *, samples: int) -> float:
     return samples / (time.process_time() - start)
 
 
-def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = None) -> str:
+def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = None, raw: bool = False) -> str:
     """A table of medians for images stored with this shorter side."""
     import open_clip
 
@@ -156,6 +182,15 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenize=tokenize, altered_shards="ignore"),
             "ours, exact": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="exact"),
         }
+        if raw:
+            decoded = Path(name) / "raw"
+            decoded.mkdir()
+            make_shards(decoded, shards=4, samples=samples // 4, shorter=shorter, images=images, raw=True)
+            bytes_per_sample = sum(path.stat().st_size for path in decoded.glob("*.tar")) / samples
+            runs["raw"] = lambda: run_raw(decoded, samples=samples, tokenize=tokenize)
+            runs["raw, not hashed"] = lambda: run_raw(
+                decoded, samples=samples, tokenize=tokenize, altered_shards="ignore"
+            )
         for run in runs.values():
             run()  # warm the page cache, the tokenizers' caches and the allocators
         rates: dict[str, list[float]] = {label: [] for label in runs}
@@ -170,6 +205,12 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             "open_clip"
             f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
         )
+    if raw:
+        ratios = [x / y for x, y in zip(rates["raw"], rates["ours"], strict=True)]
+        lines.append(
+            f"  raw, {bytes_per_sample / 1000:.0f} kB a sample: {statistics.median(ratios):.2f} x ours"
+            f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
+        )
     return "\n".join(lines)
 
 
@@ -179,11 +220,14 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="folder of photographs to use instead of generated images")
     parser.add_argument("--samples", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # crops are only read
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread, {PIXELS} px out")
     for shorter in options.shorter or (256, 384, 512):
-        print(compare(shorter, samples=options.samples, rounds=options.rounds, images=options.images), flush=True)
+        table = compare(shorter, samples=options.samples, rounds=options.rounds, images=options.images, raw=options.raw)
+        print(table, flush=True)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, and the reference metrics of
+# Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, an S3 server, and the reference metrics of
 # clip-benchmark, which work without its dependencies.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,playground,icons,docs,browser]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,icons,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 

@@ -1,16 +1,10 @@
 """A copy of a run's checkpoints in an object store, for machines that are taken away with their disks.
 
-A finished checkpoint is uploaded in the background: its files first, each read back and compared with its SHA-256, then
-`checkpoint.json`, which makes it a checkpoint, and `latest` last. A killed upload has no `checkpoint.json` and is
-ignored.
+Finished checkpoints are uploaded in the background; a run on a fresh machine downloads the newest one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,119 +14,18 @@ from pipeline.checkpoint.layout import (
     BEST_NAME,
     FOLDER_NAME,
     LATEST_NAME,
-    META_NAME,
-    PREFIX,
     best_checkpoint,
     finished_checkpoints,
-    is_name,
     step_of,
 )
+from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import flush, write_text
+from pipeline.files import write_text
 
-BLOCK = 1 << 20
 ATTEMPTS = 3
 PAUSE_SECONDS = 5.0
-
-
-class MirrorStore:
-    """The checkpoints of one run in any storage that fsspec supports.
-
-    Args:
-        url: The setting `checkpoint.mirror`. The run's checkpoints are in URL/NAME-OF-RUN/checkpoints/.
-        run: The run's folder.
-
-    Raises:
-        UserError: There is no such kind of storage, or the package for it is not installed.
-    """
-
-    def __init__(self, url: str, run: Path) -> None:
-        import fsspec
-
-        self.url = f"{url.rstrip('/')}/{run.name}/{FOLDER_NAME}"
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise UserError(
-                f"checkpoint.mirror = {url!r} cannot be used ({error}). For s3://, pip install 'neuclip[s3]'."
-            ) from error
-
-    def names(self) -> list[str]:
-        """The finished checkpoints, oldest first."""
-        self._files.invalidate_cache()
-        try:
-            found = self._files.glob(f"{self._root}/{PREFIX}*/{META_NAME}")
-        except FileNotFoundError:
-            return []
-        return sorted(filter(is_name, (str(path).rstrip("/").split("/")[-2] for path in found)))
-
-    def read(self, name: str) -> str:
-        """A small file's contents; empty if there is none."""
-        self._files.invalidate_cache()
-        try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}")).decode().strip()
-        except FileNotFoundError:
-            return ""
-
-    def upload(self, path: Path) -> None:
-        """Copy a finished checkpoint, verified.
-
-        Raises:
-            OSError: It could not be copied, or the copy differs.
-        """
-        self.remove(path.name)
-        meta = (path / META_NAME).read_bytes()
-        for name, entry in json.loads(meta)["files"].items():
-            target = f"{self._root}/{path.name}/{name}"
-            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(str(path / name), target)
-            if self._sha256(f"{path.name}/{name}") != entry["sha256"]:
-                raise OSError(f"{name} arrived with other contents")
-        self._files.pipe_file(f"{self._root}/{path.name}/{META_NAME}", meta)
-        self.point(LATEST_NAME, path.name)
-
-    def point(self, file: str, name: str) -> None:
-        """Write the name of a checkpoint into `latest` or `best`."""
-        self._files.pipe_file(f"{self._root}/{file}", f"{name}\n".encode())
-
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint, `checkpoint.json` first, so that no part of it looks complete."""
-        self._files.invalidate_cache()
-        for path in (f"{self._root}/{name}/{META_NAME}", f"{self._root}/{name}"):
-            if self._files.exists(path):
-                self._files.rm(path, recursive=True)
-
-    def download(self, name: str, folder: Path) -> str:
-        """Copy a checkpoint to `folder`/`name`, and return what is wrong with it, or an empty string."""
-        temporary, final = folder / f".{name}", folder / name
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            meta = json.loads(self.read(f"{name}/{META_NAME}"))
-            for file in meta["files"]:
-                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._root}/{name}/{file}", str(temporary / file))
-                flush(temporary / file)
-            write_text(temporary / META_NAME, json.dumps(meta, indent=1) + "\n", durable=True)
-            if problem := damage(temporary):
-                return problem
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(temporary, final)
-            flush(folder)
-        except (OSError, ValueError, KeyError) as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return ""
-
-    def _sha256(self, name: str) -> str:
-        digest = hashlib.sha256()
-        with self._files.open(f"{self._root}/{name}", "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
 
 
 class Mirror:
@@ -154,6 +47,7 @@ class Mirror:
         self._next: Path | None = None
         self._current: Path | None = None
         self._thread: threading.Thread | None = None
+        self._uploads = self._failures = 0
 
     @property
     def busy(self) -> set[Path]:
@@ -207,6 +101,7 @@ class Mirror:
             self._upload(self._current)
 
     def _upload(self, path: Path) -> None:
+        self._uploads += 1
         for attempt in range(ATTEMPTS):
             try:
                 start = time.monotonic()
@@ -223,8 +118,10 @@ class Mirror:
                 problem = f"{type(error).__name__}: {error}"
                 if attempt + 1 < ATTEMPTS:
                     time.sleep(PAUSE_SECONDS)
+        self._failures += 1
         self._on_event(
-            f"Checkpoint {path.name} is NOT in the mirror {self._store.url} ({problem}). Training continues."
+            f"Checkpoint {path.name} is NOT in the mirror {self._store.url} ({problem}). {self._failures} of "
+            f"{self._uploads} uploads have failed since the start. Training continues."
         )
 
 
@@ -241,23 +138,24 @@ def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: W
         world: The ranks.
 
     Raises:
-        UserError: It has, or it cannot be reached. On every rank.
+        UserError: It has, or it cannot be written and read. On every rank.
     """
     problem = ""
     if world.is_main:
         try:
             store = MirrorStore(url, run)
+            store.check()
             if later := [name for name in store.names() if step_of(Path(name)) > step]:
                 problem = taken_by(f"The mirror {store.url}", later, resume)
         except Exception as error:  # of any client library
-            problem = _unreachable(url, error)
+            problem = _unusable(url, error)
     world.raise_together(problem)
 
 
-def _unreachable(url: str, error: Exception) -> str:
+def _unusable(url: str, error: Exception) -> str:
     return (
-        f"checkpoint.mirror = {url!r} cannot be read ({type(error).__name__}: {error}): check the address and "
-        "the credentials, or start with checkpoint.mirror=null."
+        f"checkpoint.mirror = {url!r} cannot be used ({type(error).__name__}: {error}): check the address, the "
+        "credentials and the right to write, or start with checkpoint.mirror=null."
     )
 
 
@@ -267,7 +165,7 @@ def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str],
     Not if the run's folder has an intact one that is as new. Collective; rank 0 downloads.
 
     Raises:
-        UserError: The mirror cannot be reached. On every rank.
+        UserError: The mirror cannot be written and read. On every rank.
     """
     problem = ""
     if world.is_main:
@@ -276,12 +174,13 @@ def fetch_newest(run: Path, url: str, *, world: World, on_event: Callable[[str],
         except UserError as error:
             problem = str(error)
         except Exception as error:  # of any client library
-            problem = _unreachable(url, error)
+            problem = _unusable(url, error)
     world.raise_together(problem)
 
 
 def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None]) -> None:
     folder = run / FOLDER_NAME
+    store.check()
     if not (names := store.names()):
         return
     here = next((step_of(path) for path in reversed(finished_checkpoints(run)) if not damage(path)), -1)

@@ -36,7 +36,8 @@ from pipeline.checkpoint.layout import (
     digest_of,
     name_of,
 )
-from pipeline.checkpoint.mirror import Mirror, MirrorStore, kept_names
+from pipeline.checkpoint.mirror import Mirror, kept_names
+from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import abandon_after
 from pipeline.config import section
 from pipeline.distributed.world import World

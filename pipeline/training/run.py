@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.config import flatten, to_tree

@@ -1,4 +1,4 @@
-"""The copy of a run's checkpoints in an object store; tested in memory and in a folder."""
+"""The copy of a run's checkpoints in an object store; tested in memory, in a folder and on an S3 server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 
 from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.mirror import MirrorStore, fetch_newest, kept_names, refuse_taken
+from pipeline.checkpoint.mirror import fetch_newest, kept_names, refuse_taken
+from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
@@ -24,15 +25,27 @@ from pipeline.errors import UserError
 from pipeline.training.last_checkpoint import save_again
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
+from tests.s3_server import client, s3_server
 from tests.training import SMALL
 from tests.unit.test_checkpoint import Towers, failing, snapshot, towers  # noqa: F401 (a fixture)
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log"):
+        yield
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"memory://{uuid.uuid4().hex}/runs" if request.param == "memory" else f"file://{tmp_path}/store"
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        client().mkdir(name)
+        return f"s3://{name}/runs"
+    return f"memory://{name}/runs" if request.param == "memory" else f"file://{tmp_path}/store"
 
 
 def writer_of(

@@ -1,0 +1,190 @@
+"""What only an object store does to a mirror: buckets, credentials, uploads in parts, and servers that go away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint import mirror as mirror_module
+from pipeline.checkpoint.layout import FORMAT, META_NAME, VERSION, digest_of, name_of
+from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.files import write_json
+from tests.launch import ROOT
+from tests.s3_server import client, client_settings, end, process, s3_server
+from tests.unit.test_checkpoint import Towers, snapshot, towers  # noqa: F401 (a fixture)
+from tests.unit.test_mirror import fetched, write, writer_of
+
+Start = Callable[[Path, str], None]
+PARTS = 101 * 2**20
+"""Bytes of a file that s3fs uploads in three parts."""
+UPLOAD = """
+import sys
+from pathlib import Path
+from pipeline.checkpoint.mirror_store import MirrorStore
+MirrorStore(sys.argv[1], Path(sys.argv[2])).upload(Path(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    with s3_server(tmp_path / "log") as (_, port):
+        client().mkdir("bucket")
+        yield port
+
+
+def large_checkpoint(run: Path, step: int, *, size: int) -> Path:
+    """A checkpoint whose only file is large, written without the trainer."""
+    folder = run / "checkpoints" / name_of(step)
+    folder.mkdir(parents=True)
+    file = folder / "moments.safetensors"
+    with file.open("wb") as out:
+        out.truncate(size)
+    with file.open("rb") as written:
+        entry = {"bytes": size, "sha256": hashlib.file_digest(written, "sha256").hexdigest()}
+    meta = {"format": FORMAT, "version": VERSION, "step": step, "files": {file.name: entry}}
+    write_json(folder / META_NAME, {**meta, "digest": digest_of(meta)})
+    return folder
+
+
+def new_run(run: Path, url: str) -> None:
+    refuse_taken(run, url, resume=None, step=-1, world=World())
+
+
+def resumed_run(run: Path, url: str) -> None:
+    fetch_newest(run, url, world=World(), on_event=print)
+
+
+@pytest.mark.parametrize("start", [new_run, resumed_run])
+def test_a_bucket_that_is_missing_is_refused_and_not_created(tmp_path: Path, port: int, start: Start) -> None:
+    with pytest.raises(UserError, match=r"'s3://buckte/runs' cannot be used .*bucket does not exist.* address"):
+        start(tmp_path / "run", "s3://buckte/runs")
+    assert client().ls("") == ["bucket"]
+
+
+def test_an_upload_does_not_create_a_bucket(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
+    with pytest.raises(FileNotFoundError, match="bucket does not exist"):
+        MirrorStore("s3://buckte/runs", tmp_path / "run").upload(large_checkpoint(tmp_path / "run", 1, size=10))
+    assert client().ls("") == ["bucket"]
+
+
+def test_the_check_at_the_start_leaves_nothing_behind(tmp_path: Path, port: int) -> None:
+    new_run(tmp_path / "run", "s3://bucket/runs")
+    resumed_run(tmp_path / "run", "s3://bucket/runs")
+    assert client().find("bucket") == []
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_credentials_that_are_missing_or_wrong_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    with s3_server(tmp_path / "log", INITIAL_NO_AUTH_ACTION_COUNT="0"):
+        if not known:
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        reason = "Access Key Id you provided does not exist" if known else "Unable to locate credentials"
+        with pytest.raises(UserError, match=rf"cannot be used \(.*{reason}.*the credentials"):
+            new_run(tmp_path / "run", "s3://bucket/runs")
+
+
+def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, port: int) -> None:
+    run, store = tmp_path / "run", client()
+    older, newer = large_checkpoint(run, 1, size=100), large_checkpoint(run, 2, size=PARTS)
+    mirror = MirrorStore("s3://bucket/runs", run)
+    mirror.upload(older)
+    upload = subprocess.Popen([sys.executable, "-c", UPLOAD, "s3://bucket/runs", str(run), str(newer)], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not store.list_multipart_uploads("bucket"):
+        assert upload.poll() is None, "the upload ended before a part of it was seen"
+        assert time.monotonic() < deadline
+    os.kill(upload.pid, signal.SIGKILL)
+    assert upload.wait() == -signal.SIGKILL
+    assert [part["Key"].rpartition("/")[2] for part in store.list_multipart_uploads("bucket")] == [
+        "moments.safetensors"
+    ]
+    assert (mirror.names(), mirror.read("latest")) == ([older.name], older.name)
+    shutil.rmtree(run)
+    resumed_run(run, "s3://bucket/runs")
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [older.name]
+    mirror.upload(large_checkpoint(run, 2, size=PARTS))  # the next attempt is not disturbed by the parts
+    assert (mirror.names(), mirror.read("latest")) == ([older.name, newer.name], newer.name)
+
+
+def test_a_byte_that_changes_on_the_server_is_noticed(tmp_path: Path, port: int, towers: Towers) -> None:  # noqa: F811
+    run, url = tmp_path / "run", "s3://bucket/runs"
+    write(run, url, towers, [1, 2, 3])
+    shutil.rmtree(run)
+    store = client()
+    folder = "bucket/runs/run/checkpoints"
+    moments, meta = f"{folder}/{name_of(3)}/moments.safetensors", f"{folder}/{name_of(2)}/{META_NAME}"
+    store.pipe_file(moments, store.cat_file(moments)[:-1] + b"x")
+    store.pipe_file(meta, store.cat_file(meta).replace(b'"samples": 16', b'"samples": 17'))
+    found, notes = fetched(run, url)
+    assert found.step == 1
+    assert "step-00000003 of the mirror is damaged and was skipped: the contents of moments.safetensors" in notes[0]
+    assert f"step-00000002 of the mirror is damaged and was skipped: the contents of {META_NAME}" in notes[1]
+
+
+def test_uploads_fail_and_are_counted_while_the_server_is_away(
+    tmp_path: Path,
+    towers: Towers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
+    run, url, events = tmp_path / "run", "s3://bucket/runs", list[str]()
+    with s3_server(tmp_path / "log") as (server, port):
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        client().mkdir("bucket")
+        writer = writer_of(run, url, towers, events.append)
+
+        def save(step: int) -> str:
+            writer.save(snapshot(towers, step))
+            writer.finish()
+            return events[-1]
+
+        assert "step-00000001 is in the mirror" in save(1)
+        end(server)
+        assert "step-00000002 is NOT in the mirror" in save(2)
+        assert "1 of 2 uploads have failed since the start. Training continues." in events[-1]
+        assert "Could not connect to the endpoint" in events[-1]
+        assert "2 of 3 uploads have failed since the start" in save(3)
+        server = process(port, tmp_path / "log")
+        try:
+            assert "bucket does not exist" in save(4)  # the new server has lost it
+            client().mkdir("bucket")
+            assert "step-00000005 is in the mirror" in save(5)
+            assert MirrorStore(url, run).names() == [name_of(5)]
+        finally:
+            end(server)
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [name_of(n) for n in (3, 4, 5)]
+
+
+def test_the_endpoint_comes_from_the_environment(tmp_path: Path, port: int) -> None:
+    """docs/cluster.md names two variables; the server would not be found without one of them."""
+    script = "import fsspec; print(fsspec.filesystem('s3').ls(''))"
+    settings = client_settings(port)
+    endpoint = settings.pop("AWS_ENDPOINT_URL")
+    base = {name: value for name, value in os.environ.items() if name != "AWS_ENDPOINT_URL"}
+    for name in ("AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**base, **settings, name: endpoint},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert json.loads(done.stdout.replace("'", '"')) == ["bucket"]

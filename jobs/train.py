@@ -72,6 +72,9 @@ def command(
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
         flags = ["--new-batch-size"] if new_batch_size else []
         return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
+    from pipeline.distributed.launcher_watch import watch_launcher
+
+    watch_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train
 
     return train(run, resume=resume, new_batch_size=new_batch_size)

@@ -68,6 +68,12 @@ def lives(pid: int) -> bool:
         ("deepspeed", "rank", signal.SIGUSR1, 75),
         ("neuclip", "all", signal.SIGUSR1, 75),
         ("neuclip", "launcher", signal.SIGTERM, 75),
+        # A launcher that cannot pass anything on: the ranks notice that it is gone.
+        ("torchrun", "launcher", signal.SIGKILL, -signal.SIGKILL),
+        ("deepspeed", "launcher", signal.SIGKILL, -signal.SIGKILL),
+        ("deepspeed", "launcher", signal.SIGTERM, -signal.SIGTERM),
+        ("deepspeed", "parent", signal.SIGKILL, None),
+        ("neuclip", "launcher", signal.SIGKILL, -signal.SIGKILL),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint(
@@ -89,7 +95,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
         if whom == "all":
             os.killpg(process.pid, number)  # as a terminal does
         else:
-            os.kill(process.pid if whom == "launcher" else ranks[0], number)
+            victims = {"launcher": process.pid, "rank": ranks[0], "parent": psutil.Process(ranks[0]).ppid()}
+            os.kill(victims[whom], number)
         output = process.communicate(timeout=120)[0]
         if code is not None:
             assert process.returncode == code, output[-3000:]
@@ -106,3 +113,5 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     written = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
     assert len(written) == 1
     assert "by a signal; continue with --resume latest" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = (tmp_path / "run" / "heartbeats").glob("exit-*.json")
+    assert [json.loads(path.read_text())["code"] for path in records] == [75, 75]

@@ -1,0 +1,37 @@
+"""Which processes a rank regards as its launcher, and when it regards them as gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeline.distributed.launcher_watch import Process, find_launchers
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def test_a_process_without_a_launcher_may_outlive_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert find_launchers(os.getppid()) == []
+
+
+def test_a_zombie_and_another_process_with_the_same_id_are_not_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    agent = subprocess.Popen(SLEEP)
+    try:
+        (found,) = find_launchers(agent.pid)
+        assert (found.pid, found.runs()) == (agent.pid, True)
+        assert not Process(agent.pid, found.started + "0").runs()
+    finally:
+        agent.kill()
+    deadline = time.monotonic() + 60
+    while found.runs():  # it is a zombie until somebody waits for it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    agent.wait()
+    assert not found.runs()
+    assert find_launchers(agent.pid) == []

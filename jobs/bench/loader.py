@@ -3,11 +3,13 @@
     python -m jobs.bench.loader --shorter 256 --shorter 512
     python -m jobs.bench.loader --images /data/photographs          resized to each shorter side, as ingestion does
     python -m jobs.bench.loader --shorter 256 --raw                 and from shards of decoded pixels
+    python -m jobs.bench.loader --hashing --rounds 30               only what hashing the shards costs
 
 Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
 with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
 to the device, as in training; the line "and normalized here" includes it. `--raw` measures what a form of shards would
-save that our loader does not read: the same images as 8-bit RGB, cropped and resized without decoding.
+save that our loader does not read: the same images as 8-bit RGB, cropped and resized without decoding. The last line is
+what `data.altered_shards` costs: the SHA-256 of every shard, computed from the bytes as they are read.
 """
 
 from __future__ import annotations
@@ -165,8 +167,10 @@ def rate(run: Callable[[], None], *, samples: int) -> float:
     return samples / (time.process_time() - start)
 
 
-def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = None, raw: bool = False) -> str:
-    """A table of medians for images stored with this shorter side."""
+def compare(
+    shorter: int, *, samples: int, rounds: int, images: Path | None = None, raw: bool = False, hashing: bool = False
+) -> str:
+    """A table of medians for images stored with this shorter side; `hashing`: only of our loader's two forms."""
     import open_clip
 
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
@@ -191,6 +195,8 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             runs["raw, not hashed"] = lambda: run_raw(
                 decoded, samples=samples, tokenize=tokenize, altered_shards="ignore"
             )
+        if hashing:
+            runs = {label: runs[label] for label in ("ours, not hashed", "ours")}
         for run in runs.values():
             run()  # warm the page cache, the tokenizers' caches and the allocators
         rates: dict[str, list[float]] = {label: [] for label in runs}
@@ -198,11 +204,11 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             for label, run in runs.items():
                 rates[label].append(rate(run, samples=samples))
     lines = [f"shorter side {shorter}, {size / 1000:.0f} kB a sample, {samples} samples, {rounds} rounds:"]
+    first = next(iter(rates))
     for label, found in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(found, rates["open_clip"], strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(found, rates[first], strict=True)]
         lines.append(
-            f"  {label:20s} {statistics.median(found):7.0f} images/s/core   {statistics.median(ratios):5.2f} x "
-            "open_clip"
+            f"  {label:20s} {statistics.median(found):7.0f} images/s/core   {statistics.median(ratios):5.2f} x {first}"
             f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
         )
     if raw:
@@ -211,6 +217,11 @@ def compare(shorter: int, *, samples: int, rounds: int, images: Path | None = No
             f"  raw, {bytes_per_sample / 1000:.0f} kB a sample: {statistics.median(ratios):.2f} x ours"
             f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
         )
+    shares = [1 - hashed / plain for hashed, plain in zip(rates["ours"], rates["ours, not hashed"], strict=True)]
+    lines.append(
+        f"  hashing the shards takes {statistics.median(shares):.1%} of our CPU time"
+        f"   (rounds {min(shares):.1%} to {max(shares):.1%})"
+    )
     return "\n".join(lines)
 
 
@@ -218,16 +229,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
     parser.add_argument("--images", type=Path, help="folder of photographs to use instead of generated images")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
+    forms.add_argument("--hashing", action="store_true", help="compare our loader with and without hashing only")
     parser.add_argument("--samples", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # crops are only read
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread, {PIXELS} px out")
     for shorter in options.shorter or (256, 384, 512):
-        table = compare(shorter, samples=options.samples, rounds=options.rounds, images=options.images, raw=options.raw)
-        print(table, flush=True)
+        settings = {"samples": options.samples, "rounds": options.rounds, "images": options.images}
+        print(compare(shorter, **settings, raw=options.raw, hashing=options.hashing), flush=True)
 
 
 if __name__ == "__main__":

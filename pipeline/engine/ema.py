@@ -58,10 +58,10 @@ class WeightAverage:
         get_ema_multi_avg_fn(decay)(self._average, masters, self.updates)
         self.updates += 1
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The average as full tensors, like `EngineState.weights`, with the trained model's buffers. Collective."""
         with self._in_place():
-            yield from self._state.weights()
+            yield from self._state.weights(keep=keep)
 
     def load(self, weights: Mapping[str, Tensor], *, updates: int) -> None:
         """Restore an average, given as full tensors. Collective; the engine's weights must be loaded afterwards."""

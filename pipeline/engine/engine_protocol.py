@@ -22,12 +22,20 @@ class EngineState(Protocol):
     All methods are collective: every rank calls them, and iterates over all of what they yield.
     """
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """fp32 master weights and buffers on the CPU, by the names of open_clip's state dict."""
+    def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """fp32 master weights and buffers on the CPU, by the names of open_clip's state dict.
+
+        Args:
+            keep: Whether this rank needs them. Without it, the rank takes part, copies nothing and yields nothing.
+        """
         ...
 
-    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU."""
+    def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
+        """`(parameter, key, value)` of the optimizer's per-weight state (Adam: exp_avg, exp_avg_sq), on the CPU.
+
+        Args:
+            keep: As for `weights`.
+        """
         ...
 
     def counter(self) -> int:

@@ -47,25 +47,24 @@ class DeepSpeedState:
         """Trainable parameters by open_clip's names, in one fixed order."""
         return [(name, p) for name, p in self._clip.named_parameters() if p.requires_grad]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `EngineState.weights`."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         trained = dict(self.named_parameters())
         for name, value in self._state_dict_items():
             if name in trained and self._stage > 0:
-                yield name, safe_get_full_fp32_param(value).detach().float().cpu().reshape(self._shape(value))
-            elif name in self._frozen:
-                yield name, self._frozen[name].clone()
+                full = safe_get_full_fp32_param(value)
             else:
-                full = value.detach()
-                yield name, (full.float() if full.is_floating_point() else full).cpu().clone()
+                full = self._frozen.get(name, value)
+            if keep:
+                yield name, _on_the_host(full).reshape(self._shape(value))
 
     def shapes(self) -> dict[str, torch.Size]:
         """See `EngineState.shapes`."""
         return {name: self._shape(value) for name, value in self._state_dict_items()}
 
-    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+    def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
         """See `EngineState.moments`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -79,7 +78,8 @@ class DeepSpeedState:
                     continue
                 else:
                     value = states[p][key]
-                yield name, key, value.detach().float().cpu().reshape(self._shape(p)).clone()
+                if keep:
+                    yield name, key, _on_the_host(value).reshape(self._shape(p))
 
     def counter(self) -> int:
         """See `EngineState.counter`."""
@@ -189,3 +189,8 @@ class DeepSpeedState:
             for key in keys:
                 if key not in state:
                     state[key] = torch.zeros_like(master)
+
+
+def _on_the_host(value: Tensor) -> Tensor:
+    """A copy in the CPU's memory, in fp32 if it is a floating-point tensor. It is copied once."""
+    return value.detach().to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)

@@ -51,17 +51,17 @@ class RunState:
     def snapshot(self, batch: Batch) -> Snapshot:
         """The state after `batch`, on the CPU. Collective: all ranks gather, and rank 0 keeps the result."""
         state, main = self.engine.state, self.world.is_main
-        moments = {(name, key): value for name, key, value in state.moments() if main}
+        moments = {(name, key): value for name, key, value in state.moments(keep=main)}
         return Snapshot(
             step=self.step,
-            weights={name: value for name, value in state.weights() if main},
+            weights=dict(state.weights(keep=main)),
             moments=moments,
             counter=state.counter(),
             objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
             rows=self.objective.row_blocks(),
             logit=self.objective.logit_parameters(),
             facts=self._facts(batch),
-            ema=None if self.ema is None else {name: value for name, value in self.ema.weights() if main},
+            ema=None if self.ema is None else dict(self.ema.weights(keep=main)),
             best=self.run.validation.keep_best and self.validation.best_step == self.step,
         )
 

@@ -117,6 +117,7 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     distance = check.finish(clipping=0.0)
     first += losses(step, 1, half)
     state = step.engine.state
+    assert not [*state.weights(keep=False), *state.moments(keep=False)]
     saved = {
         "weights": dict(state.weights()),
         "moments": {(n, key): value for n, key, value in state.moments()},

@@ -71,7 +71,7 @@ def hold_out(icons: Sequence[Icon], wanted: HeldOutConfig) -> dict[str, str]:
 
 
 def _authors(icons: Iterable[Icon], share: float) -> set[str]:
-    """Authors whose icons are together at most this share of all, in the order of their hashes; none has most of it."""
+    """Authors whose icons are together at most this share of all, by their hashes; none has more than half of it."""
     counts = Counter(icon.author for icon in icons)
     room = share * counts.total()
     largest = room / 2

@@ -1,7 +1,7 @@
 """Captions of icons: their names, without the part that names a style.
 
-1. The longest of the prefixes and suffixes that the set declares as styles is removed, if any ("outline-rounded" from
-   "home-outline-rounded", "baseline" from "baseline-home").
+1. The longest prefix, or else the longest suffix, that the set declares as a style is removed ("baseline" from
+   "baseline-home", "outline-rounded" from "home-outline-rounded").
 2. A last word in `STYLES` is removed as long as the name without it is another icon of the set ("heart-fill" beside
    "heart", but not "traffic-light" unless there is a "traffic").
 3. Hyphens become spaces. A name without a letter gives no caption.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -81,7 +82,7 @@ def _unpacked(archive: Path, folder: Path, version: str) -> Path:
         with tarfile.open(archive, "r:gz") as tar:
             wanted = (m for m in tar if m.name.endswith(".json") and m.name.count("/") <= 2)
             tar.extractall(folder, members=wanted, filter="data")
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{archive} is not a complete npm archive ({error}): fetch it again.") from error
     _check(folder / "package", version)
     return folder / "package"

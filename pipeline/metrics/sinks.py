@@ -261,8 +261,9 @@ class ProgressLines(QuietSink):
 
 def headline(scalars: Mapping[str, float]) -> str:
     """The available metrics of the progress line."""
+    slow = scalars.get("samples_per_second", 0.0) < 10
     shown = (
-        ("samples_per_second", "{:,.0f} samples/s"),
+        ("samples_per_second", "{:.2g} samples/s" if slow else "{:,.0f} samples/s"),
         ("loss", "loss {:.4f}"),
         ("tau", "tau {:.4f}"),
         ("normalizer_gap", "normalizer gap {:.3f}"),

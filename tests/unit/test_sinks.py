@@ -14,7 +14,7 @@ import torch
 from pipeline import files
 from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry, TelemetryConfig, open_telemetry, sink_names
-from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, register_sink
+from pipeline.metrics.sinks import SINKS, QuietSink, SinkContext, headline, register_sink
 
 
 class Diary(QuietSink):
@@ -143,3 +143,4 @@ def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: 
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("step 9/9  1,234 samples/s  loss 0.5000  ETA ")
     assert (second, third) == ("Evaluation at step 9: a 0.250", "Something.")
+    assert headline({"samples_per_second": 0.4567}) == "0.46 samples/s"

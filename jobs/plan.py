@@ -110,9 +110,19 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
                 f"{hours:,.1f} h on {plan.gpus} GPUs"
             ),
         ),
+        *([("image features", _features(plan))] if plan.features_bytes is not None else []),
         *(stages if len(stages) > 1 else []),
         *([("communication", _communication(plan))] if plan.gpus > 1 else []),
     ]
+
+
+def _features(plan: RunPlan) -> str:
+    """What stored outputs of a locked image tower take."""
+    assert plan.features_bytes is not None
+    return (
+        f"{_size(plan.features_bytes)} on disk; the image tower runs once for every image, in the first epoch, if none "
+        "are stored yet"
+    )
 
 
 def _communication(plan: RunPlan) -> str:

@@ -37,10 +37,13 @@ OPTIONS = (
     "grad_checkpointing",
     "compile",
     "patch_dropout",
+    "lock_image",
+    "image_features_cache",
     "all_savings",
 )
 """`none`: open_clip's attention, untrimmed texts, channels first. `packed_attention` and `channels_last` change only
-what they name. `trim_text` and the options below it have all three."""
+what they name. `trim_text` and the options below it have all three. `image_features_cache` is `lock_image` from the
+second epoch on: a step gets stored outputs of the image tower; the decoding that it saves as well is not measured."""
 BUILD_SECONDS = 1800
 
 
@@ -72,6 +75,8 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "accumulate": args.batch // args.micro_batch if option == "accumulation" or saving else 1,
         "grad_checkpointing": option == "grad_checkpointing" or saving,
         "compile": option == "compile",
+        "lock_image": option in ("lock_image", "image_features_cache"),
+        "stored_features": option == "image_features_cache",
         "patch_dropout": args.patch_dropout if option == "patch_dropout" else None,
         "packed_attention": option not in ("none", "channels_last"),
         "channels_last": option != "none" and option != "packed_attention",
@@ -172,15 +177,16 @@ def useful_flops(args: argparse.Namespace, option: str) -> float:
 
     settings = settings_of(args, option)
     model = ModelConfig(arch=args.arch, image_size=args.image_size, patch_dropout=settings["patch_dropout"],
-                        packed_attention=settings["packed_attention"])  # fmt: skip
+                        packed_attention=settings["packed_attention"], lock_image=settings["lock_image"])  # fmt: skip
     towers, _ = build_towers(model, seed=0, device="meta")
+    images = 0.0 if settings["stored_features"] else 1.0
     trimming = text_trimming(towers.clip, wanted=None if settings["trim_text"] else False)
     if trimming is None:
-        return training_flops(model)
+        return training_flops(model, images=images)
     text = make_data(args).text
     chunks = micro_batches(args.batch, args.batch // settings["accumulate"])
     tokens = TextChunks(text, chunks, lengths=trimming.lengths(text)).computed_tokens / args.batch
-    return training_flops(model, text_tokens=tokens)
+    return training_flops(model, text_tokens=tokens, images=images)
 
 
 if __name__ == "__main__":

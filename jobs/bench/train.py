@@ -87,7 +87,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
-    parser.set_defaults(patch_dropout=None)
+    parser.set_defaults(patch_dropout=None, lock_image=False, stored_features=False)
     args = parser.parse_args(argv)
     args.prototypes = prototypes_of(args, parser)
     return args
@@ -124,6 +124,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         grad_checkpointing=args.grad_checkpointing,
         patch_dropout=args.patch_dropout,
         packed_attention=args.packed_attention,
+        lock_image=args.lock_image,
     )
     towers, architecture = build_towers(config, seed=SEED)
     trimming = text_trimming(towers.clip, wanted=None if args.trim_text and args.packed_attention else False)
@@ -150,13 +151,18 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
     take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro))
     sample_ids = torch.arange(args.batch, device=world.device)
     memory_format = towers.image_format if args.channels_last else torch.contiguous_format
-    taken = 0
+    taken, stored = 0, None
+    if args.stored_features:
+        image = normalize(data.pixels.to(world.device), mean=data.mean, std=data.std, dtype=engine.dtype)
+        stored = pinned(engine.image_output(image).cpu())
 
     def run(steps: int) -> None:
         nonlocal taken
         for _ in range(steps):
-            pixels = data.pixels.to(world.device, non_blocking=True)
-            image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype, memory_format=memory_format)
+            pixels = (data.pixels if stored is None else stored).to(world.device, non_blocking=True)
+            image = pixels
+            if stored is None:
+                image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype, memory_format=memory_format)
             text = data.text.to(world.device, non_blocking=True)
             lengths = trimming.lengths(data.text) if trimming else None
             result = take_step((image, text), sample_ids=sample_ids, step=taken, lr_scale=1e-3, text_lengths=lengths)

@@ -42,7 +42,8 @@ class CropConfig:
     scale: tuple[float, float] = (0.9, 1.0)
     """Smallest and largest share of the image's area that the crop keeps."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Smallest and largest width over height of the crop."""
+    """Smallest and largest width over height of the crop. With `scale` and `ratio` both [1, 1], the crop is always the
+    central square: no augmentation."""
 
     @model_validator(mode="after")
     def _ordered(self) -> CropConfig:
@@ -51,6 +52,11 @@ class CropConfig:
                 limit = " <= 1" if name == "scale" else ""
                 raise ValueError(f"crop.{name} = {(low, high)} must satisfy 0 < low <= high{limit}")
         return self
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every crop is the central square."""
+        return self.scale == self.ratio == (1.0, 1.0)
 
 
 def as_sources(value: Any) -> Any:

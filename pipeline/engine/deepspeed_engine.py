@@ -92,6 +92,12 @@ class DeepSpeedEngine:
             features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
         return features
 
+    def image_output(self, image: Tensor) -> Tensor:
+        """See `Engine.image_output`."""
+        with torch.no_grad(), self._attention():
+            output: Tensor = self._engine(image.to(self.dtype), None)
+        return output
+
     def _attention(self) -> contextlib.AbstractContextManager[None]:
         """The plain attention in bf16 on CPUs, where the backward pass of torch's fused one is slower."""
         if self.bf16 and self.world.device.type == "cpu":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from pipeline.model.tower_costs import measure_flops
+from pipeline.model.tower_costs import measure_flops, trained_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import why_not_trimmed
 
@@ -42,29 +42,46 @@ def known_peak(device_name: str) -> float | None:
     return None
 
 
-def training_flops(model: ModelConfig, *, text_tokens: float | None = None) -> float:
+@dataclass(frozen=True)
+class _ForwardFlops:
+    """Forward FLOPs of a model's towers."""
+
+    image: float
+    """Of an image."""
+    text: tuple[float, ...]
+    """Of a text, as a polynomial in its tokens (attention is quadratic); constant where texts cannot be trimmed."""
+    context_length: int
+    trained: tuple[bool, bool]
+    """Whether any part of the image tower, and of the text tower, is trained."""
+
+
+def training_flops(model: ModelConfig, *, text_tokens: float | None = None, images: float = 1.0) -> float:
     """FLOPs of forward and backward for one pair; recomputation and the objective are not counted.
+
+    A tower that is locked as a whole has no backward pass.
 
     Args:
         model: the recipe's `model` section.
         text_tokens: tokens that the text tower computes per text, where texts are trimmed; None: its context length.
+        images: images that the image tower computes per pair: fewer than one if some of its outputs are stored.
     """
-    curve, context_length = _flops_by_text_tokens(replace(without_weights(model), sync_batchnorm=False, compile=False))
-    tokens = (model.text_tokens or context_length) if text_tokens is None else text_tokens
-    return 3.0 * sum(factor * tokens**power for power, factor in enumerate(curve))
+    flops = _forward_flops(replace(without_weights(model), sync_batchnorm=False, compile=False))
+    tokens = (model.text_tokens or flops.context_length) if text_tokens is None else text_tokens
+    of_text = sum(factor * tokens**power for power, factor in enumerate(flops.text))
+    for_image, for_text = (3.0 if trained else 1.0 for trained in flops.trained)
+    return for_image * images * flops.image + for_text * of_text
 
 
 @functools.cache
-def _flops_by_text_tokens(model: ModelConfig) -> tuple[tuple[float, ...], int]:
-    """Forward FLOPs of a pair as a polynomial in the tokens per text (attention is quadratic), and the context length.
-
-    The polynomial is constant where the model's texts cannot be trimmed.
-    """
+def _forward_flops(model: ModelConfig) -> _ForwardFlops:
+    """Measured on the meta device."""
     towers, architecture = build_towers(model, seed=0, device="meta")
     length, size = architecture.context_length, architecture.image_size
     points = [length] if why_not_trimmed(towers.clip) else sorted({1, (1 + length) // 2, length})
-    flops = [measure_flops(towers, image_size=size, context_length=tokens) for tokens in points]
-    return tuple(np.polynomial.polynomial.polyfit(points, flops, deg=len(points) - 1)), length
+    image = measure_flops(towers, image_size=size, context_length=None)
+    text = [measure_flops(towers, image_size=size, context_length=tokens) - image for tokens in points]
+    curve = tuple(np.polynomial.polynomial.polyfit(points, text, deg=len(points) - 1))
+    return _ForwardFlops(image, curve, length, trained_towers(towers))
 
 
 class Utilization:
@@ -85,17 +102,24 @@ class Utilization:
         if peak_tflops is None and device.type == "cuda" and bf16:
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
         self._model, self._peak = model, None if peak_tflops is None else peak_tflops * 1e12 * ranks
-        self._tokens, self._steps = 0.0, 0
+        self._tokens, self._images, self._steps = 0.0, 0.0, 0
 
-    def count(self, *, text_tokens: float) -> None:
-        """Count a step in which the text tower computed `text_tokens` tokens per text."""
+    def count(self, *, text_tokens: float, images: float = 1.0) -> None:
+        """Count a step: tokens per text and images per pair that the towers computed."""
         self._tokens += text_tokens
+        self._images += images
         self._steps += 1
 
     def scalars(self, samples_per_second: float) -> dict[str, float]:
-        """{"mfu": share of the peak} over the steps since the last call, or {} if the peak is unknown."""
+        """{"mfu": share of the peak} over the steps since the last call, or {} if the peak is unknown.
+
+        With stored image features also {"image_features_read": the share of this rank's rows for which they were read}.
+        """
         tokens = self._tokens / self._steps if self._steps else None
-        self._tokens, self._steps = 0.0, 0
+        images = self._images / self._steps if self._steps else 1.0
+        self._tokens, self._images, self._steps = 0.0, 0.0, 0
+        stored = {} if self._model.image_features_cache is None else {"image_features_read": 1.0 - images}
         if self._peak is None:
-            return {}
-        return {"mfu": samples_per_second * training_flops(self._model, text_tokens=tokens) / self._peak}
+            return stored
+        flops = training_flops(self._model, text_tokens=tokens, images=images)
+        return {**stored, "mfu": samples_per_second * flops / self._peak}

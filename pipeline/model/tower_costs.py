@@ -19,12 +19,23 @@ class TowerCosts:
 
     parameters: int
     """Of both towers."""
-    forward_flops: float
-    """Of one pair; a multiply-add counts as 2."""
+    trained_parameters: int
+    """Those that are not locked."""
+    image_flops: float
+    """Forward, of one image; a multiply-add counts as 2."""
+    text_flops: float
+    """Forward, of one text."""
     saved_bytes: float
     """What autograd saves for the backward pass of one pair, in fp32."""
     context_length: int
     """Tokens of one text."""
+    trained: tuple[bool, bool]
+    """Whether any part of the image tower, and of the text tower, is trained."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one pair."""
+        return self.image_flops + self.text_flops
 
 
 def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -> TowerCosts:
@@ -34,19 +45,31 @@ def measure_towers(towers: nn.Module, *, image_size: int, context_length: int) -
         _saved_bytes(lambda rows=rows: towers(*_inputs(rows, image_size, context_length)), towers)  # type: ignore[misc]
         for rows in (2, 4)
     )
+    image_flops = measure_flops(towers, image_size=image_size, context_length=None)
     return TowerCosts(
         parameters=sum(p.numel() for p in towers.parameters()),
-        forward_flops=measure_flops(towers, image_size=image_size, context_length=context_length),
+        trained_parameters=sum(p.numel() for p in towers.parameters() if p.requires_grad),
+        image_flops=image_flops,
+        text_flops=measure_flops(towers, image_size=image_size, context_length=context_length) - image_flops,
         saved_bytes=(two - one) / 2,
         context_length=context_length,
+        trained=trained_towers(towers),
     )
 
 
-def measure_flops(towers: nn.Module, *, image_size: int, context_length: int) -> float:
-    """Forward FLOPs of one pair, in training, of towers that were built on the meta device."""
+def trained_towers(towers: nn.Module) -> tuple[bool, bool]:
+    """Whether any part of the image tower, and of the text tower, is trained."""
+    named = [(name.startswith("clip.visual."), p.requires_grad) for name, p in towers.named_parameters()]
+    image, text = (any(learns for of_image, learns in named if of_image == side) for side in (True, False))
+    return image, text
+
+
+def measure_flops(towers: nn.Module, *, image_size: int, context_length: int | None) -> float:
+    """Forward FLOPs of one pair, or without a context length of one image, in training, on the meta device."""
     towers.train()
+    image, text = _inputs(2, image_size, context_length or 1)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        towers(*_inputs(2, image_size, context_length))
+        towers(image, text if context_length else None)
     return counter.get_total_flops() / 2
 
 

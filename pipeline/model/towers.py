@@ -20,7 +20,7 @@ from pipeline.config import section
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
-from pipeline.model.locked import lock_towers
+from pipeline.model.locked import check_constant_image_tower, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS, create_clip
 from pipeline.model.patch_dropout import use_patch_dropout_on_device
 from pipeline.model.starting_weights import (
@@ -59,6 +59,12 @@ class ModelConfig:
     unlocked_image_blocks: int = Field(default=0, ge=0)
     """With `lock_image`: parts at the tower's end that are trained nevertheless, counted as open_clip does: the final
     projection is the first, then block by block."""
+    image_features_cache: str | None = None
+    """Folder for the outputs of a wholly locked image tower: the first epoch stores them, later epochs read them
+    instead of decoding images and running the tower. Needs `lock_image` and the fixed crop (`data.crop.scale=[1,1]
+    data.crop.ratio=[1,1]`). Takes 4 bytes (2 with bf16 weights) per feature dimension and sample. Runs with the same
+    tower, data and preprocessing share them; others get a subfolder of their own. The loss is the same up to
+    rounding."""
     lock_text: bool = False
     """Keep the text tower as it is."""
     unlocked_text_blocks: int = Field(default=0, ge=0)
@@ -101,13 +107,24 @@ class Towers(nn.Module):
         self.image_format = image_format(clip.visual)  # type: ignore[arg-type]
         """Memory format in which the image tower is fastest."""
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, 3, H, W] normalised images and [B, L] tokens -> two [B, d] unit-norm fp32 features."""
+    def forward(self, image: Tensor, text: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+        """[B, 3, H, W] normalised images and [B, L] tokens -> two [B, d] unit-norm fp32 features.
+
+        Instead of images it takes [B, d] results of `image_output`. Without texts it returns `image_output`.
+        """
+        if text is None:
+            return self.image_output(image)
         return self.encode_image(image), self.encode_text(text)
 
     def encode_image(self, image: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, d]."""
-        return F.normalize(self.clip.encode_image(image).float(), dim=-1)  # type: ignore[operator]
+        """[B, 3, H, W], or [B, d] from `image_output` -> [B, d]."""
+        output = image if image.dim() == 2 else self.image_output(image)
+        return F.normalize(output.float(), dim=-1)
+
+    def image_output(self, image: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, d] before normalisation, in the precision in which the tower computes."""
+        output: Tensor = self.clip.encode_image(image)  # type: ignore[operator]
+        return output
 
     def encode_text(self, text: Tensor) -> Tensor:
         """[B, L] -> [B, d]; fewer tokens than the context where `text_trimming` allows it."""
@@ -154,7 +171,8 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         The towers and their description.
 
     Raises:
-        UserError: unknown architecture, or pretrained weights that do not exist or do not fit.
+        UserError: unknown architecture, pretrained weights that do not exist or do not fit, or settings that this
+            architecture does not allow.
     """
     start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -176,6 +194,8 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     lock_towers(clip, image=image_blocks, text=text_blocks)
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
     use_patch_dropout_on_device(clip)
+    if config.image_features_cache is not None:
+        check_constant_image_tower(clip.visual, locked=config.lock_image)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
     notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)

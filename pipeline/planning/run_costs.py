@@ -51,7 +51,14 @@ class Cost:
 
 
 def engine_memory(
-    parameters: int, *, stage: int, bf16: bool, ranks: int, bucket: int = BUCKET, average: bool = False
+    parameters: int,
+    *,
+    stage: int,
+    bf16: bool,
+    ranks: int,
+    bucket: int = BUCKET,
+    average: bool = False,
+    trained: int | None = None,
 ) -> EngineMemory:
     """Bytes per GPU of DeepSpeed's ZeRO stages with AdamW, configured as in `ds_configs/`.
 
@@ -67,33 +74,58 @@ def engine_memory(
         ranks: that share the state.
         bucket: elements that are reduced at once.
         average: whether an average of the weights is kept.
+        trained: of the parameters; None: all. Locked ones have no gradients, masters or moments.
     """
     compute = 2 if bf16 and stage > 0 else 4
-    share = -(-parameters // ranks)
+    trained = parameters if trained is None else trained
+    share, bucket = -(-trained // ranks), min(bucket, trained)
     if stage == 0:
-        kept = 4 * parameters if average else 0
-        return EngineMemory(compute * parameters, 4 * parameters, kept, 8 * parameters, 4 * min(bucket, parameters))
-    weights = compute * (share if stage == 3 else parameters)
-    gradients = 4 * (parameters if stage == 1 else share)
+        kept = 4 * trained if average else 0
+        return EngineMemory(compute * parameters, 4 * trained, kept, 8 * trained, 4 * bucket)
+    weights = compute * (-(-parameters // ranks) if stage == 3 else parameters)
+    gradients = 4 * (trained if stage == 1 else share)
     reduced = 4 if stage == 1 else compute  # stage 1 reduces the fp32 accumulators
-    return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * min(bucket, parameters))
+    return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket)
+
+
+def tower_passes(
+    costs: TowerCosts, *, accumulation: bool, checkpointing: bool, computed_images: float | None = None
+) -> tuple[float, float]:
+    """Forward passes of each pair through image and text tower; a backward pass counts as two.
+
+    Args:
+        costs: of the towers.
+        accumulation: whether features are computed twice (GradCache).
+        checkpointing: whether the backward pass computes activations again.
+        computed_images: share of the pairs whose image runs through its tower, once, where its outputs are stored;
+            None: they are not.
+    """
+    trained, locked = 3 + accumulation + checkpointing, 1 + accumulation
+    image, text = (trained if learns else locked for learns in costs.trained)
+    return (image if computed_images is None else computed_images), text
 
 
 def run_cost(
-    costs: TowerCosts, *, steps: int, batch_size: int, dataset_size: int, again: int, assume: PlanConfig
+    costs: TowerCosts,
+    *,
+    steps: int,
+    batch_size: int,
+    dataset_size: int,
+    passes: tuple[float, float],
+    assume: PlanConfig,
 ) -> Cost:
-    """Arithmetic and time of a budget; backward counts as two forward passes.
+    """Arithmetic and time of a budget.
 
     Args:
         costs: of the towers.
         steps: optimizer steps.
         batch_size: pairs per step, over all ranks.
         dataset_size: pairs of an epoch.
-        again: further forward passes of each pair (feature-cached accumulation, activation checkpointing).
+        passes: of each pair through image and text tower, from `tower_passes`.
         assume: the recipe's `plan` section.
     """
     samples = steps * batch_size
-    flops = (3 + again) * costs.forward_flops * samples
+    flops = (passes[0] * costs.image_flops + passes[1] * costs.text_flops) * samples
     return Cost(
         steps=steps,
         samples=samples,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
 from pipeline.engine.engine_config import BUCKET, deepspeed_settings
@@ -14,7 +18,7 @@ from pipeline.model.starting_weights import find_start
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost
+from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost, tower_passes
 from pipeline.planning.simulated_ranks import SimulatedObjective, simulate_objective
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.stages import check_stages, stages_of
@@ -38,6 +42,8 @@ class RunPlan:
     objective: ObjectiveMemory
     traffic: dict[str, int]
     """Calls and bytes of each collective of the objective in a step, as a rank contributes them."""
+    features_bytes: int | None
+    """Stored outputs of a locked image tower; None: not stored."""
     stages: list[tuple[str, Cost]]
     """Description and cost of each stage; one without `schedule.stages`."""
     cost: Cost
@@ -66,7 +72,7 @@ class RunPlan:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that a rank contributes in a step; they are reduced in fp32."""
-        return 4 * self.towers.parameters
+        return 4 * self.towers.trained_parameters
 
 
 def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
@@ -87,10 +93,14 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     bf16 = any(settings.get(key, {}).get("enabled", False) for key in ("bf16", "torch_autocast"))
     local = run.batch_size // gpus
     micro = min(run.engine.micro_batch or local, local)
-    again = int(micro < local) + int(run.model.grad_checkpointing)
     bucket = int(zero.get("reduce_bucket_size", BUCKET)) * (2 if zero.get("overlap_comm") else 1)  # it has two buffers
     objective = _objective(run, dim=dim, dataset_size=dataset_size, gpus=gpus)
-    costs = _stage_costs(run, dataset_size=dataset_size, again=again)
+    features = None
+    if run.model.image_features_cache is not None:
+        weights = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
+        samples, path = data.samples if data else dataset_size, Path(run.model.image_features_cache)
+        features = FeatureFile(path, samples=samples, dim=dim, dtype=weights)
+    costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local)
     return RunPlan(
         gpus=gpus,
         local_batch=local,
@@ -106,6 +116,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
                 ranks=gpus,
                 bucket=bucket,
                 average=run.ema.decay is not None,
+                trained=towers.trained_parameters,
             )
             for stage in range(4)
         },
@@ -114,6 +125,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         ),
         objective=objective.memory,
         traffic=objective.traffic,
+        features_bytes=None if features is None else features.file_bytes,
         stages=costs,
         cost=functools.reduce(operator.add, (cost for _, cost in costs)),
         dataset_size=dataset_size,
@@ -122,18 +134,25 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     )
 
 
-def _stage_costs(run: RunConfig, *, dataset_size: int, again: int) -> list[tuple[str, Cost]]:
+def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> list[tuple[str, Cost]]:
     """Description and cost of each stage."""
     found = []
     for stage in stages_of(run):
         towers, _, image_size = _towers(stage.run.model)
         steps = stage.end - stage.first
+        stored = run.model.image_features_cache is not None
+        passes = tower_passes(
+            towers,
+            accumulation=accumulation,
+            checkpointing=run.model.grad_checkpointing,
+            computed_images=min(1.0, dataset_size / (steps * run.batch_size)) if stored else None,
+        )
         cost = run_cost(
             towers,
             steps=steps,
             batch_size=run.batch_size,
             dataset_size=dataset_size,
-            again=again,
+            passes=passes,
             assume=run.plan,
         )
         found.append((stage.describe(image_size=image_size), cost))

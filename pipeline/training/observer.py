@@ -46,8 +46,8 @@ class Observer:
         Args:
             step: Number of steps.
             result: Of the last step.
-            image: uint8 [b, 3, H, W] of this rank.
-            text: Tokens [b, L] of this rank.
+            image: uint8 [b, 3, H, W] of this rank; without rows there is no picture.
+            text: Tokens [b, L] of these images.
             state_distributions: Returns the distributions of the objective's state; called when they are due.
         """
         if self._profile is not None:
@@ -63,7 +63,7 @@ class Observer:
             }
             found = {**output.distributions, **state_distributions(), **norms}
             self._telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
-        if pictures and step % pictures == 0:
+        if pictures and step % pictures == 0 and len(image):
             rows = slice(0, self._config.images)
             captions = captions_of(text[rows].cpu(), self._tokenizer)
             self._telemetry.pictures(step=step, grid=captioned_grid(image[rows].cpu(), captions), captions=captions)

@@ -168,6 +168,12 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         raise UserError("validation.patience needs held-out pairs: set validation.sources to a folder of shards.")
     if any(source.weight != 1 for source in run.validation.sources):
         raise UserError("validation.sources take no weight: every pair counts once. Limit them by validation.samples.")
+    if run.model.image_features_cache is not None and not run.data.crop.fixed:
+        raise UserError(
+            f"model.image_features_cache keeps one feature per image, but crops are random: data.crop.scale = "
+            f"{list(run.data.crop.scale)}, data.crop.ratio = {list(run.data.crop.ratio)}. Set data.crop.scale=[1,1] "
+            "data.crop.ratio=[1,1] (always the central square), or leave model.image_features_cache out."
+        )
     uploads, limit = run.checkpoint.mirror_minutes, run.engine.timeout_minutes
     if run.checkpoint.mirror and uploads >= limit:
         raise UserError(

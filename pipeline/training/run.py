@@ -38,6 +38,7 @@ from pipeline.model.trimming import text_trimming, why_not_trimmed
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.held_out_pairs import HeldOutPairs
+from pipeline.training.image_features import open_image_features
 from pipeline.training.new_batch_size import describe, in_new_steps
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_eval import PeriodicEvaluation
@@ -114,6 +115,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
             if changed := describe(checkpoint, run, skipped=skipped):
                 telemetry.event(changed)
             _report_changes(trainer, checkpoint)
+        trainer.image_features = open_image_features(state, architecture, report=telemetry.event)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
         if trainer.gradient_check is not None:

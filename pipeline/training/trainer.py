@@ -27,6 +27,7 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import TextTrimming
 from pipeline.objectives import Objective
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
+from pipeline.training.image_features import ImageFeatures
 from pipeline.training.last_checkpoint import save_again
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicTests
@@ -62,6 +63,8 @@ class Trainer:
     """None: the towers read whole texts, padding included."""
     on_rollback: Callable[[int], None]
     """Called on rank 0 with the step to which the run has rolled back."""
+    image_features: ImageFeatures | None = None
+    """Stored outputs of a locked image tower; None: the tower runs in every step."""
 
     @property
     def run(self) -> RunConfig:
@@ -139,6 +142,10 @@ class Trainer:
             stop: Whether this rank has received a signal to stop.
         """
         device, image = self.world.device, self.normalized(self.batches.image(batch))
+        computed_images = len(image) / len(batch.text)
+        if self.image_features is not None:
+            with self.phases("forward"):
+                image = self.image_features.outputs(batch, image)
         texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
         text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
         result = self.take_step(
@@ -149,7 +156,9 @@ class Trainer:
             stop=stop,
             text_lengths=self.trimming.lengths(texts) if self.trimming else None,
         )
-        self.utilization.count(text_tokens=result.text_tokens)
+        if self.image_features is not None:
+            self.image_features.save()
+        self.utilization.count(text_tokens=result.text_tokens, images=computed_images)
         self.state.skipped.note(applied=result.applied)
         if result.applied:
             if self.state.ema is not None:
@@ -179,7 +188,7 @@ class Trainer:
             self.step,
             result=result,
             image=batch.image,
-            text=batch.text,
+            text=batch.shown_text,
             state_distributions=self.objective.distributions,
         )
         if self._is_last(result.stop) or self.step % self.run.telemetry.every == 0:

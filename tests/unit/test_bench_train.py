@@ -25,9 +25,10 @@ def start_process(code: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_options_are_compared_with_the_baseline() -> None:
-    done = run("jobs.bench.options", *SMALL, "--micro-batch", "4", "--options", "none", "accumulation")
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-2:]}
-    assert list(rows) == ["none", "accumulation"]
+    options = ("none", "accumulation", "image_features_cache")
+    done = run("jobs.bench.options", *SMALL, "--micro-batch", "4", "--options", *options)
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[-3:]}
+    assert tuple(rows) == options
     assert rows["none"][1] == rows["none"][5] == "1.00"
     assert all(float(figure) > 0 for row in rows.values() for figure in row[:-1])
     assert all(row[-1] == "?" for row in rows.values())  # the share of a CPU's peak is not known

@@ -81,9 +81,10 @@ def test_memory_of_the_zero_stages() -> None:
 
 
 def test_cost_equals_a_calculation_by_hand() -> None:
-    costs = TowerCosts(parameters=P, forward_flops=1e9, saved_bytes=1.0, context_length=10)
+    costs = TowerCosts(parameters=P, trained_parameters=P, image_flops=6e8, text_flops=4e8, saved_bytes=1.0,
+                       context_length=10, trained=(True, True))  # fmt: skip
     assume = PlanConfig(peak_tflops=100, mfu=0.5, sample_bytes=7)
-    cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, again=1, assume=assume)
+    cost = run_cost(costs, steps=100, batch_size=50, dataset_size=2500, passes=(4, 4), assume=assume)
     assert (cost.samples, cost.epochs, cost.text_tokens, cost.read_bytes) == (5000, 2.0, 50_000, 35_000)
     assert cost.flops == 4 * 1e9 * 5000
     assert cost.gpu_hours == pytest.approx(2e13 / 5e13 / 3600)

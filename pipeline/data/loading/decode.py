@@ -32,7 +32,7 @@ SHRINKS = (8, 4, 2)
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
-    """`(top, left, height, width)` of a random resized crop by torchvision's rule.
+    """`(top, left, height, width)` of a random resized crop by torchvision's rule, or of the fixed crop.
 
     Args:
         height: of the image, in pixels.
@@ -40,6 +40,8 @@ def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
         crop: limits of area and aspect ratio.
         state: hash key; the same key and size always give the same box.
     """
+    if crop.fixed:  # the rule would move the crop of an image that is a pixel wider than high
+        return _central_box(height, width, ratio=crop.ratio)
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
     for attempt in range(CROP_ATTEMPTS):
         area = height * width * _between(*crop.scale, at=uniform(state, 4 * attempt))

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.loading.resume import restore_position, save_position, with_batch_size
+from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
+from pipeline.data.loading.resume import pixel_identity, restore_position, save_position, with_batch_size
 from pipeline.data.loading.stalls import StallWatch, describe_workers
-from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
-from pipeline.data.loading.worker_processes import prepare_workers
+from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, joined_features
+from pipeline.data.loading.worker_processes import means_worker_died, prepare_workers
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.order.mixture import Mixture, load_mixture
@@ -39,7 +40,7 @@ class Batch:
     """This rank's rows of one global batch."""
 
     image: Tensor
-    """uint8 [b, 3, H, W], channels last in memory."""
+    """uint8 [b, 3, H, W], channels last in memory; with `features`, only the rows that are missing there."""
     text: Tensor
     """Token ids, int64 [b, L]."""
     sample_id: Tensor
@@ -48,6 +49,13 @@ class Batch:
     """Position of the run after this batch."""
     replaced: int
     """Rows whose own sample was corrupt."""
+    features: StoredFeatures | None = None
+    """Stored outputs of the image tower, after `Loader.use_features`."""
+
+    @property
+    def shown_text(self) -> Tensor:
+        """The rows of `text` that belong to the rows of `image`."""
+        return self.text if self.features is None else self.text[self.features.missing]
 
 
 def build_loader(
@@ -156,6 +164,7 @@ class Loader:
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=self._position,
             replaced=sum(part.corrupt.total() for part in parts),
+            features=self._features(parts),
         )
 
     def close(self) -> None:
@@ -209,6 +218,16 @@ class Loader:
         self._position = restore_position(state, self._dataset, world=self._world)
         return skipped
 
+    def use_features(self, file: FeatureFile) -> None:
+        """From the next batch that is loaded on, decode only images whose features are not in `file`."""
+        self.close()
+        self._dataset = replace(self._dataset, features=file)
+
+    def image_identity(self) -> dict[str, Any]:
+        """Plain values that determine the pixels of each sample id, where crops are fixed."""
+        mixture = self.mixture
+        return {**pixel_identity(self._dataset.decoder), "contents of the shards": list(mixture.digests)}
+
     def _start(self) -> Iterator[Part | Failure]:
         dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)
         if not self.workers:
@@ -228,7 +247,7 @@ class Loader:
             with self._watch:
                 part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
-            if not (self.workers and _means_worker_died(error)):
+            if not (self.workers and means_worker_died(error)):
                 raise
             raise UserError(
                 f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the "
@@ -252,6 +271,13 @@ class Loader:
             f"minutes (data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
             f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
         )
+
+    def _features(self, parts: list[Part]) -> StoredFeatures | None:
+        file = self._dataset.features
+        if file is None:
+            return None
+        values, missing = joined_features(parts)
+        return StoredFeatures(self._pinned(values).view(file.dtype), self._pinned(missing))
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""
@@ -280,15 +306,6 @@ def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
         order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
         corrupt=at.corrupt.plus(fresh),
     )
-
-
-def _means_worker_died(error: Exception) -> bool:
-    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
-
-    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
-    """
-    message = str(error)
-    return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
 
 
 def _as_is(part: Any) -> Any:

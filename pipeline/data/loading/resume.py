@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.data.loading.accounting import Position, Tally, merge
+from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.worker import StreamDataset
 from pipeline.data.order.canonical_order import Order, order_hash, planned_ids
 from pipeline.data.order.hashing import MASK
@@ -36,7 +37,7 @@ def save_position(position: Position, dataset: StreamDataset, *, world: World) -
         "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
         "proof": _shared_proof(dataset, position, world),
         "order": _order_identity(dataset.order),
-        "pixels": _pixel_identity(dataset),
+        "pixels": _sample_identity(dataset),
     }
 
 
@@ -64,7 +65,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     if _proof(dataset.order, position, range(dataset.order.layout.streams)) != state["proof"]:
         raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
     before = {**_UNRECORDED, **state["pixels"]}
-    if world.is_main and (changed := _differences(before, _pixel_identity(dataset))):
+    if world.is_main and (changed := _differences(before, _sample_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
     return position
 
@@ -124,13 +125,16 @@ def _order_identity(order: Order) -> dict[str, Any]:
     }
 
 
-def _pixel_identity(dataset: StreamDataset) -> dict[str, Any]:
+def _sample_identity(dataset: StreamDataset) -> dict[str, Any]:
     """Everything else that determines pixels and captions."""
-    decoder = dataset.decoder
+    captions = " ".join(dict.fromkeys(str(field) for field in dataset.captions))
+    return {**pixel_identity(dataset.decoder), "data.caption": captions, "crops are drawn by": "row"}
+
+
+def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
+    """Plain values that determine the pixels of an encoded image and a crop."""
     return {
         "image size": decoder.size,
-        "data.caption": " ".join(dict.fromkeys(str(field) for field in dataset.captions)),
-        "crops are drawn by": "row",
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": decoder.mode,
         "data.max_pixels": decoder.max_pixels,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order, order_hash
 from pipeline.data.order.hashing import Purpose, draw, key
@@ -30,7 +32,8 @@ from pipeline.distributed.workers import live_with_parent
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
-Decode = Callable[[TarRecord, int, CaptionField], None]
+Decode = Callable[[TarRecord, int, int, CaptionField], None]
+"""Called with a record, its sample id, the row's number in the epoch, and where captions are."""
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
 FULL_PAUSE_SECONDS = 1.0
@@ -44,11 +47,16 @@ class Part:
     epoch: int
     batch: int
     image_bHWC: Tensor
+    """Of all rows, or of those that `missing` lists."""
     text: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     order_hash: int
     corrupt: Counter[tuple[str, str]]
     """Corrupt samples that were replaced, by (reason, shard)."""
+    features: NDArray[np.uint8] | None = None
+    """Bytes of each row's stored image features, [rows, bytes]; None: nothing is stored in this run."""
+    missing: NDArray[np.int64] | None = None
+    """Rows without stored features; None like `features`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class StreamFiller:
         record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
         try:
-            decode(record, self._row_number(turn), self._source.caption(self._reader.first + place))
+            decode(record, sample_id, self._row_number(turn), self._source.caption(self._reader.first + place))
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), shard)] += 1
@@ -96,7 +104,8 @@ class StreamFiller:
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
             try:
-                decode(reader.peek(place), self._row_number(turn), self._source.caption(reader.first + place))
+                caption = self._source.caption(reader.first + place)
+                decode(reader.peek(place), sample_id, self._row_number(turn), caption)
                 return sample_id
             except CorruptSample as error:
                 reasons[str(error)] += 1
@@ -154,6 +163,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     """Where captions are, by source."""
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
+    features: FeatureFile | None = None
+    """Stored image features, which replace decoded images."""
     epoch: int = 0
     batch: int = 0
 
@@ -174,6 +185,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
 
     def _parts(self, streams: range) -> Iterator[Part]:
         epoch, first = self.epoch, self.batch
+        store = FeatureStore(self.features) if self.features else None
         while True:
             segments = shared_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
             mixture = self.order.mixture
@@ -187,24 +199,31 @@ class StreamDataset(IterableDataset[Part | Failure]):
             )
             fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
             for batch in range(first, self.order.layout.steps):
-                yield self._part(fillers, epoch=epoch, batch=batch)
+                yield self._part(fillers, store, epoch=epoch, batch=batch)
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
 
-    def _part(self, fillers: list[StreamFiller], *, epoch: int, batch: int) -> Part:
+    def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
         rows = self.order.layout.rows * len(fillers)
         image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
         captions: list[str] = []
+        decoded: list[int] = []
+        features = np.zeros((rows, store.file.value_bytes), dtype=np.uint8) if store else None
         crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
-        def decode(record: TarRecord, row: int, caption_field: CaptionField) -> None:
+        def decode(record: TarRecord, sample_id: int, row: int, caption_field: CaptionField) -> None:
             if record.problem:
                 raise CorruptSample(record.problem)
             if record.image is None:
                 raise CorruptSample("image is missing")
             caption = caption_field.read(record, state=draw(choices, row))
-            image_bHWC[len(captions)] = self.decoder(record.image, state=draw(crops, row)).permute(1, 2, 0)
+            if features is not None and store is not None and (stored := store.read(sample_id)) is not None:
+                features[len(captions)] = np.frombuffer(stored, dtype=np.uint8)
+            else:
+                pixels = self.decoder(record.image, state=draw(crops, row))
+                image_bHWC[len(decoded)] = pixels.permute(1, 2, 0)
+                decoded.append(len(captions))
             captions.append(caption)
 
         corrupt: Counter[tuple[str, str]] = Counter()
@@ -215,12 +234,22 @@ class StreamDataset(IterableDataset[Part | Failure]):
         return Part(
             epoch=epoch,
             batch=batch,
-            image_bHWC=image_bHWC,
+            image_bHWC=image_bHWC if len(decoded) == rows else image_bHWC[: len(decoded)].clone(),
             text=self.tokenize(captions).numpy(),
             sample_id=sample_id,
             order_hash=hashed,
             corrupt=corrupt,
+            features=features,
+            missing=np.array(decoded, dtype=np.int64) if store else None,
         )
+
+
+def joined_features(parts: Sequence[Part]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Stored features and missing rows of a batch, from its parts in order: [b, bytes] and [m]."""
+    values = [part.features for part in parts if part.features is not None]
+    firsts = itertools.accumulate((len(part.sample_id) for part in parts), initial=0)
+    missing = [part.missing + first for part, first in zip(parts, firsts, strict=False) if part.missing is not None]
+    return np.concatenate(values), np.concatenate(missing)
 
 
 def share(image: Tensor, *, pause: float = FULL_PAUSE_SECONDS) -> None:

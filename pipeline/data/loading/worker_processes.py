@@ -79,3 +79,12 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
             f"images, but {free >> 20} MiB are free: lower data.prefetch (now {config.prefetch}), or give the "
             "container more (docker run --shm-size, or --ipc=host)."
         )
+
+
+def means_worker_died(error: Exception) -> bool:
+    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
+
+    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
+    """
+    message = str(error)
+    return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)

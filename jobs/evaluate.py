@@ -87,7 +87,8 @@ def _lines(key: str, evaluations: Sequence[Evaluation]) -> list[str]:
         result = scored[0].results[key]
         chance = f"(chance {result.chance:.4f})" if result.chance is not None else ""
         timing = next((e.timings[key] for e in scored if key in e.timings), None)
-        speed = f"{timing['images_per_second']:,.0f} images/s" if timing else "unchanged"
+        rate = timing["images_per_second"] if timing else 0.0
+        speed = f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s" if timing else "unchanged"
         lines[0] += f"   {f'{result.main_metric} {chance}':<40} {speed:>14}"
     reasons: dict[str, list[int]] = {}
     for number, evaluation in enumerate(evaluations, 1):

@@ -103,7 +103,7 @@ def open_image_features(
     state_of_file = "found, and what is missing is added" if existed else "new"
     report(
         f"Image features: {file.path} ({state_of_file}), {file.samples:,} samples x {file.dim} x {file.dtype.itemsize} "
-        f"bytes and a checksum each, {file.file_bytes / 1e9:.3g} GB.{_others(folder, facts)}"
+        f"bytes and a checksum each, {file.file_bytes / 1e6:,.1f} MB.{_others(folder, facts)}"
     )
     return ImageFeatures(store, state.engine, micro_batch=run.engine.micro_batch)
 

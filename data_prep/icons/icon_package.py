@@ -64,7 +64,7 @@ def fetch(version: str, folder: Path) -> Path:
         UserError: There is no npm client, or it fails.
     """
     wanted = f"{PACKAGE}@{version}"
-    offline = f"On a machine with both, `npm pack {wanted}` writes the archive; name it with source.package=FILE."
+    offline = f"On a machine with npm and a network, `npm pack {wanted}` writes the archive; name it with source.package=FILE."
     npm = shutil.which("npm")
     if npm is None:
         raise UserError(f"Fetching {wanted} needs the npm client (of Node.js) and a network. {offline}")
@@ -72,7 +72,7 @@ def fetch(version: str, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     archives = sorted(folder.glob("*.tgz"))
     if done.returncode or not archives:
-        said = " ".join(line.removeprefix("npm error ") for line in done.stderr.strip().splitlines()[:4])
+        said = " ".join(line.removeprefix("npm error ") for line in done.stderr.strip().splitlines()[:3])
         raise UserError(f"npm could not fetch {wanted} ({said or f'exit code {done.returncode}'}). {offline}")
     return archives[0]
 

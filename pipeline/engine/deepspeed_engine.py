@@ -76,7 +76,13 @@ class DeepSpeedEngine:
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
                 model=towers, optimizer=self._inner, config=settings, dist_init_required=False
             )
+        if self.stage == 0 and world.size == 1:
+            # A reduction over one rank changes nothing, but DeepSpeed would copy all gradients to a buffer and back.
+            self._engine.enable_backward_allreduce = False
         if compile_towers:
+            # Dynamo remembers the towers of an earlier stage: it would take image size and patch dropout for variables,
+            # and fail to trace them. As in a new process, they are constants.
+            torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
         self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, frozen=frozen)
 

@@ -89,7 +89,7 @@ def check_stage(config: OptimizerConfig, *, stage: int) -> None:
     }
     if stage > 0 and config.name in per_layer:
         raise UserError(
-            f"optimizer.name = {config.name!r} does not work with ZeRO stage {stage}: {per_layer[config.name]}, and "
+            f"optimizer.name = '{config.name}' does not work with ZeRO stage {stage}: {per_layer[config.name]}, and "
             "ZeRO hands the optimizer flattened pieces of many layers. Choose a stage-0 file "
             "(engine.deepspeed=zero0_fp32 or zero0_bf16) or another optimizer (adamw, lion, sgd)."
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.engine.lr_schedule import lr_scale
 from pipeline.training.recipe import load_recipe
@@ -27,9 +28,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def staged(base: Path, name: str, *more: str) -> None:
+def staged(base: Path, name: str, *more: str, timeout: float = 300) -> None:
     stages = (f"schedule.stages={STAGES}", "telemetry.peak_tflops=0.001", *more)
-    run("jobs.train", *settings(base, name, *stages), "--resume", "latest")
+    run("jobs.train", *settings(base, name, *stages), "--resume", "latest", timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,24 @@ def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base
     (folder / "latest").write_text(f"step-{stop:08d}\n")
     staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
     assert equal(weights(base / name), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_compiled_run_with_every_saving_equals_the_run_without_compilation(base: Path) -> None:
+    """Stages, patch dropout in each, activation checkpointing, cached accumulation, trimmed texts, gradient probe."""
+    savings = ("model.patch_dropout=0.25", "model.grad_checkpointing=true", "engine.micro_batch=4")
+    staged(base, "eager", *savings)
+    staged(base, "compiled", *savings, "model.compile=true", timeout=900)
+    found, expected = records(base / "compiled"), records(base / "eager")
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
+    assert "Gradient probe" in (base / "compiled" / "metrics.jsonl").read_text()
+    for step, record in expected.items():
+        for key in ("loss", "tau", "normalizer_gap"):
+            assert found[step][key] == pytest.approx(record[key], rel=1e-5, abs=1e-6), (step, key)
+    for step in (FIRST, STEPS):
+        wanted = weights(base / "eager", step)
+        for name, value in weights(base / "compiled", step).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

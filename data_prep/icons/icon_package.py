@@ -64,7 +64,7 @@ def fetch(version: str, folder: Path) -> Path:
         UserError: There is no npm client, or it fails.
     """
     wanted = f"{PACKAGE}@{version}"
-    offline = f"On a machine with npm and a network, `npm pack {wanted}` writes the archive; name it with source.package=FILE."
+    offline = f"Where npm and a network are, `npm pack {wanted}` writes the archive; name it with source.package=FILE."
     npm = shutil.which("npm")
     if npm is None:
         raise UserError(f"Fetching {wanted} needs the npm client (of Node.js) and a network. {offline}")

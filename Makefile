@@ -17,6 +17,8 @@ INSTALL = @trap 'exit 130' INT; install() { \
 	done; }; install
 export DS_BUILD_OPS := 0
 export PATH := $(abspath $(BIN)):$(PATH)
+# make hands variables of its command line to programs, and jobs/cluster/train.sbatch would train with this interpreter.
+unexport PYTHON
 
 .PHONY: demo test lint docs settings bench clean environment
 .DEFAULT_GOAL := help

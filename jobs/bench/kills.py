@@ -41,6 +41,8 @@ MOMENTS = ("start", "step", "step", "checkpoint", "checkpoint")
 BATCH = 16
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
+STEPS_PER_KILL = 3
+"""So many steps are there for each kill; most starts advance by one or two."""
 SECONDS_TO_FOLLOW = 2.0
 SECONDS_PER_START = 300.0
 
@@ -101,7 +103,7 @@ def wait_for_moment(run: Path, moment: str, *, ranks: list[ForkProcess], draw: r
 
     if moment == "start":
         deadline = min(deadline, time.monotonic() + draw.uniform(0, seconds))
-        while runs():
+        while runs() and last_step(run) <= here:  # one rank starts faster than four
             time.sleep(0.01)
         return
     while runs() and last_step(run) <= here:
@@ -199,7 +201,7 @@ def measure(work: Path, *, kills: int, same_layout: int, epoch: int, seed: int) 
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
     most = max(kills, same_layout)
-    steps = max(2, -(-(most + 5) // epoch)) * epoch  # about one step per kill, and whole epochs
+    steps = max(2, -(-(STEPS_PER_KILL * most + 5) // epoch)) * epoch  # whole epochs
     (work / "shards").mkdir()
     make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
     every = [(ranks, stage) for ranks in RANKS for stage in STAGES]

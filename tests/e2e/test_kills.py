@@ -18,7 +18,7 @@ def test_nothing_is_lost_by_kills(tmp_path: Path) -> None:
     run("jobs.bench.kills", *counts, "--output", str(output), timeout=900)
     result = json.loads(output.read_text())
     assert is_intact(result)
-    assert result["changing-layouts"]["epochs"] == 2
+    assert result["changing-layouts"]["epochs"] == 3
     assert result["changing-layouts"]["kills"] >= 1
     for name in ("same_samples_in_the_same_order", "same_steps"):
         changed = {**result, "changing-layouts": {**result["changing-layouts"], name: False}}

@@ -61,7 +61,6 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> DownloadConfig
     }
     config, plan = prepare(parse(DownloadConfig, tree))
     fetch_here(config, plan, range(plan.shards))
-    Folder(Path(config.output)).config.write_text(dump(config))
     return config
 
 
@@ -70,6 +69,7 @@ def fetch_here(
 ) -> Any:
     """Do the work of the engine's workers in this process; then write the manifest, unless `manifest` is false."""
     folder = Folder(Path(config.output))
+    folder.config.write_text(dump(config))
     downloader = ShardDownloader(Job(config, folder, plan, (), mode))
     for shard in shards:
         ok, _ = downloader((shard, str(folder.staging / f"{shard}.arrow")))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
@@ -24,12 +21,6 @@ def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool 
     with _as_in_a_fresh_process():
         run = load_recipe(None, [*SMALL, *overrides])
         assert train(run, resume=resume, new_batch_size=new_batch_size) == 0
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of one kind in a run's metrics."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import textwrap
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,11 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     """
     has_weights = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
     required = has_weights and kwargs.get("load_weights", True)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+
+    def of_other_threads(record: logging.LogRecord, thread: int = threading.get_ident()) -> bool:
+        return record.thread != thread
+
+    logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     try:
         model: nn.Module = load_open_clip().create_model(name, require_pretrained=required, **kwargs)
     except Exception as error:
@@ -119,5 +123,5 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
             f"{' '.join(lines) or type(error).__name__}{hint}"
         ) from error
     finally:
-        logging.disable(disabled)
+        logging.root.removeFilter(of_other_threads)
     return model

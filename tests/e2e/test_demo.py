@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run
+from tests.metrics import metrics
 from tests.towers import write_tiny
 
 
@@ -33,8 +34,7 @@ def test_the_demo_runs_from_urls_to_report_and_can_be_repeated(tmp_path: Path) -
     assert manifest["samples"] == 1000 - sum(manifest["failures"].values())
     assert {"http 404", "hash mismatch", "truncated", "not an image"} <= set(manifest["failures"])
 
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["step"] for record in records if record["kind"] == "train"]
+    steps = [record["step"] for record in metrics(output, "train")]
     assert steps[-1] == 20
     results = {path.parent.name: path for path in (output / "evaluation").glob("*/scenes*")}
     assert {"step-00000010", "step-00000020"} <= {path.name for path in (output / "evaluation").iterdir()}

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from jobs.train import command
 from tests.launch import run
+from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import TINY
-from tests.training import SMALL, records, train_here
+from tests.training import SMALL, train_here
 
 CONFIG = {**TINY, **{side: {**TINY[side], "layers": 2} for side in ("vision_cfg", "text_cfg")}}
 
@@ -33,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(base: Path, output: str, *more: str, resume: str | None = None) -> str:
     """Train in this process and return the run's messages."""
     train_here(*fixed(base, output), *more, resume=resume)
-    return " ".join(record["message"] for record in records(base / output, "event"))
+    return " ".join(record["message"] for record in metrics(base / output, "event"))
 
 
 def fixed(base: Path, output: str) -> list[str]:
@@ -49,8 +50,7 @@ def weights(base: Path, output: str) -> dict[str, torch.Tensor]:
 
 
 def first_tau(base: Path, output: str) -> float:
-    lines = map(json.loads, (base / output / "metrics.jsonl").read_text().splitlines())
-    return float(next(line for line in lines if line["kind"] == "train")["tau"])
+    return float(metrics(base / output, "train")[0]["tau"])
 
 
 def test_a_run_starts_from_another_with_its_temperature_at_other_sizes(base: Path) -> None:

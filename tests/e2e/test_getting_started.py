@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from tests.documents import BLOCK, ROOT, Line, blocks, lines
 from tests.launch import environment
+from tests.metrics import metrics
 from tests.towers import write_tiny
 
 PAGE = ROOT / "docs" / "getting-started.md"
@@ -53,8 +53,7 @@ def command(line: Line, tmp: Path, tiny: str) -> list[str]:
 
 
 def steps(run: Path) -> list[int]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["step"] for record in records if record["kind"] == "train"]
+    return [record["step"] for record in metrics(run, "train")]
 
 
 def wait_for(path: Path, server: subprocess.Popen[str]) -> None:

@@ -23,9 +23,10 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe
 from tests.launch import run
+from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import TINY
-from tests.training import SMALL, records, train_here
+from tests.training import SMALL, train_here
 
 EPOCH, EPOCHS = 6, 3
 """Steps of an epoch, which has 48 samples, and epochs of a run."""
@@ -51,17 +52,17 @@ def settings(base: Path, output: str, *more: str, cache: str | None = None) -> l
 
 
 def losses(base: Path, output: str) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(base / output, "train")}
+    return {record["step"]: record["loss"] for record in metrics(base / output, "train")}
 
 
 def shares(base: Path, output: str) -> list[float]:
     """Return for every step the share of rank 0's rows that were read."""
-    return [record["image_features_read"] for record in records(base / output, "train")]
+    return [record["image_features_read"] for record in metrics(base / output, "train")]
 
 
 def orders(base: Path, output: str) -> list[Any]:
     """Return order, corrupt samples and counts of every epoch."""
-    return [record["data"] for record in records(base / output, "event") if "data" in record]
+    return [record["data"] for record in metrics(base / output, "event") if "data" in record]
 
 
 def weights(base: Path, output: str) -> dict[str, torch.Tensor]:
@@ -106,7 +107,7 @@ def test_the_training_is_the_same_and_the_tower_runs_in_the_first_epoch_only(bas
     stored = np.load(file)
     assert set(np.flatnonzero(stored["crc32"] == 0)) <= {7}, "the corrupt image has no features"
     assert stored["values"].dtype == ("<u2" if "zero1_bf16" in name else "<f4")
-    (note,) = [r["message"] for r in records(base / f"stored-{name}", "event") if "Image features" in r["message"]]
+    (note,) = [r["message"] for r in metrics(base / f"stored-{name}", "event") if "Image features" in r["message"]]
     assert f"{file} (new), 48 samples x 16 x {stored['values'].itemsize} bytes" in note
 
 
@@ -152,7 +153,7 @@ def test_other_weights_sizes_precisions_and_data_get_features_of_their_own(base:
     ]
     for number, (changed, why) in enumerate(cases, start=1):
         train_here(*settings(base, f"kind-{number}", changed, "samples=8", cache="kinds"))
-        (note,) = [r["message"] for r in records(base / f"kind-{number}", "event") if "Image features" in r["message"]]
+        (note,) = [r["message"] for r in metrics(base / f"kind-{number}", "event") if "Image features" in r["message"]]
         assert "(new)" in note
         assert f"(another {why})" in note
         assert shares(base, f"kind-{number}") == [0.0]

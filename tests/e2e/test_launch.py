@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT, environment, free_port
+from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -86,8 +87,7 @@ def _job_id() -> int:
 
 
 def steps(run: Path) -> list[int]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["step"] for record in lines if record["kind"] == "train"]
+    return [record["step"] for record in metrics(run, "train")]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pipeline.checkpoint.layout import META_NAME, PREFIX, name_of
 from pipeline.checkpoint.mirror_store import MirrorStore
 from tests.e2e.test_train import STEPS, base, equal, records, settings, weights  # noqa: F401 (a fixture)
 from tests.launch import ROOT, command, environment, run
+from tests.metrics import metrics
 from tests.s3_server import client, end, s3_server
 from tests.shards import write_shards
 
@@ -31,8 +32,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def messages(folder: Path) -> list[str]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["message"] for line in lines if line["kind"] == "event" and "message" in line]
+    return [event["message"] for event in metrics(folder, "event") if "message" in event]
 
 
 def kill_while_uploading(arguments: list[str], folder: Path) -> None:
@@ -63,7 +63,8 @@ def test_a_run_continues_on_a_fresh_machine_with_the_same_bits(base: Path, s3: N
     done = run("jobs.train", *arguments, "--resume", "latest")
     assert f"Checkpoint {names[-1]} was downloaded from the mirror" in done.stdout + done.stderr
     assert equal(weights(folder), weights(base / "undisturbed"))
-    assert store.names() == [name_of(STEPS - 1), name_of(STEPS)]
+    *_, last = kept = store.names()  # the one before may not be STEPS - 1: a busy mirror skips checkpoints
+    assert (len(kept), last) == (2, name_of(STEPS))
     assert store.read("latest") == name_of(STEPS)
 
 

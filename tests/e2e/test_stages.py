@@ -12,6 +12,7 @@ from pipeline.engine.lr_schedule import lr_scale
 from pipeline.training.recipe import load_recipe
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.launch import run
+from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import TINY
 
@@ -47,9 +48,7 @@ def lr(step: int) -> float:
 
 
 def order_hashes(folder: Path) -> list[str]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines if "order" in line]
-    return [record["data"]["order_hash"] for record in found if "data" in record]
+    return [record["data"]["order_hash"] for record in metrics(folder) if "data" in record]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from pipeline.objectives import objective_names
 from tests.launch import ROOT, command, environment, run
+from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -57,8 +58,7 @@ def settings(base: Path, output: str, *more: str) -> list[str]:
 
 
 def records(run_folder: Path) -> dict[int, dict[str, Any]]:
-    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == "train"}
+    return {record["step"]: record for record in metrics(run_folder, "train")}
 
 
 def weights(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
@@ -225,8 +225,7 @@ def test_non_finite_steps_are_skipped_recorded_and_limited(base: Path, stage: st
     assert found["asked"] == [0, 1, 2, 2, 2]  # a pending restart happens at the next step that is applied
     assert found["moved"]
     assert "3 steps in a row" in found["stopped"]
-    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"event"' in line]
-    skipped = {event["step"]: event["sample_ids"] for event in events if "sample_ids" in event}
+    skipped = {event["step"]: event["sample_ids"] for event in metrics(out, "event") if "sample_ids" in event}
     assert skipped[2] == found["ids 2"]
     assert skipped[3] == found["ids 3"]
 
@@ -262,8 +261,7 @@ def test_images_histograms_utilization_and_a_profile_can_be_read_back(base: Path
     names = {"log_normalizer_of_image", "log_batch_normalizer_of_text", "prototype_norm_for_text",
              "gradient_of_image_feature", "similarity_of_pair"}  # fmt: skip
     assert {f"distribution/{name}" for name in names} <= set(tags["histograms"])
-    lines = list(map(json.loads, (base / "observed" / "metrics.jsonl").read_text().splitlines()))
-    quantiles = {line["step"]: line for line in lines if line["kind"] == "distribution"}
+    quantiles = {line["step"]: line for line in metrics(base / "observed", "distribution")}
     assert list(quantiles) == [4, 8, 12]
     for event in board.Histograms("distribution/prototype_norm_for_text"):
         histogram, quoted = event.histogram_value, quantiles[event.step]["prototype_norm_for_text"]
@@ -292,11 +290,11 @@ def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path, s
     assert found["same"]
     assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0}
     assert "as often as max_rollbacks allows" in found["stopped"]
-    lines = list(map(json.loads, (out / "itself" / "metrics.jsonl").read_text().splitlines()))
-    (event,) = [line for line in lines if line["kind"] == "event" and "rollbacks" in line]
+    (event,) = [line for line in metrics(out / "itself", "event") if "rollbacks" in line]
     # The checkpoint at step 8 was written between bad steps, so the one before them is used.
     assert (event["checkpoint"], event["step"]) == ("step-00000006", 10)
-    figures = {line["step"]: (line["rollbacks"], line["skipped_steps"]) for line in lines if line["kind"] == "train"}
+    steps = records(out / "itself")
+    figures = {step: (record["rollbacks"], record["skipped_steps"]) for step, record in steps.items()}
     assert list(figures) == list(range(1, STEPS + 1))
     assert (figures[6], figures[7], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
 
@@ -314,15 +312,14 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Pat
     (damaged / "nshards.txt").write_text("3\n")
     arguments = settings(base, "watched", f"evaluation.suite={base / 'suite'}", "evaluation.every=6")
     printed = run("jobs.train", *arguments, "telemetry.progress=brief", ranks=2).stdout
-    lines = [json.loads(line) for line in (base / "watched" / "metrics.jsonl").read_text().splitlines()]
-    failed = [line for line in lines if line["kind"] == "event" and "failures" in line]
+    failed = [line for line in metrics(base / "watched", "event") if "failures" in line]
     assert [(line["step"], list(line["failures"]), line["level"]) for line in failed] == [
         (6, ["damaged"], "warning"),
         (12, ["damaged"], "warning"),
     ]
     assert "Evaluation at step 12: 1 tasks failed. damaged: " in printed
     assert "Tasks without a score: damaged (step 6, 12)." in printed.splitlines()[-1]
-    scores = {record["step"]: record for record in lines if record["kind"] == "evaluation"}
+    scores = {record["step"]: record for record in metrics(base / "watched", "evaluation")}
     assert list(scores) == [6, 12]
     assert tasks <= scores[12].keys()
     # A separate evaluation of the checkpoint finds all results already computed.

@@ -12,9 +12,10 @@ from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.distributed.world import World
 from pipeline.engine.lr_schedule import ScheduleConfig, lr_scale
 from pipeline.errors import UserError
+from tests.metrics import metrics
 from tests.shards import count_tokens, write_shards
 from tests.towers import write_tiny
-from tests.training import records, train_here
+from tests.training import train_here
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,13 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
     with pytest.raises(UserError, match="choose another output, with --resume"):
         train_here(*given, f"output={base / 'first'}", "batch_size=16", resume=checkpoint, new_batch_size=True)
     train_here(*new, resume=checkpoint, new_batch_size=True)
-    (message,) = [r["message"] for r in records(base / "second", "event") if "New batch size" in r["message"]]
+    (message,) = [r["message"] for r in metrics(base / "second", "event") if "New batch size" in r["message"]]
     assert "8 -> 16" in message
     assert "step-00000004 is step 2 of 8 now" in message
     assert "0 samples of this epoch are skipped" in message
-    steps = records(base / "second", "train")
+    steps = metrics(base / "second", "train")
     assert [(record["step"], record["samples"]) for record in steps] == [(n, 16 * n) for n in range(3, 9)]
     expected = [0.001 * lr_scale(ScheduleConfig(warmup_steps=1), step=n - 1, total_steps=8) for n in range(3, 9)]
     assert [record["lr"] for record in steps] == pytest.approx(expected, rel=1e-6)
     train_here(*new, "samples=160", resume="latest")
-    assert records(base / "second", "train")[-1]["step"] == 10
+    assert metrics(base / "second", "train")[-1]["step"] == 10

@@ -24,10 +24,11 @@ from pipeline.training.held_out_pairs import HeldOutPairs
 from pipeline.training.recipe import load_recipe
 from pipeline.training.validation import ValidationHistory, validation_scores
 from pipeline.training.validation_config import ValidationConfig
+from tests.metrics import metrics
 from tests.shards import sample, write_shards
 from tests.thread_world import on_ranks
 from tests.towers import write_tiny
-from tests.training import SMALL, records, train_here
+from tests.training import SMALL, train_here
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_a_validation_does_not_hash_the_weights(base: Path, monkeypatch: pytest.
 
 
 def test_a_run_logs_the_loss_of_its_weights_and_keeps_the_best_checkpoint(base: Path) -> None:
-    logged = records(base / "plain", "validation")
+    logged = metrics(base / "plain", "validation")
     assert [record["step"] for record in logged] == [2, 4, 6]
     assert logged[-1]["pairs"] == 38
     best = min(logged, key=lambda record: record["loss"])["step"]
@@ -130,15 +131,15 @@ def test_patience_ends_the_run_and_survives_a_resume(base: Path) -> None:
     given = [*settings(base), f"output={run}", "validation.min_delta=5", "checkpoint.keep_last=1", "checkpoint.every=1"]
     train_here(*given, "validation.patience=2", "samples=24")  # interrupted after the first validation
     train_here(*given, "validation.patience=2", "samples=80", resume="latest")
-    messages = [record["message"] for record in records(run, "event")]
-    assert [record["step"] for record in records(run, "validation")] == [2, 3, 4]
+    messages = [record["message"] for record in metrics(run, "event")]
+    assert [record["step"] for record in metrics(run, "validation")] == [2, 3, 4]
     stopped = r"Stopped early: 2 validations in a row without a lower loss than \S+ at step 2 by more than 5 "
     assert any(re.match(stopped, message) for message in messages)
     assert {path.name for path in finished_checkpoints(run)} == {"step-00000002", "step-00000004"}
     train_here(*given, "validation.patience=2", "samples=80", resume="latest")
-    assert len(records(run, "validation")) == 3
+    assert len(metrics(run, "validation")) == 3
     train_here(*given, "validation.patience=null", "samples=80", resume="latest")
-    assert records(run, "validation")[-1]["step"] == 10
+    assert metrics(run, "validation")[-1]["step"] == 10
 
 
 def test_history_counts_validations_since_the_best() -> None:
@@ -177,9 +178,9 @@ def test_the_average_is_saved_resumed_to_the_same_bits_validated_and_exported(ba
     assert not torch.equal(averages[0]["visual.proj"], weights[0]["visual.proj"])
     model = load_for_evaluation(str(ends[0] / "ema"))
     ((image, text),) = on_ranks(1, lambda world: pairs(base, world).features(model))
-    logged = records(base / "ema", "validation")[-1]["loss"]
+    logged = metrics(base / "ema", "validation")[-1]["loss"]
     assert validation_scores(image, text, tau=0.07)["loss"] == pytest.approx(logged, rel=1e-8)
-    assert logged != records(base / "plain", "validation")[-1]["loss"]
+    assert logged != metrics(base / "plain", "validation")[-1]["loss"]
     printed = CliRunner().invoke(export, [str(base / "ema"), str(base / "out"), "--ema", "--best"]).output
     assert "Step 6 exported" in printed
     exported = load_file(base / "out" / "open_clip_model.safetensors")

@@ -56,7 +56,10 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
     assert done.returncode == 76, done.stderr[-2000:]
     pids = done.stdout.split()
     assert "Rank 0: no batch came from the loading workers for 0.05 minutes" in done.stderr
-    assert re.search(rf"Worker 1 \(process {pids[1]}\) is stopped", done.stderr), done.stderr[-2000:]
+    place = rf"sample \d+ of {re.escape(str(tmp_path))}/shards/0000[012]\.tar"
+    assert re.search(rf"Worker 0 \(process {pids[0]}\) is waiting at {place}", done.stderr), done.stderr[-2000:]
+    stopped = rf"Worker 1 \(process {pids[1]}\) is stopped \(SIGSTOP; SIGCONT continues it\) at {place}"
+    assert re.search(stopped, done.stderr), done.stderr[-2000:]
     deadline = time.monotonic() + 20
     while any(Path("/proc", pid).exists() and "Z" not in Path("/proc", pid, "stat").read_text() for pid in pids):
         assert time.monotonic() < deadline, "a worker outlived the run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +114,7 @@ class Loader:
         self.workers = config.workers or 0
         """Decoding processes of this rank."""
         self._parts: Iterator[Part | Failure] | None = None
+        self._reading: MutableSequence[int] = []
         self._position = Position()
         self._watch = StallWatch(60 * config.timeout_minutes, self._stalled)
 
@@ -232,12 +233,14 @@ class Loader:
         dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)
         if not self.workers:
             return iter(dataset)
+        context = start_forkserver()
+        self._reading = context.RawArray("q", [-1] * self.workers)
         loader = DataLoader(
-            dataset,
+            replace(dataset, reading=self._reading),
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self._config.prefetch,
-            multiprocessing_context=start_forkserver(),
+            multiprocessing_context=context,
             collate_fn=_as_is,
         )
         return start_workers(loader)
@@ -263,7 +266,9 @@ class Loader:
     def _stalled(self) -> str:
         """What the workers are doing, after a wait that took too long; they are killed."""
         workers = getattr(self._parts, "_workers", [])
-        lines = describe_workers([worker.pid for worker in workers])
+        manifest, ids = self.mixture.manifest, list(self._reading)
+        places = [f"sample {i} of {manifest.url(manifest.locate(i)[0])}" if i >= 0 else "" for i in ids]
+        lines = describe_workers([worker.pid for worker in workers], places=places)
         for worker in workers:
             worker.kill()  # a stopped process ignores everything else, and would outlive this one
         return (

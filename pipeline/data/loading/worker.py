@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,11 +67,20 @@ class Failure:
 
 
 class StreamFiller:
-    """Decoded rows of one stream in one epoch."""
+    """Decoded rows of one stream in one epoch; `on_sample` is called with the id of each sample before it is read."""
 
-    def __init__(self, order: Order, *, source: SequentialReader, epoch: int, stream: int, batch: int) -> None:
+    def __init__(
+        self,
+        order: Order,
+        *,
+        source: SequentialReader,
+        epoch: int,
+        stream: int,
+        batch: int,
+        on_sample: Callable[[int], None],
+    ) -> None:
         self._order, self._source, self._epoch, self.stream = order, source, epoch, stream
-        self._rows = order.layout.rows
+        self._rows, self._on_sample = order.layout.rows, on_sample
         self._reader = self._open(stream, turn=batch * self._rows)
 
     def fill(self, batch: int, *, decode: Decode, corrupt: Counter[tuple[str, str]]) -> list[int]:
@@ -86,8 +95,9 @@ class StreamFiller:
         self._reader.close()
 
     def _fill_row(self, turn: int, *, place: int, decode: Decode, corrupt: Counter[tuple[str, str]]) -> int:
-        record = self._reader.take(place)
         sample_id, shard = self._source.sample_id(self._reader.first + place)
+        self._on_sample(sample_id)
+        record = self._reader.take(place)
         try:
             decode(record, sample_id, self._row_number(turn), self._source.caption(self._reader.first + place))
             return sample_id
@@ -103,6 +113,7 @@ class StreamFiller:
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
             sample_id, _ = self._source.sample_id(reader.first + place)
+            self._on_sample(sample_id)
             try:
                 caption = self._source.caption(reader.first + place)
                 decode(reader.peek(place), sample_id, self._row_number(turn), caption)
@@ -167,6 +178,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     """Stored image features, which replace decoded images."""
     epoch: int = 0
     batch: int = 0
+    reading: MutableSequence[int] | None = None
+    """Memory that is shared with the workers: the id of the sample that each of them has last begun to read."""
 
     def __iter__(self) -> Iterator[Part | Failure]:
         allow_open_files()
@@ -197,12 +210,19 @@ class StreamDataset(IterableDataset[Part | Failure]):
                 bounds=mixture.bounds[:-1],
                 altered_shards=self.altered_shards,
             )
-            fillers = [StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first) for c in streams]
+            fillers = [
+                StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=self._note)
+                for c in streams
+            ]
             for batch in range(first, self.order.layout.steps):
                 yield self._part(fillers, store, epoch=epoch, batch=batch)
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
+
+    def _note(self, sample_id: int) -> None:
+        if self.reading is not None and (info := get_worker_info()) is not None:
+            self.reading[info.id] = sample_id
 
     def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
         rows = self.order.layout.rows * len(fillers)

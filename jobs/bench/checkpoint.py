@@ -39,8 +39,8 @@ from pipeline.model.architectures import Architecture
 from pipeline.model.towers import ModelConfig, build_towers
 
 WAYS = ("ours", "ours, blocking", "DCP async_save", "DCP save")
-COPY_BYTES_PER_SECOND, SECONDS_PER_TENSOR = 5e9, 1e-3
-"""Assumed for a GPU: copies to pageable host memory, and gathering one tensor of one parameter."""
+COPY_BYTES_PER_SECOND, GATHERED_BYTES_PER_SECOND, SECONDS_PER_TENSOR = 5e9, 100e9, 1e-4
+"""Assumed for a node of GPUs: copies to pageable host memory, sums over the ranks, and what else a tensor takes."""
 MFU = 0.31
 LOCAL_BATCH = 640
 
@@ -149,12 +149,13 @@ def estimate(*, every: int) -> str:
     towers, _ = build_towers(model, seed=0, device="meta")
     weights = list(towers.clip.parameters())
     tensors, size = 3 * len(weights), 3 * 4 * sum(weight.numel() for weight in weights)  # fp32, and two moments
-    blocked = size / COPY_BYTES_PER_SECOND + tensors * SECONDS_PER_TENSOR
+    blocked = size / COPY_BYTES_PER_SECOND + size / GATHERED_BYTES_PER_SECOND + tensors * SECONDS_PER_TENSOR
     step = LOCAL_BATCH * training_flops(model) / (MFU * (known_peak("NVIDIA H100") or 0.0) * 1e12)
     return (
         f"Estimate, not measured, for ViT-B/16 on H100s with {LOCAL_BATCH} pairs per GPU and {MFU:.0%} MFU: a step "
         f"takes {step:.2f} s; {size / 1e9:.2f} GB in {tensors} tensors stop it for {blocked:.2f} s at "
-        f"{COPY_BYTES_PER_SECOND / 1e9:.0f} GB/s and {1000 * SECONDS_PER_TENSOR:.0f} ms a tensor, which is "
+        f"{COPY_BYTES_PER_SECOND / 1e9:.0f} GB/s to host memory, {GATHERED_BYTES_PER_SECOND / 1e9:.0f} GB/s between "
+        f"the GPUs and {1000 * SECONDS_PER_TENSOR:.1f} ms a tensor, which is "
         f"{blocked / (every * step):.2%} of the time at a checkpoint every {every} steps."
     )
 

@@ -5,7 +5,7 @@ Reading and writing are collective at stages 1 to 3: every rank accesses the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from pipeline.errors import UserError
 
 # The entry of torch's optimizer state that is one number per parameter rather than one per weight.
 COUNTER = "step"
+GATHERED_VALUES = 2**26
+"""Values that one collective gathers at stages 1 and 2, in fp32: 256 MiB."""
 
 
 class DeepSpeedState:
@@ -49,14 +51,10 @@ class DeepSpeedState:
 
     def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `EngineState.weights`."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        trained = dict(self.named_parameters())
-        for name, value in self._state_dict_items():
-            if name in trained and self._stage > 0:
-                full = safe_get_full_fp32_param(value)
-            else:
-                full = self._frozen.get(name, value)
+        items, trained = self._state_dict_items(), dict(self.named_parameters())
+        partitioned = self._gathered([p for name, p in items if name in trained and self._stage > 0])
+        for name, value in items:
+            full = next(partitioned) if name in trained and self._stage > 0 else self._frozen.get(name, value)
             if keep:
                 yield name, _on_the_host(full).reshape(self._shape(value))
 
@@ -66,14 +64,13 @@ class DeepSpeedState:
 
     def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
         """See `EngineState.moments`."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         self._link_states()
-        states = self._torch_optimizer.state
+        states, named = self._torch_optimizer.state, self.named_parameters()
         for key in self._moment_keys():
-            for name, p in self.named_parameters():
+            partitioned = self._gathered([p for _, p in named if self._stage > 0], key)
+            for name, p in named:
                 if self._stage > 0:
-                    value = safe_get_full_optimizer_state(p, key)
+                    value = next(partitioned)
                 elif key not in states.get(p, {}):  # Muon's matrices have other moments than the rest
                     continue
                 else:
@@ -116,6 +113,31 @@ class DeepSpeedState:
                     for value in state.values():
                         if isinstance(value, Tensor):
                             value.zero_()
+
+    @torch.no_grad()
+    def _gathered(self, parameters: Sequence[Tensor], key: str | None = None) -> Iterator[Tensor]:
+        """Whole fp32 tensors on the device, in order: the parameters' masters, or their moments of this name.
+
+        Stage 3 gathers one tensor at a time. At stages 1 and 2, many are gathered by one collective: the sum of buffers
+        in which each rank fills in its fragments.
+        """
+        from deepspeed import comm
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if self._stage == 3:
+            for p in parameters:
+                yield safe_get_full_optimizer_state(p, key) if key else safe_get_full_fp32_param(p)
+            return
+        for bucket in in_buckets(parameters, GATHERED_VALUES):
+            sizes = [p.numel() for p in bucket]
+            whole = torch.zeros(sum(sizes), dtype=torch.float32, device=bucket[0].device)
+            for p, values in zip(bucket, whole.split(sizes), strict=True):
+                fragment: Any = p._hp_mapping  # type: ignore[attr-defined]
+                if fragment is not None:  # this rank has a part of the parameter
+                    at = fragment.lp_fragment_address
+                    values[at.start : at.start + at.numel].copy_(fragment.get_hp_fragment(key))
+            comm.all_reduce(whole, group=bucket[0]._dp_group)  # type: ignore[attr-defined]
+            yield from whole.split(sizes)
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
         """Live tensors by name, in the order of open_clip's state dict (whose own values are detached at stage 3)."""
@@ -189,6 +211,18 @@ class DeepSpeedState:
             for key in keys:
                 if key not in state:
                     state[key] = torch.zeros_like(master)
+
+
+def in_buckets(tensors: Sequence[Tensor], values: int) -> Iterator[list[Tensor]]:
+    """The tensors in order, in lists of at most so many values, or of one tensor that is larger."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > values:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def _on_the_host(value: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ RECIPES_BATCH = 256
 @click.option(
     "--quality", type=click.IntRange(1, 100), default=95, show_default=True, help="JPEG quality when re-encoding."
 )
+@click.option("--raw", is_flag=True, help="Store decoded pixels (PPM): far more bytes, and less work for the loader.")
 @click.option("--shard-size", type=click.IntRange(min=1), help="Rows per shard [1/32 of all, between 100 and 10,000].")
 @click.option("--processes", type=click.IntRange(min=1), help="Number of converting processes [one per core].")
 def command(
@@ -46,6 +47,7 @@ def command(
     revision: str | None,
     size: int | None,
     quality: int,
+    raw: bool,
     shard_size: int | None,
     processes: int | None,
 ) -> None:
@@ -74,7 +76,7 @@ def command(
         source,
         output,
         options=options,
-        image=ImageOptions(size=size, quality=quality),
+        image=ImageOptions(size=size, quality=quality, raw=raw),
         shard_size=shard_size,
         processes=processes or len(os.sched_getaffinity(0)),
     )

@@ -17,7 +17,7 @@ from pipeline.errors import UserError
 from pipeline.files import replacing
 
 _BLOCK = 512
-_PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+_PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
 
 
 class TarWriter:

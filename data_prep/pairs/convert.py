@@ -26,6 +26,8 @@ class ImageOptions:
     """Shorter side in pixels that larger images are reduced to; None keeps them."""
     quality: int = 95
     """Quality of re-encoded JPEGs."""
+    raw: bool = False
+    """Store every image decoded, as a binary PPM."""
     max_pixels: int = 178_956_970
     """Larger images are dropped (decompression bombs)."""
 
@@ -57,10 +59,10 @@ def read_image(image: bytes | str) -> bytes:
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:
-    """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG.
+    """The image to store: its own bytes if training can read them unchanged, otherwise a JPEG; or its pixels.
 
-    Images are re-encoded if they are larger than `options.size`, have an EXIF rotation (training ignores EXIF), or are
-    not JPEG, PNG or WebP.
+    Images are re-encoded if `options.raw` is set, or if they are larger than `options.size`, have an EXIF rotation
+    (training ignores EXIF), or are not JPEG, PNG or WebP.
 
     Raises:
         FetchError: The body is empty, not an image, truncated, too large, or cannot be decoded.
@@ -84,7 +86,7 @@ def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
     kind, (width, height) = image.format, image.size
     turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
     shrinks = options.size is not None and min(width, height) > options.size
-    if not shrinks and not turned and kind in _STORED:
+    if not shrinks and not turned and kind in _STORED and not options.raw:
         image.load()
         return StoredImage(extension(body, str(kind).lower()), body, width, height)
     picture = _upright(image, body)
@@ -93,9 +95,9 @@ def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
         scale = options.size / min(picture.size)
         target = tuple(max(options.size, round(side * scale)) for side in picture.size)
         picture = picture.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=options.quality)
-    return StoredImage("jpg", buffer.getvalue(), *picture.size)
+    buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
+    picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
+    return StoredImage(suffix, buffer.getvalue(), *picture.size)
 
 
 def _upright(image: Any, body: bytes) -> Any:

@@ -73,7 +73,7 @@ class TarSource:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
 
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 
 def read_sample(path: str, offset: int) -> dict[str, bytes]:

@@ -42,10 +42,10 @@ class ImageConfig:
     """Leave smaller images as they are instead of enlarging them."""
     skip_reencode: bool = False
     """Keep the bytes as served if the image needs no change and its format is `encode_format`."""
-    encode_format: Literal["jpg", "png", "webp"] = "jpg"
-    """Format of the stored images."""
+    encode_format: Literal["jpg", "png", "webp", "ppm"] = "jpg"
+    """Format of the stored images. `ppm` is decoded pixels: several times the bytes, and less work for the loader."""
     encode_quality: int = Field(default=95, ge=0, le=100)
-    """JPEG or WebP quality; for png the compression level, 0 to 9."""
+    """JPEG or WebP quality; for png the compression level, 0 to 9. Unused for ppm."""
     min_size: int = Field(default=0, ge=0)
     """Refuse images whose shorter side has fewer pixels."""
     max_aspect_ratio: float = Field(default=1e6, ge=1)

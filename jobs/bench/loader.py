@@ -7,9 +7,9 @@
 
 Both loaders read, shuffle, decode, crop to 224 pixels and tokenize the whole dataset once per round, in this process
 with one thread. CPU time is reported, which other load on the machine hardly changes. Our loader leaves normalization
-to the device, as in training; the line "and normalized here" includes it. `--raw` measures what a form of shards would
-save that our loader does not read: the same images as 8-bit RGB, cropped and resized without decoding. The last line is
-what `data.altered_shards` costs: the SHA-256 of every shard, computed from the bytes as they are read.
+to the device, as in training; the line "and normalized here" includes it. `--raw` also reads the
+same images from shards of decoded pixels (`neuclip pairs --raw`). The last line is what `data.altered_shards` costs:
+the SHA-256 of every shard, computed from the bytes as they are read.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ import statistics
 import tarfile
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
 from PIL.Image import Resampling
-from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize
+from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
@@ -101,7 +97,11 @@ def make_shards(
                 image = given[(s * samples + i) % len(given)] if given else photo(rng, shorter=shorter)
                 image.save(out, "PPM" if raw else "JPEG", quality=QUALITY)
                 caption = " ".join(rng.choice(WORDS.split(), size=rng.integers(4, 16)))
-                for suffix, data in (("jpg", out.getvalue()), ("json", META), ("txt", caption.encode())):
+                for suffix, data in (
+                    ("ppm" if raw else "jpg", out.getvalue()),
+                    ("json", META),
+                    ("txt", caption.encode()),
+                ):
                     info = tarfile.TarInfo(f"{s:05d}{i:04d}.{suffix}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
@@ -119,21 +119,6 @@ def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, normalized: bool
         if normalized:
             normalize(batch.image, mean=MEAN, std=STD)
     loader.close()
-
-
-def crop_raw(decoder: ImageDecoder, data: bytes, *, state: int) -> Tensor:
-    """The crop that `ImageDecoder` gives in mode "fast", from a binary PPM as Pillow writes it."""
-    width, height = (int(number) for number in data[:32].split(maxsplit=3)[1:3])
-    top, left, h, w = crop_box(height, width, crop=decoder.crop, state=state)
-    pixels = np.frombuffer(data, np.uint8, offset=len(data) - 3 * height * width).reshape(height, width, 3)
-    window = torch.from_numpy(pixels)[None, top : top + h, left : left + w].permute(0, 3, 1, 2)
-    return F.interpolate(window, size=(decoder.size, decoder.size), mode="bicubic", antialias=True)[0]
-
-
-def run_raw(folder: Path, **settings: Any) -> None:
-    """Our loader on raw shards, with its decoder replaced."""
-    with mock.patch.object(ImageDecoder, "__call__", crop_raw):
-        run_ours(folder, **settings)
 
 
 def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
@@ -191,8 +176,8 @@ def compare(
             decoded.mkdir()
             make_shards(decoded, shards=4, samples=samples // 4, shorter=shorter, images=images, raw=True)
             bytes_per_sample = sum(path.stat().st_size for path in decoded.glob("*.tar")) / samples
-            runs["raw"] = lambda: run_raw(decoded, samples=samples, tokenize=tokenize)
-            runs["raw, not hashed"] = lambda: run_raw(
+            runs["raw"] = lambda: run_ours(decoded, samples=samples, tokenize=tokenize)
+            runs["raw, not hashed"] = lambda: run_ours(
                 decoded, samples=samples, tokenize=tokenize, altered_shards="ignore"
             )
         if hashing:
@@ -236,7 +221,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # crops are only read
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread, {PIXELS} px out")
     for shorter in options.shorter or (256, 384, 512):
         settings = {"samples": options.samples, "rounds": options.rounds, "images": options.images}

@@ -201,7 +201,8 @@ def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[flo
     batches._loader, loader = itertools.repeat(batch), batches._loader  # a step fetches the batch after it
     try:
         trainer.meter.start()
-        alone = _mean_seconds(lambda: trainer.train_step(batches.next()), seconds, trainer.world)
+        # At a learning rate of 0: after many updates on one batch, values can be so small that a CPU is slow with them.
+        alone = _mean_seconds(lambda: trainer.train_step(batches.next(), lr_scale=0.0), seconds, trainer.world)
         return alone, trainer.meter.read()
     finally:
         batches._loader = loader

@@ -134,12 +134,13 @@ class Trainer:
         self.observer.before(self.step)
         return batch
 
-    def train_step(self, batch: Batch, *, stop: bool = False) -> StepResult:
+    def train_step(self, batch: Batch, *, stop: bool = False, lr_scale: float | None = None) -> StepResult:
         """Take one step and count it, but do not advance `step`. Collective.
 
         Args:
             batch: This rank's part of the global batch.
             stop: Whether this rank has received a signal to stop.
+            lr_scale: Share of the learning rates, by default that of the schedule.
         """
         device, image = self.world.device, self.normalized(self.batches.image(batch))
         computed_images = len(image) / len(batch.text)
@@ -152,7 +153,7 @@ class Trainer:
             (image, text),
             sample_ids=ids,
             step=self.step,
-            lr_scale=self._lr_scale(self.step),
+            lr_scale=self._lr_scale(self.step) if lr_scale is None else lr_scale,
             stop=stop,
             text_lengths=self.trimming.lengths(texts) if self.trimming else None,
         )

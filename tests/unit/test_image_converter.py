@@ -118,7 +118,7 @@ def test_10_bit_images_in_16_bit_arrays_become_8_bit() -> None:
     assert np.abs(stored(bytes(body)).astype(int) - np.asarray(photograph())).mean() < 4
 
 
-@pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "ppm"])
 @pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 2), (7, 9), (161, 147)])
 def test_thin_and_dithered_images_are_stored_in_every_format(kind: str, size: tuple[int, int]) -> None:
     image = photograph(*size).convert("1")

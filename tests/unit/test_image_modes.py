@@ -17,6 +17,7 @@ from data_prep.pairs.convert import ImageOptions, convert
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.evaluation.datasets.task_data import decode
 from pipeline.evaluation.similarity import _open
 from pipeline.export import model_card
@@ -94,6 +95,36 @@ def test_imported_images_keep_their_pixels(name: str) -> None:
     assert convert(body, ImageOptions()).body == body
     reduced = Image.fromarray(expected(name)).resize((24, 24), Image.Resampling.BICUBIC)
     assert convert(body, ImageOptions(size=24)).body == encoded(reduced, "JPEG", quality=95)
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", IMAGES)
+def test_raw_images_have_the_pixels_of_training(name: str) -> None:
+    stored = convert(IMAGES[name], ImageOptions(raw=True))
+    assert stored.suffix == "ppm"
+    for mode in ("fast", "scaled", "exact"):
+        decoder = ImageDecoder(size=SIDE, crop=FIXED, mode=mode, max_pixels=10**6)  # type: ignore[arg-type]
+        found = decoder(stored.body, state=1).permute(1, 2, 0).numpy()
+        np.testing.assert_array_equal(found, expected(name), err_msg=mode)
+
+
+@pytest.mark.parametrize("mode", ["fast", "scaled", "exact"])
+def test_crops_of_raw_images_and_damaged_ones(mode: Any) -> None:
+    image = picture().convert("RGB").resize((61, 47))
+    body, data = encoded(image, "PPM"), np.asarray(image).tobytes()
+    decoder = ImageDecoder(size=16, crop=CropConfig(scale=(0.3, 0.8)), mode=mode, max_pixels=61 * 47)
+    exact = ImageDecoder(size=16, crop=decoder.crop, mode="exact", max_pixels=10**6)
+    for state in range(20):
+        wanted = exact(encoded(image, "PNG"), state=state)
+        found = decoder(body, state=state)
+        assert (found.int() - wanted.int()).abs().max() <= (0 if mode == "exact" else 2)
+        commented = decoder(b"P6 # a comment\n61 47\n255\n" + data, state=state)  # which Pillow reads
+        torch.testing.assert_close(commented, wanted, rtol=0, atol=0)
+    with pytest.raises(CorruptSample, match=r"larger than data\.max_pixels"):
+        ImageDecoder(size=16, crop=FIXED, mode=mode, max_pixels=61 * 47 - 1)(body, state=0)
+    for bad in (body[:-1], body[:20], b"P6\n0 5\n255\n", b"P6\n61 47\n256\n" + data, b"P6\n999999999 999999999\n255\n"):
+        with pytest.raises(CorruptSample):
+            decoder(bad, state=0)
 
 
 def in_card(line: str) -> str:

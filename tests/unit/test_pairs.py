@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -23,9 +25,14 @@ from data_prep.pairs.convert import ImageOptions, convert
 from jobs import pairs
 from jobs.pairs import command
 from jobs.recipe_path import TRAINING
+from pipeline.config import parse
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.loader import build_loader
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import read_recipe
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
+from tests.shards import count_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +72,25 @@ def test_images_are_rotated_upright_downscaled_and_converted() -> None:
     assert convert(whole, ImageOptions(size=40)).body == whole  # never enlarged, never re-encoded needlessly
     assert convert(picture(0, kind="GIF"), ImageOptions()).suffix == "jpg"
     assert convert(picture(0, kind="WEBP"), ImageOptions()).suffix == "webp"
+
+
+def test_shards_of_decoded_pixels_train_like_the_images(table: Path, tmp_path: Path) -> None:
+    for name, option in (("encoded", ()), ("raw", ("--raw",))):
+        done = CliRunner().invoke(command, [str(table), str(tmp_path / name), "--processes", "1", *option])
+        assert done.exit_code == 0, done.output
+    with tarfile.open(next((tmp_path / "raw").rglob("*.tar"))) as tar:
+        assert sum(member.name.endswith(".ppm") for member in tar) == 10
+    seen = []
+    for name in ("encoded", "raw"):
+        config = parse(DataConfig, {"sources": str(tmp_path / name), "streams": 1, "workers": 0, "decoding": "exact"})
+        with build_loader(
+            config, world=World(), global_batch=5, seed=0, image_size=16, tokenize=count_tokens
+        ) as loader:
+            seen.append([next(loader) for _ in range(4)])
+    for encoded, raw in zip(*seen, strict=True):
+        assert torch.equal(encoded.sample_id, raw.sample_id)
+        assert torch.equal(encoded.image, raw.image)
+        assert torch.equal(encoded.text, raw.text)
 
 
 @pytest.mark.slow

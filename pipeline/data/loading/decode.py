@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import simplejpeg
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +30,7 @@ from pipeline.data.shards.tar_reader import CorruptSample
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
+PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
 SHRINKS = (8, 4, 2)
 """Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
 
@@ -88,7 +92,8 @@ class ImageDecoder:
     differ by at most 2 of 255 (by 9 where Pillow 13 resizes vertically first). "scaled" is "fast", but decodes a JPEG
     at 1/2, 1/4 or 1/8 of its size where its crop is at least 2, 4 or 8 times as large as the result. The crop moves by
     up to half a scaled pixel; pixels of the same crop differ by 1 to 4 of 255 on average, and by up to 100 at sharp
-    edges. An image that libjpeg-turbo refuses is decoded by Pillow, so all modes accept the same images.
+    edges. Both read the pixels of a binary PPM in place. An image that libjpeg-turbo refuses is decoded by Pillow, so
+    all modes accept the same images.
     """
 
     size: int
@@ -106,6 +111,10 @@ class ImageDecoder:
         Raises:
             CorruptSample: PIL cannot decode the image, or it has more than `max_pixels`.
         """
+        if self.mode != "exact" and (pixels := ppm_pixels(data)) is not None:
+            self._check(*pixels.shape[:2])
+            top, left, h, w = crop_box(*pixels.shape[:2], crop=self.crop, state=state)
+            return self._resized(torch.from_numpy(pixels[top : top + h, left : left + w].copy()))
         if self.mode != "exact" and data[:2] == b"\xff\xd8":
             try:
                 return self._fast(data, state)
@@ -134,9 +143,11 @@ class ImageDecoder:
             min_factor=shrink,
         )
         top, left, h, w = shrunk(box, by=shrink)
-        pixels = torch.from_numpy(decoded)
+        return self._resized(torch.from_numpy(decoded)[top : top + h, left : left + w])
+
+    def _resized(self, window_HWC: Tensor) -> Tensor:
         # With a batch axis, torch recognizes these strides as channels-last, its fastest path for uint8.
-        window = pixels[None, top : top + h, left : left + w].permute(0, 3, 1, 2)
+        window = window_HWC[None].permute(0, 3, 1, 2)
         return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def _exact(self, data: bytes, state: int) -> Tensor:
@@ -148,6 +159,17 @@ class ImageDecoder:
         resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
+
+
+def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:
+    """uint8 [H, W, 3], a view of a binary PPM of 8 bits a channel; None if the bytes are not exactly one."""
+    header = PPM_HEADER.match(data)
+    if header is None:
+        return None
+    width, height = int(header[1]), int(header[2])
+    if not width * height or len(data) != header.end() + 3 * height * width:
+        return None
+    return np.frombuffer(data, np.uint8, offset=header.end()).reshape(height, width, 3)
 
 
 def normalize(

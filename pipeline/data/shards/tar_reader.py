@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 BLOCK = 512
-IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp"})
+IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 LARGEST = 2**53
 """Larger sizes are damage; seeking to some of them would raise OverflowError."""
 LARGEST_EXTENSION = 1 << 20

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
 _BLOCK = 512
-_PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
 
 
 class TarWriter:
@@ -106,7 +106,7 @@ def _samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 def picture(parts: Mapping[str, bytes]) -> bytes:
     """The encoded image among a sample's parts, or nothing."""
-    return next((payload for name, payload in parts.items() if name.lower() in _PICTURES), b"")
+    return next((payload for name, payload in parts.items() if name.lower() in FORMAT_SUFFIXES), b"")
 
 
 def write(path: Path, members: Iterable[tuple[str, bytes]]) -> tuple[int, str]:

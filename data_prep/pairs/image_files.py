@@ -12,9 +12,10 @@ from typing import Any
 from data_prep import reasons
 from data_prep.pairs.listing import Listed
 from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+SUFFIXES = frozenset(f".{suffix}" for suffix in FORMAT_SUFFIXES)
 CAPTION_SUFFIXES = (".txt", ".caption")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.pairs.listing import Listed, Listing
 from data_prep.pairs.pair import MALFORMED_ROW, Pair, captions_in
-from pipeline.data.shards.tar_reader import split_name
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TarSource:
             parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
-        image = next((body for suffix, body in parts.items() if suffix in IMAGES), b"")
+        image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
         suffix, colon, field = self.caption.partition(":")
         if suffix not in parts:
             return Pair(row.place, image)
@@ -71,9 +71,6 @@ class TarSource:
             return Pair(row.place, image, captions_in(json.loads(text).get(field)))
         except (ValueError, AttributeError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
-
-
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 
 def read_sample(path: str, offset: int) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from data_prep.pairs.columns import CAPTION_NAMES
-from data_prep.pairs.listed_source import IMAGES, read_sample
+from data_prep.pairs.listed_source import read_sample
 from data_prep.pairs.listing import Listed
-from pipeline.data.shards.tar_reader import split_name
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
 
 
@@ -59,14 +59,16 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
     if first is None:
         raise UserError(f"{tars[0]} holds no samples.")
     parts = read_sample(first.image, first.offset)
-    if not any(name in IMAGES for name in parts):
+    if not any(name in FORMAT_SUFFIXES for name in parts):
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []
     if "json" in parts:
         with contextlib.suppress(ValueError):  # a damaged one has no fields
             tree = json.loads(parts["json"])
             fields = list(tree) if isinstance(tree, Mapping) else []
-    offered = [name for name in parts if name not in IMAGES and name != "json"] + [f"json:{name}" for name in fields]
+    offered = [name for name in parts if name not in FORMAT_SUFFIXES and name != "json"] + [
+        f"json:{name}" for name in fields
+    ]
     if wanted is not None:
         if wanted in offered or f"json:{wanted}" in offered:
             return wanted if wanted in offered else f"json:{wanted}"

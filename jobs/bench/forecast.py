@@ -7,8 +7,8 @@ Two models, two batch sizes, and cached accumulation (`engine.micro_batch`) for 
 machine may change by a third within a minute. The forecast and the real run are therefore started together and take
 turns of half a second (SIGSTOP and SIGCONT): other load affects both alike, and each has half of the time, so that both
 rates are halved and their ratio stays what it is. The real rate is that of the steps in the same period in which the
-forecast trains. Both programs ask for huge pages (THP_MEM_ALLOC_ENABLE=1): without them, the same AdamW step takes 9 ms
-in one process and 23 ms in the next, depending on where the machine happened to put its memory.
+forecast trains. Both programs ask for huge pages (THP_MEM_ALLOC_ENABLE=1): without them, the same optimizer
+step may take twice as long in one process as in the next, depending on where the machine happened to put its memory.
 """
 
 from __future__ import annotations

@@ -76,13 +76,14 @@ def _rate(images: Sequence[bytes], *, seconds: float = 1.0) -> float:
 
 def _images(manifests: Sequence[str]) -> tuple[list[bytes], str]:
     """Encoded images, and what they are."""
-    from pipeline.data.shards.manifest_format import FORMATS, load_manifest
+    from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
+    from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 
     if not manifests:
         return _generated(), f"generated, {STORED} px"
     manifest = load_manifest(manifests[0])
-    suffixes = tuple(f".{name.lower()}" for name in (*FORMATS, "jpg"))
+    suffixes = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
     found: list[bytes] = []
     with open_shard(manifest.url(manifest.shards[0])) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:

@@ -112,9 +112,7 @@ class ImageDecoder:
             CorruptSample: PIL cannot decode the image, or it has more than `max_pixels`.
         """
         if self.mode != "exact" and (pixels := ppm_pixels(data)) is not None:
-            self._check(*pixels.shape[:2])
-            top, left, h, w = crop_box(*pixels.shape[:2], crop=self.crop, state=state)
-            return self._resized(torch.from_numpy(pixels[top : top + h, left : left + w].copy()))
+            return self._raw(pixels, state)
         if self.mode != "exact" and data[:2] == b"\xff\xd8":
             try:
                 return self._fast(data, state)
@@ -144,6 +142,12 @@ class ImageDecoder:
         )
         top, left, h, w = shrunk(box, by=shrink)
         return self._resized(torch.from_numpy(decoded)[top : top + h, left : left + w])
+
+    def _raw(self, pixels_HWC: NDArray[np.uint8], state: int) -> Tensor:
+        height, width, _ = pixels_HWC.shape
+        self._check(height, width)
+        top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
+        return self._resized(torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy()))
 
     def _resized(self, window_HWC: Tensor) -> Tensor:
         # With a batch axis, torch recognizes these strides as channels-last, its fastest path for uint8.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
+
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+IMAGES = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
 _LOOKED_AT = 10_000  # files: a folder of millions need not be walked to the end for a hint
 
 

@@ -12,6 +12,9 @@ from typing import BinaryIO
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
+"""Of the members that training reads."""
+FORMAT_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+"""Of files in `manifest_format.FORMATS`."""
 LARGEST = 2**53
 """Larger sizes are damage; seeking to some of them would raise OverflowError."""
 LARGEST_EXTENSION = 1 << 20

@@ -126,17 +126,16 @@ def prepare(
     config = replace(config, source=source, output=str(Path(config.output).absolute()))
     table_checks.check_blur(config)
     folder = Folder(Path(config.output), config.fetch.worker)
-    with disk_errors_explained(config.output):
-        folder.make()
-        with part_lock(folder, "plan", wait=config.fetch.workers > 1):
-            is_new = not plan_path.exists()
-            if is_new:
-                for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
-                    on_note(note)
-            plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
-            if not is_new and not check_unchanged(source, plan.files):
-                on_note(f"source.table = {source.table!r} is gone: continuing with the list in {folder.plan}.")
-            plan = _with_rules(folder, plan, rules_of(config))
+    several = config.fetch.workers > 1
+    with disk_errors_explained(config.output), folder.made(), part_lock(folder, "plan", wait=several):
+        is_new = not plan_path.exists()
+        if is_new:
+            for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
+                on_note(note)
+        plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
+        if not is_new and not check_unchanged(source, plan.files):
+            on_note(f"source.table = {source.table!r} is gone: continuing with the list in {folder.plan}.")
+        plan = _with_rules(folder, plan, rules_of(config))
     if is_new and plan.skipped:
         on_note(
             f"{plan.skipped:,} of {plan.seen:,} rows cannot be read (a wrong number of fields, or text that is not "

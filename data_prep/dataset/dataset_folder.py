@@ -18,8 +18,10 @@ staging/                unfinished work; may be deleted when no process is runni
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,26 @@ class Folder:
     def make(self) -> None:
         for path in (self.root / "shards", self.root / "meta", self.plan, self.staging):
             path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Make the folder. If the block refuses its input before it has written a file, a new folder is removed."""
+        existed = self.root.exists()
+        is_new = not existed or not any(self.root.iterdir())
+        self.make()
+        try:
+            yield
+        except UserError:
+            if is_new and not self._has_files():
+                for path in self.root.iterdir():
+                    shutil.rmtree(path)
+                if not existed:
+                    self.root.rmdir()
+            raise
+
+    def _has_files(self) -> bool:
+        """Whether anything but unfinished work is there."""
+        return any(path.is_file() and self.locks not in path.parents for path in self.root.rglob("*"))
 
     def numbered(self, where: str, suffix: str) -> list[int]:
         """The shards that have a file with this suffix in a folder, in order."""

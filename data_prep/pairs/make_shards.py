@@ -73,12 +73,11 @@ def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = la
 
     Raises:
         UserError: Before anything is written, if the source cannot be read or the folder belongs to another source or
-            other settings; at the end, if no row gave a sample.
+            other settings (a new folder is removed again); at the end, if no row gave a sample.
     """
     folder = Folder(config.output)
     _check_output(config, folder)
-    folder.make()
-    with part_lock(folder, "pairs"):
+    with folder.made(), part_lock(folder, "pairs"):
         source, shard_size = _plan(config, folder)
         plan = _digest(config, source, shard_size)
         shards = -(-source.rows // shard_size)

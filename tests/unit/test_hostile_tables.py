@@ -78,6 +78,7 @@ def test_a_column_without_readable_text_is_named(
     tree = {"output": str(tmp_path / "out"), "source": {"table": str(tmp_path / "a.parquet"), **settings}}
     with pytest.raises(UserError, match=words):
         prepare(parse(DownloadConfig, tree))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

@@ -172,6 +172,17 @@ def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_refused_source_leaves_no_folder(table: Path, tmp_path: Path, existed: bool) -> None:
+    output = tmp_path / "new" / "out"
+    if existed:
+        output.mkdir(parents=True)
+    with pytest.raises(UserError, match="has no column 'nothing'"):
+        make(table, output, caption="nothing")
+    assert output.exists() == existed
+    assert not existed or not list(output.iterdir())
+
+
 def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: Path) -> None:
     (table.parent / "images" / "004.jpg").unlink()
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from jobs import ROOT
-from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, is_disk_full, is_out_of_memory
+from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, explain_file_error, is_out_of_memory
 
 # Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
 COMMANDS = {
@@ -116,9 +116,9 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
                 "batch on few GPUs'; `neuclip plan` estimates what each saves.",
                 EXIT_USER_ERROR,
             )
-        if is_disk_full(error):
-            _fail(f"{error}. Free some space, or name another folder, and start again.", EXIT_USER_ERROR)
         hint = "" if debug else f" Show where with: {prog_name} --debug ..."
+        if explained := explain_file_error(error):
+            _fail(f"{explained}{hint}", EXIT_USER_ERROR)
         _fail(
             f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}",
             EXIT_BUG,

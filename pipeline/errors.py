@@ -3,6 +3,18 @@
 import errno
 
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
+_FILE_ADVICE = {
+    errno.ENOSPC: "Free some space and run the same command again.",
+    errno.EDQUOT: "Free some space within the quota and run the same command again.",
+    errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
+    errno.EACCES: "Use another folder, or change its permissions.",
+    errno.EPERM: "Use another folder, or change its permissions.",
+    errno.EIO: "The disk reports a fault: look into the system's log.",
+    errno.ENOENT: "There is no such file or folder, and it cannot be created.",
+    errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
+    errno.EISDIR: "A folder is where a file is needed: use another name, or move it away.",
+    errno.EMFILE: "Too many files are open: raise `ulimit -n`, or use fewer threads, workers or streams.",
+}
 
 
 class UserError(ValueError):
@@ -20,12 +32,22 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    return EXIT_USER_ERROR if is_out_of_memory(error) or is_disk_full(error) else EXIT_BUG
+    return EXIT_USER_ERROR if is_out_of_memory(error) or explain_file_error(error) else EXIT_BUG
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a file could not be written because its disk or a quota is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def explain_file_error(error: BaseException, where: object = None) -> str | None:
+    """What an error of the file system means and what to do, or None for other errors.
+
+    Args:
+        error: Any error.
+        where: The folder in use, for an error that does not name its file.
+    """
+    if not isinstance(error, OSError) or error.errno not in _FILE_ADVICE:
+        return None
+    place = error.filename or where
+    if place is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None  # a socket's, for example
+    return f"Cannot write or read {place or 'a file'}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import UserError
-
-_ADVICE = {
-    errno.ENOSPC: "Free some space and run the same command again: it continues.",
-    errno.EDQUOT: "Free some space within the quota and run the same command again: it continues.",
-    errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
-    errno.EACCES: "Use another folder, or change its permissions.",
-    errno.EPERM: "Use another folder, or change its permissions.",
-    errno.EIO: "The disk reports a fault: look into the system's log.",
-    errno.ENOENT: "There is no such file or folder, and it cannot be created.",
-    errno.ENOTDIR: "A file is where a folder is needed: use another folder, or move the file away.",
-    errno.EISDIR: "A folder is where a file is needed: move it away.",
-    errno.EMFILE: "Too many open files: raise `ulimit -n`, or lower fetch.threads.",
-}
+from pipeline.errors import UserError, explain_file_error
 
 
 @contextmanager
@@ -31,7 +17,7 @@ def disk_errors_explained(root: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as error:
-        if error.errno not in _ADVICE:
+        message = explain_file_error(error, root)
+        if message is None:
             raise
-        where = error.filename or root
-        raise UserError(f"Cannot write or read {where}: {error.strerror}. {_ADVICE[error.errno]}") from error
+        raise UserError(message) from error

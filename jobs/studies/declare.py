@@ -95,6 +95,8 @@ class Study:
     """Columns of the tables, by their names in `jobs/studies/outcomes.py`."""
     curves: tuple[str, ...] = ("average",)
     """Columns plotted over samples seen."""
+    against: str | None = None
+    """Column that the first column is plotted against, one point per arm; null: no such figure."""
     arms: dict[str, Variant] = field(default_factory=dict)
     """What is compared."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)

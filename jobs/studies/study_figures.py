@@ -1,4 +1,4 @@
-"""Figures of a study as SVG: final scores with one dot per seed, and curves over samples seen."""
+"""Figures of a study as SVG: final scores with one dot per seed, scores against a cost, curves over samples seen."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
 
     with matplotlib.rc_context(STYLE):
         found = {"final.svg": _final(study, size, outcomes)} if outcomes else {}
+        if outcomes and study.against:
+            found[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, size, outcomes, study.against)
         for column in study.curves:
             if any(curve(outcomes, o.setting, o.arm, column) for o in outcomes):
                 found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, size, outcomes, column)
@@ -65,16 +67,43 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
     return as_svg(figure)
 
 
+def _against(study: Study, size: str, outcomes: Sequence[Outcome], cost: str) -> str:
+    """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
+    from matplotlib.figure import Figure
+
+    column, settings, arms = study.columns[0], size_of(study, size).settings, list(arms_of(study, size))
+    look = _looks(arms)
+    figure = Figure(figsize=(1.9 + 3.6 * len(settings), 3.0), layout="constrained")
+    panels = figure.subplots(1, len(settings), squeeze=False)[0]
+    for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
+        for arm in arms:
+            x, y = (spread(outcomes, setting, arm, name) for name in (cost, column))
+            if x is not None and y is not None:
+                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", color=look[arm][0], label=arm, markersize=5)
+        axes.set_title(_wrapped(variant.title or setting), loc="left")
+        axes.set_xlabel(COLUMNS[cost].title)
+        axes.set_xlim(left=0)
+    panels[0].set_ylabel(COLUMNS[column].title)
+    panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return as_svg(figure)
+
+
+def _looks(arms: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """Colour and line style of every arm."""
+    import matplotlib
+
+    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
+
+
 def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -> str:
     """Mean over seeds with the range as a shaded area; rows are groups of arms, columns are settings."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     settings, arms = size_of(study, size).settings, list(arms_of(study, size))
     rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
     rows = [names for names in rows if names]
-    palette = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    look = {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
+    look = _looks(arms)
     width = 1.9 + min(4, len(settings)) * 2.6
     figure = Figure(figsize=(width, 0.4 + 2.1 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), len(settings), squeeze=False, sharey=True)

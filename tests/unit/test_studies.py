@@ -32,6 +32,7 @@ def test_every_study_gives_distinct_runs_at_every_size(name: str, size: str) -> 
     assert len({unit.key for unit in units}) == len(units), "two arms of a study give the same run"
     assert len({unit.label for unit in units}) == len(units)
     assert set(study.columns) <= COLUMNS.keys() | PAIRED.keys()
+    assert study.against is None or study.against in COLUMNS
     if size != "smoke":
         assert study.baseline in {unit.arm for unit in units}
     assert {unit.seed for unit in units} == set(range(len({unit.seed for unit in units})))

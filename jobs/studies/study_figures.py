@@ -79,7 +79,8 @@ def _against(study: Study, size: str, outcomes: Sequence[Outcome], cost: str) ->
         for arm in arms:
             x, y = (spread(outcomes, setting, arm, name) for name in (cost, column))
             if x is not None and y is not None:
-                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", color=look[arm][0], label=arm, markersize=5)
+                colour = look[arm][0]
+                axes.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", markersize=5, color=colour, label=arm)
         axes.set_title(_wrapped(variant.title or setting), loc="left")
         axes.set_xlabel(COLUMNS[cost].title)
         axes.set_xlim(left=0)

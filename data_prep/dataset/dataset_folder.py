@@ -21,7 +21,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,28 +118,28 @@ class Folder:
         return self.root / "meta" / f"{shard:05d}.parquet.new"
 
     def make(self) -> None:
-        for path in (self.root / "shards", self.root / "meta", self.plan, self.staging):
+        for path in (*self._contents, self.staging):
             path.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Make the folder. If the block refuses its input before it has written a file, a new folder is removed."""
-        existed = self.root.exists()
-        is_new = not existed or not any(self.root.iterdir())
+        """Make the folder. If the block refuses its input before it has written a file, what is new is removed."""
+        new = [path for path in (*self._contents, self.locks, self.root) if not path.exists()]
         self.make()
         try:
             yield
         except UserError:
-            if is_new and not self._has_files():
-                for path in self.root.iterdir():
-                    shutil.rmtree(path)
-                if not existed:
-                    self.root.rmdir()
+            if not any(any(path.iterdir()) for path in self._contents):
+                if self.locks in new:
+                    shutil.rmtree(self.locks, ignore_errors=True)
+                for path in new:
+                    with suppress(OSError):  # a folder that is not empty any more stays
+                        path.rmdir()
             raise
 
-    def _has_files(self) -> bool:
-        """Whether anything but unfinished work is there."""
-        return any(path.is_file() and self.locks not in path.parents for path in self.root.rglob("*"))
+    @property
+    def _contents(self) -> tuple[Path, Path, Path]:
+        return self.root / "shards", self.root / "meta", self.plan
 
     def numbered(self, where: str, suffix: str) -> list[int]:
         """The shards that have a file with this suffix in a folder, in order."""

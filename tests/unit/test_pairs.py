@@ -172,15 +172,19 @@ def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("existed", [False, True])
-def test_a_refused_source_leaves_no_folder(table: Path, tmp_path: Path, existed: bool) -> None:
+@pytest.mark.parametrize("before", [None, [], ["lock-of-another"]])
+def test_a_refused_source_leaves_what_was_there(table: Path, tmp_path: Path, before: list[str] | None) -> None:
     output = tmp_path / "new" / "out"
-    if existed:
-        output.mkdir(parents=True)
+    for name in before or ():
+        (output / "staging").mkdir(parents=True)
+        (output / "staging" / name).touch()
+    if before is not None:
+        output.mkdir(parents=True, exist_ok=True)
     with pytest.raises(UserError, match="has no column 'nothing'"):
         make(table, output, caption="nothing")
-    assert output.exists() == existed
-    assert not existed or not list(output.iterdir())
+    assert output.exists() == (before is not None)
+    assert [path.name for path in sorted(output.glob("*"))] == (["staging"] if before else [])
+    assert all((output / "staging" / name).is_file() for name in before or ())
 
 
 def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: Path) -> None:

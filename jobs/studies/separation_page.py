@@ -17,6 +17,8 @@ from pipeline.versions import versions
 Results = Sequence[Mapping[str, Any]]
 CLEAR = 3.0
 """A paired |t| of at least this is printed in bold: p is about 0.02 with 8 seeds, 0.06 with 4."""
+FEWEST_SEEDS = 4
+"""With fewer seeds nothing is printed in bold: with two, a t of 3 has a p of 0.2."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
         provenance(data, reproduces=REPRODUCES, finished=len(results))
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
         "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
-        f"bold where |t| is {CLEAR:g} or more. Errors are mean squared errors of log-normalizers over the whole "
+        f"bold where |t| is {CLEAR:g} or more with {FEWEST_SEEDS} seeds or more. Errors are mean squared errors of log-normalizers over the whole "
         "dataset, at 16 steps of each run; on the shared trajectory all methods see the same features. This page is "
         "generated from `results.json` by `neuclip study separation`; do not edit it."
     )
@@ -183,7 +185,7 @@ def _paired(found: PairedDifference | None) -> str:
     if found.t is None:
         return f"{found.mean:+.3f}"
     text = f"{found.mean:+.3f} ± {found.standard_error:.3f} ({found.t:+.1f})"
-    return f"**{text}**" if abs(found.t) >= CLEAR else text
+    return f"**{text}**" if abs(found.t) >= CLEAR and len(found.values) >= FEWEST_SEEDS else text
 
 
 def draw(results: Results) -> dict[str, str]:

@@ -138,8 +138,8 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
         "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
         f"bold where |t| is {CLEAR:g} or more with {FEWEST_SEEDS} seeds or more. Errors are mean squared errors of "
-        "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the same features. This page is "
-        "generated from `results.json` by `neuclip study separation`; do not edit it."
+        "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the "
+        "same features. This page is generated from `results.json` by `neuclip study separation`; do not edit it."
     )
     lines = [f"# {TITLE}", "", how]
     for pairs, batch, epochs in settings_of(results):

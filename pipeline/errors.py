@@ -4,8 +4,8 @@ import errno
 
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 _FILE_ADVICE = {
-    errno.ENOSPC: "Free some space and run the same command again.",
-    errno.EDQUOT: "Free some space within the quota and run the same command again.",
+    errno.ENOSPC: "Free some space, or use another folder, and start again; downloads and conversions continue.",
+    errno.EDQUOT: "Free some space within the quota and start again; downloads and conversions continue.",
     errno.EROFS: "The file system is read-only: use another folder, or mount it for writing.",
     errno.EACCES: "Use another folder, or change its permissions.",
     errno.EPERM: "Use another folder, or change its permissions.",

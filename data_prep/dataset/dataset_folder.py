@@ -129,7 +129,7 @@ class Folder:
         try:
             yield
         except UserError:
-            if not any(any(path.iterdir()) for path in self._contents):
+            if not any(any(path.glob("*")) for path in self._contents):
                 if self.locks in new:
                     shutil.rmtree(self.locks, ignore_errors=True)
                 for path in new:

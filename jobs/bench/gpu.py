@@ -151,7 +151,7 @@ def steps() -> list[Step]:
             "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 220,
             # Each contender is a process with a model of its own in the GPU's memory: all eight might not fit.
             bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3", "--options", "none",
-                  "packed_attention", "trim_text", "accumulation", "compile"),
+                  "packed_attention", "trim_text", "trim_image", "accumulation", "compile"),
             bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "accumulation"),
         ),
         Step(

@@ -33,6 +33,7 @@ OPTIONS = (
     "packed_attention",
     "channels_last",
     "trim_text",
+    "trim_image",
     "accumulation",
     "grad_checkpointing",
     "compile",
@@ -42,8 +43,9 @@ OPTIONS = (
     "all_savings",
 )
 """`none`: open_clip's attention, untrimmed texts, channels first. `packed_attention` and `channels_last` change only
-what they name. `trim_text` and the options below it have all three. `image_features_cache` is `lock_image` from the
-second epoch on: a step gets stored outputs of the image tower; the decoding that it saves as well is not measured."""
+what they name. `trim_text` has all three, `trim_image` and the options below it have all four.
+`image_features_cache` is `lock_image` from the second epoch on: a step gets stored outputs of the image tower; the
+decoding that it saves as well is not measured."""
 BUILD_SECONDS = 1800
 
 
@@ -81,6 +83,7 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
         "packed_attention": option not in ("none", "channels_last"),
         "channels_last": option != "none" and option != "packed_attention",
         "trim_text": option not in ("none", "packed_attention", "channels_last"),
+        "trim_image": option not in ("none", "packed_attention", "channels_last", "trim_text"),
         "prototypes": 0,
         "inner_steps": 0,
     }
@@ -177,7 +180,8 @@ def useful_flops(args: argparse.Namespace, option: str) -> float:
 
     settings = settings_of(args, option)
     model = ModelConfig(arch=args.arch, image_size=args.image_size, patch_dropout=settings["patch_dropout"],
-                        packed_attention=settings["packed_attention"], lock_image=settings["lock_image"])  # fmt: skip
+                        packed_attention=settings["packed_attention"], lock_image=settings["lock_image"],
+                        trim_image=None if settings["trim_image"] else False)  # fmt: skip
     towers, _ = build_towers(model, seed=0, device="meta")
     images = 0.0 if settings["stored_features"] else 1.0
     trimming = text_trimming(towers.clip, wanted=None if settings["trim_text"] else False)

@@ -46,7 +46,8 @@ OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0
 CONTENDERS: dict[str, dict[str, Any]] = {
     "openclip": {},
     "whole_texts": {"trim_text": False},
-    "plain_attention": {"packed_attention": False, "trim_text": False},
+    "whole_images": {"trim_image": False},
+    "plain_attention": {"packed_attention": False, "trim_text": False, "trim_image": False},
     "neuclip": {},
 }
 """Ours, beside `open_clip_train`, with the arguments they change: `openclip` has everything that is on by default."""
@@ -86,6 +87,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
     parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--trim-image", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(patch_dropout=None, lock_image=False, stored_features=False)
     args = parser.parse_args(argv)
@@ -124,6 +126,7 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         grad_checkpointing=args.grad_checkpointing,
         patch_dropout=args.patch_dropout,
         packed_attention=args.packed_attention,
+        trim_image=None if args.trim_image else False,
         lock_image=args.lock_image,
     )
     towers, architecture = build_towers(config, seed=SEED)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET, EngineConfig, deepspeed_settings, zero_stage
@@ -94,21 +93,14 @@ class DeepSpeedEngine:
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """See `Engine.forward`; images of another precision than `dtype` are cast."""
-        with self._attention():
-            features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
+        features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
         return features
 
     def image_output(self, image: Tensor) -> Tensor:
         """See `Engine.image_output`."""
-        with torch.no_grad(), self._attention():
+        with torch.no_grad():
             output: Tensor = self._engine(image.to(self.dtype), None)
         return output
-
-    def _attention(self) -> contextlib.AbstractContextManager[None]:
-        """The plain attention in bf16 on CPUs, where the backward pass of torch's fused one is slower."""
-        if self.bf16 and self.world.device.type == "cpu":
-            return sdpa_kernel(SDPBackend.MATH)
-        return contextlib.nullcontext()
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
         """See `Engine.backward`.
@@ -118,8 +110,7 @@ class DeepSpeedEngine:
         """
         surrogate = sum((f * g.to(f.dtype)).sum() for f, g in zip(features, gradients, strict=True))
         assert isinstance(surrogate, Tensor)
-        with self._attention():  # activation checkpointing repeats the forward pass here
-            self._engine.backward(self.world.size * surrogate)
+        self._engine.backward(self.world.size * surrogate)
 
     def step(self, *, lr_scale: float) -> bool:
         """See `Engine.step`."""

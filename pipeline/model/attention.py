@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,8 +27,8 @@ class PackedAttention(nn.MultiheadAttention):
 
         They need not be the same objects: ZeRO-3 passes every argument through a function of its own.
         """
-        qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        attended = attend(qkv, heads=self.num_heads, mask=attn_mask, causal=self.causal)
+        q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        attended = attend(q, k, v, heads=self.num_heads, mask=attn_mask, causal=self.causal)
         return self.out_proj(attended), None
 
 
@@ -37,27 +38,40 @@ class CausalPackedAttention(PackedAttention):
     causal = True
 
 
-def attend(qkv_BLD3: Tensor, *, heads: int, mask: Tensor | None, causal: bool) -> Tensor:
-    """Multi-head attention from a joint projection.
+def attend(
+    q_BLD: Tensor, k_BLD: Tensor, v_BLD: Tensor, *, heads: int, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Multi-head attention.
+
+    On CPUs it computes in fp32, in which the backward pass of torch's fused attention is faster there than in bf16.
 
     Args:
-        qkv_BLD3: [B, L, 3 D], queries before keys before values.
+        q_BLD: queries, [B, L, D]; there may be fewer of them than keys.
+        k_BLD: keys.
+        v_BLD: values.
         heads: H, a divisor of D.
         mask: added to the logits, [L, L] or open_clip's [B H, L, L].
         causal: use the causal mask instead of `mask`.
 
     Returns:
-        [B, L, D].
+        As `q_BLD`.
     """
-    rows, length, _ = qkv_BLD3.shape
-    q, k, v = (x.view(rows, length, heads, -1).transpose(1, 2) for x in qkv_BLD3.chunk(3, dim=-1))
+    rows, length, _ = q_BLD.shape
     if causal:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        if mask is not None and mask.dim() == 3:
-            mask = mask.view(rows, heads, length, length)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.transpose(1, 2).reshape(rows, length, -1)
+        mask = None
+    elif mask is not None and mask.dim() == 3:
+        mask = mask.view(rows, heads, length, length)
+    if q_BLD.device.type == "cpu" and q_BLD.dtype != torch.float32:
+        mask = None if mask is None else mask.float()
+        with torch.autocast("cpu", enabled=False):
+            out = _attend(q_BLD.float(), k_BLD.float(), v_BLD.float(), heads=heads, mask=mask, causal=causal)
+        return out.to(q_BLD.dtype)
+    return _attend(q_BLD, k_BLD, v_BLD, heads=heads, mask=mask, causal=causal)
+
+
+def _attend(q_BLD: Tensor, k_BLD: Tensor, v_BLD: Tensor, *, heads: int, mask: Tensor | None, causal: bool) -> Tensor:
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q_BLD, k_BLD, v_BLD))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 def use_packed_attention(clip: nn.Module) -> int:

@@ -103,7 +103,8 @@ def copy_for_evaluation(
         source: For messages and results.
     """
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
-    towers, architecture = build_towers(replace(without_weights(config), packed_attention=False), seed=0)
+    plain = replace(without_weights(config), packed_attention=False, trim_image=False)
+    towers, architecture = build_towers(plain, seed=0)
     towers.clip.load_state_dict(dict(weights))
     return for_evaluation(towers.to(device), architecture, source=source)
 

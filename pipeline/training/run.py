@@ -216,7 +216,7 @@ def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: lis
     """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
     if not run.engine.probe:
         return None
-    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False)
+    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False, trim_image=False)
     plain, _ = build_towers(model, seed=run.seed)
     return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
 

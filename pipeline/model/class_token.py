@@ -1,0 +1,81 @@
+"""No arithmetic on patches that nobody reads: the image tower's last block, for the class token only.
+
+A CLIP ViT's feature is its class token after the last block. In that block, patches only matter as keys and values:
+their queries, their output projection and their MLP are computed and then thrown away. That is 5/6 of the products of
+the block's matrices, about 7% of a tower of 12 blocks. The blocks here leave them out; feature and gradients stay the
+same up to rounding, and so does the state dict.
+
+Shape legend: B images, L tokens (the class token and the patches), D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.model.attention import PackedAttention, attend
+
+
+class ClassTokenAttention(PackedAttention):
+    """Attention of the first token to all tokens."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:  # type: ignore[override]
+        """[B, L, D] -> ([B, 1, D], None). `key` and `value` must equal `query`, and are not read."""
+        width = query.shape[-1]
+        # One split of the weights, because the gradients of separate slices would each be padded to the whole.
+        query_weight, rest_weight = self.in_proj_weight.split((width, 2 * width))
+        query_bias, rest_bias = self.in_proj_bias.split((width, 2 * width))
+        q = F.linear(query[:, :1], query_weight, query_bias)
+        k, v = F.linear(query, rest_weight, rest_bias).chunk(2, dim=-1)
+        return self.out_proj(attend(q, k, v, heads=self.num_heads)), None
+
+
+class ClassTokenBlock(ResidualAttentionBlock):
+    """A transformer block of which only the first token is read."""
+
+    def forward(self, q_x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[B, L, D] -> [B, 1, D]."""
+        x = q_x[:, :1] + self.ls_1(self.attention(self.ln_1(q_x)))
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
+
+
+def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> bool:
+    """Let the image tower's last block compute the class token only, in place.
+
+    The tower's `forward_intermediates` then no longer has the patches of the last block.
+
+    Args:
+        clip: open_clip's model, after `use_packed_attention`.
+        wanted: `model.trim_image`.
+
+    Returns:
+        Whether it does.
+
+    Raises:
+        UserError: it is demanded, and would change what this model computes.
+    """
+    visual = clip.visual
+    reason = why_not_trimmed(visual)
+    if wanted and reason:
+        raise UserError(f"model.trim_image=true: {reason} Use model.trim_image=false, or leave it out.")
+    if reason or wanted is False:
+        return False
+    block: Any = visual.transformer.resblocks[-1]  # type: ignore[union-attr, index]
+    block.__class__, block.attn.__class__ = ClassTokenBlock, ClassTokenAttention
+    return True
+
+
+def why_not_trimmed(visual: Any) -> str | None:
+    """Why the last block's patches cannot be left out without changing an image tower's features; None if they can."""
+    if type(visual) is not VisionTransformer:
+        return "The image tower is not a vision transformer of open_clip's own."
+    if visual.attn_pool is not None or visual.pool_type != "tok" or visual.output_tokens:
+        return "The image tower's features are not those of its class token alone."
+    block = visual.transformer.resblocks[-1]
+    if type(block) is not ResidualAttentionBlock or type(block.attn) is not PackedAttention:
+        return "It needs packed attention (model.packed_attention, and open_clip's default transformer blocks)."
+    return None

@@ -6,7 +6,8 @@
 A fifth of the captions are exchanged among themselves. Per seed, one run (neuclip) trains on all pairs and scores them;
 then a second one trains from scratch on the half with the best scores, and a third one on the half with the best
 cosines, all for the same number of samples. Prints the share of right captions in each half, the area under the ROC
-curve of both criteria, the scores of the runs on SUITE, and their differences paired by seed. Run again, it continues.
+curve of both criteria with 95% intervals over pairs, the scores of the runs on SUITE, and their differences paired by
+seed. Run again, it continues.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset import canonical_tar
-from jobs.bench.curator import exchanged
+from jobs.bench.curator import exchanged, roc_areas
 from jobs.studies.outcomes import average, retrieval
 from jobs.studies.unit import curve_of
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, load_manifest, make_manifest
@@ -84,18 +85,18 @@ def scored(folder: Path, data: Path, trained: Path, right: Mapping[Place, bool])
         For each criterion its better half, the share of right captions in it, and the area under the ROC curve.
     """
     import pyarrow.parquet as pq
-    from sklearn.metrics import roc_auc_score
 
     run("score", str(trained), "--data", str(data), "--output", str(folder / "scores"))
     table = pq.read_table(folder / "scores" / "scores.parquet", columns=["shard", "row", *CRITERIA]).to_pydict()
     places = list(zip(table["shard"], table["row"], strict=True))
     truth = np.array([right[place] for place in places])
+    values = {criterion: np.array(table[criterion], dtype=float) for criterion in CRITERIA}
+    areas = roc_areas(truth, values)
     found: dict[str, Any] = {}
     for criterion in CRITERIA:
-        values = np.array(table[criterion], dtype=float)
-        best = np.argsort(-values, kind="stable")[: len(values) // 2]
+        best = np.argsort(-values[criterion], kind="stable")[: len(truth) // 2]
         half = {places[index] for index in best}
-        found[criterion] = {"half": half, "auc": roc_auc_score(truth, values), "right": truth[best].mean()}
+        found[criterion] = {"half": half, "area": areas[criterion], "right": truth[best].mean()}
     return found
 
 
@@ -127,7 +128,7 @@ def main() -> None:
             if not (data / MANIFEST_NAME).exists():
                 rewrite(source, data, captions=captions, kept=found.pop("half"))
             scores[criterion] = train(folder / f"run-{criterion}", data, options.suite, seed, options)
-            print(f"seed {seed}, {criterion}: AUC {found['auc']:.4f}, right in the half {found['right']:.1%}")
+            print(f"seed {seed}, {criterion}: {found['area']}; right in its better half: {found['right']:.1%}")
         results.append(scores)
         print(f"seed {seed}: {json.dumps(scores)}", flush=True)
     for measure in ("average", "retrieval"):

@@ -9,9 +9,13 @@ the difference. The model has usually seen the right captions in training: give 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from pipeline.analysis.pair_normalizers import SampledNormalizers
@@ -30,6 +34,35 @@ def exchanged(count: int, *, share: float, seed: int) -> np.ndarray:
     places = np.arange(count)
     places[moved] = np.roll(moved, 1)
     return places
+
+
+@dataclass(frozen=True)
+class Area:
+    """An area under the ROC curve, with 95% bootstrap intervals over pairs."""
+
+    value: float
+    interval: tuple[float, float]
+    above_cosine: tuple[float, float]
+    """Interval of the difference from the cosine's area."""
+
+    def __str__(self) -> str:
+        (low, high), (less, more) = self.interval, self.above_cosine
+        return f"AUC {self.value:.4f} [{low:.4f}, {high:.4f}], above cosine by [{less:+.4f}, {more:+.4f}]"
+
+
+def roc_areas(right: NDArray[np.bool_], values: Mapping[str, NDArray[Any]]) -> dict[str, Area]:
+    """How well each of the values finds the right captions. `values` contains one by the name `cosine`."""
+    drawn = np.random.default_rng(1).integers(0, len(right), (500, len(right)))
+    found = {name: np.array([roc_auc_score(right[i], value[i]) for i in drawn]) for name, value in values.items()}
+
+    def interval(areas: NDArray[Any]) -> tuple[float, float]:
+        low, high = np.quantile(areas, (0.025, 0.975))
+        return float(low), float(high)
+
+    return {
+        name: Area(float(roc_auc_score(right, value)), interval(found[name]), interval(found[name] - found["cosine"]))
+        for name, value in values.items()
+    }
 
 
 def main() -> None:
@@ -65,14 +98,9 @@ def main() -> None:
     for name, normalizers in ((facts.normalizers, scorer.normalizers), ("these pairs", of_sample)):
         first, second = normalizers(image, text, ids)
         values[f"score, normalizers of {name}"] = (cosine / facts.tau - (first + second) / 2).numpy()
-    drawn = np.random.default_rng(1).integers(0, len(right), (500, len(right)))
     print(f"{len(right):,} pairs, {int((~right).sum()):,} with another's caption; tau = {facts.tau:.4f}")
-    areas = {name: np.array([roc_auc_score(right[i], value[i]) for i in drawn]) for name, value in values.items()}
-    for name, value in values.items():
-        low, high = np.quantile(areas[name], (0.025, 0.975))
-        less, more = np.quantile(areas[name] - areas["cosine"], (0.025, 0.975))
-        area = roc_auc_score(right, value)
-        print(f"{name:<34} AUC {area:.4f} [{low:.4f}, {high:.4f}], above cosine by [{less:+.4f}, {more:+.4f}]")
+    for name, area in roc_areas(right, values).items():
+        print(f"{name:<34} {area}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python -m jobs.bench.curation SHARDS SUITE FOLDER --seeds 1 samples=6400   # SECTION.KEY=VALUE changes every run
 
 A fifth of the captions are exchanged among themselves. Per seed, one run (neuclip) trains on all pairs and scores them;
-then a second one trains from scratch on the half with the best scores, and a third one on the half with the best
-cosines, all for the same number of samples. Prints the share of right captions in each half, the area under the ROC
+then others train from scratch on the half with the best scores, on that with the best cosines, and on a random half,
+all for the same number of samples. Prints the share of right captions in each half, the area under the ROC
 curve of both criteria with 95% intervals over pairs, the scores of the runs on SUITE, and their differences paired by
 seed. Run again, it continues.
 """
@@ -31,6 +31,8 @@ from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, load_m
 from pipeline.report.run_data import read_run
 
 CRITERIA = ("score", "cosine")
+CHANCE = "chance"
+"""A half chosen at random, to separate the choice of pairs from repeating fewer pairs more often."""
 Place = tuple[str, int]
 """A sample: its shard's name and its row."""
 
@@ -91,10 +93,11 @@ def scored(folder: Path, data: Path, trained: Path, right: Mapping[Place, bool])
     places = list(zip(table["shard"], table["row"], strict=True))
     truth = np.array([right[place] for place in places])
     values = {criterion: np.array(table[criterion], dtype=float) for criterion in CRITERIA}
+    values[CHANCE] = np.random.default_rng(0).random(len(truth))
     areas = roc_areas(truth, values)
     found: dict[str, Any] = {}
-    for criterion in CRITERIA:
-        best = np.argsort(-values[criterion], kind="stable")[: len(truth) // 2]
+    for criterion, value in values.items():
+        best = np.argsort(-value, kind="stable")[: len(truth) // 2]
         half = {places[index] for index in best}
         found[criterion] = {"half": half, "area": areas[criterion], "right": truth[best].mean()}
     return found
@@ -128,14 +131,14 @@ def main() -> None:
             if not (data / MANIFEST_NAME).exists():
                 rewrite(source, data, captions=captions, kept=found.pop("half"))
             scores[criterion] = train(folder / f"run-{criterion}", data, options.suite, seed, options)
-            print(f"seed {seed}, {criterion}: {found['area']}; right in its better half: {found['right']:.1%}")
+            print(f"seed {seed}, {criterion}: {found['area']}; right in its half: {found['right']:.1%}")
         results.append(scores)
         print(f"seed {seed}: {json.dumps(scores)}", flush=True)
     for measure in ("average", "retrieval"):
-        for criterion in CRITERIA:
+        for criterion in (*CRITERIA, CHANCE):
             gains = [scores[criterion][measure] - scores["all"][measure] for scores in results]
             spread = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
-            print(f"{measure}, better half by {criterion} against all: {statistics.fmean(gains):+.1f}{spread} points")
+            print(f"{measure}, half by {criterion} against all: {statistics.fmean(gains):+.1f}{spread} points")
 
 
 if __name__ == "__main__":

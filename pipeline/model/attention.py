@@ -43,7 +43,7 @@ def attend(
 ) -> Tensor:
     """Multi-head attention.
 
-    On CPUs it computes in fp32, in which the backward pass of torch's fused attention is faster there than in bf16.
+    On CPUs bf16 inputs are computed in fp32, in which the backward pass of torch's fused attention is faster there.
 
     Args:
         q_BLD: queries, [B, L, D]; there may be fewer of them than keys.
@@ -61,7 +61,7 @@ def attend(
         mask = None
     elif mask is not None and mask.dim() == 3:
         mask = mask.view(rows, heads, length, length)
-    if q_BLD.device.type == "cpu" and q_BLD.dtype != torch.float32:
+    if q_BLD.device.type == "cpu" and q_BLD.dtype == torch.bfloat16:
         mask = None if mask is None else mask.float()
         with torch.autocast("cpu", enabled=False):
             out = _attend(q_BLD.float(), k_BLD.float(), v_BLD.float(), heads=heads, mask=mask, causal=causal)

@@ -43,8 +43,8 @@ class ClassTokenBlock(ResidualAttentionBlock):
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
 
-def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> bool:
-    """Let the image tower's last block compute the class token only, in place.
+def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
+    """Let the image tower's last block compute the class token only, in place, where that is exact.
 
     The tower's `forward_intermediates` then no longer has the patches of the last block.
 
@@ -52,25 +52,20 @@ def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> bool:
         clip: open_clip's model, after `use_packed_attention`.
         wanted: `model.trim_image`.
 
-    Returns:
-        Whether it does.
-
     Raises:
         UserError: it is demanded, and would change what this model computes.
     """
     visual = clip.visual
-    reason = why_not_trimmed(visual)
+    reason = why_all_tokens(visual)
     if wanted and reason:
         raise UserError(f"model.trim_image=true: {reason} Use model.trim_image=false, or leave it out.")
-    if reason or wanted is False:
-        return False
-    block: Any = visual.transformer.resblocks[-1]  # type: ignore[union-attr, index]
-    block.__class__, block.attn.__class__ = ClassTokenBlock, ClassTokenAttention
-    return True
+    if reason is None and wanted is not False:
+        block: Any = visual.transformer.resblocks[-1]  # type: ignore[union-attr, index]
+        block.__class__, block.attn.__class__ = ClassTokenBlock, ClassTokenAttention
 
 
-def why_not_trimmed(visual: Any) -> str | None:
-    """Why the last block's patches cannot be left out without changing an image tower's features; None if they can."""
+def why_all_tokens(visual: Any) -> str | None:
+    """Why an image tower's last block must compute all tokens; None if the class token is enough."""
     if type(visual) is not VisionTransformer:
         return "The image tower is not a vision transformer of open_clip's own."
     if visual.attn_pool is not None or visual.pool_type != "tok" or visual.output_tokens:

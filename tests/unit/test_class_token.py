@@ -12,7 +12,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.model.attention import attend
-from pipeline.model.class_token import ClassTokenBlock, why_not_trimmed
+from pipeline.model.class_token import ClassTokenBlock, why_all_tokens
 from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from tests.unit.test_attention import KINDS, assert_same, batch, write_kind
@@ -86,7 +86,7 @@ def test_average_pooling_timm_resnets_and_coca_are_left_alone() -> None:
         config = {k: v for k, v in open_clip.get_model_config(name).items() if k != "custom_text"}
         config["vision_cfg"] = {**config["vision_cfg"], **changes}
         with torch.device("meta"):
-            return str(why_not_trimmed(kind(**config).visual))
+            return str(why_all_tokens(kind(**config).visual))
 
     assert "class token alone" in reason(open_clip.CLIP, "ViT-B-32", pool_type="avg")
     assert "class token alone" in reason(open_clip.CoCa, "coca_ViT-B-32")
@@ -122,3 +122,10 @@ def test_bf16_attention_takes_a_mask() -> None:
     q = torch.randn(2, 4, 8).bfloat16()
     mask = torch.zeros(4, 4, dtype=torch.bfloat16).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
     assert torch.equal(attend(q, q, q, heads=2, mask=mask), attend(q, q, q, heads=2, causal=True))
+
+
+def test_attention_in_float64_stays_in_float64() -> None:
+    q = torch.randn(1, 3, 8, dtype=torch.float64)
+    heads = q.view(1, 3, 2, 4).transpose(1, 2)
+    weights = (heads @ heads.mT / 2).softmax(-1)
+    assert (attend(q, q, q, heads=2) - (weights @ heads).transpose(1, 2).reshape(1, 3, 8)).abs().max() < 1e-14

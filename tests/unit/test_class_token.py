@@ -45,14 +45,6 @@ def test_with_patch_dropout_and_checkpointing(settings: dict[str, Any], tmp_path
     assert_same(*pair(tmp_path, "CLIP", **settings), batch())
 
 
-def test_compiled(tmp_path: Path) -> None:
-    from pipeline.engine.deepspeed_engine import COMPILE_OPTIONS
-
-    whole, shortened = pair(tmp_path, "CLIP")
-    shortened.compile(options=COMPILE_OPTIONS)
-    assert_same(whole, shortened, batch())
-
-
 def test_names_and_state_dict_stay(tmp_path: Path) -> None:
     whole, shortened = pair(tmp_path, "CLIP")
     before, after = whole.state_dict(), shortened.state_dict()

@@ -231,12 +231,13 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
     import matplotlib
     from matplotlib.figure import Figure
 
-    sizes = sorted({pairs for pairs, _, _ in settings_of(results)})
+    settings = settings_of(results)
+    sizes = sorted({pairs for pairs, batch, _ in settings if any(point(results, pairs, batch, arm) for arm in ARMS)})
     figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.0), layout="constrained")
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, pairs in zip(panels, sizes, strict=True):
-        batches = sorted({batch for p, batch, _ in settings_of(results) if p == pairs})
+        batches = sorted({batch for p, batch, _ in settings if p == pairs})
         for number, arm in enumerate(ARMS):
             found = [(batch, point(results, pairs, batch, arm)) for batch in batches]
             present = [(batch, value) for batch, value in found if value is not None]
@@ -260,5 +261,9 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
         axes.set_title(f"{pairs:,} pairs", loc="left")
         axes.set_xlabel("batch size")
     panels[0].set_ylabel(title)
-    panels[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    lines: dict[str, Any] = {
+        label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    order = [arm for arm in ARMS if arm in lines]
+    figure.legend([lines[arm] for arm in order], order, frameon=False, loc="outside center right")
     return as_svg(figure)

@@ -265,5 +265,6 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
         label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     order = [arm for arm in ARMS if arm in lines]
-    figure.legend([lines[arm] for arm in order], order, frameon=False, loc="outside center right")
+    place: Any = "outside center right"  # matplotlib's annotations leave the places outside out
+    figure.legend([lines[arm] for arm in order], order, frameon=False, loc=place)
     return as_svg(figure)

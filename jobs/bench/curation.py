@@ -3,10 +3,10 @@
     python -m jobs.bench.curation SHARDS SUITE FOLDER                          # 3 seeds of the recipe desk
     python -m jobs.bench.curation SHARDS SUITE FOLDER --seeds 1 samples=6400   # SECTION.KEY=VALUE changes every run
 
-A fifth of the captions are exchanged among themselves. Per seed, one run (neuclip) trains on all pairs and scores them;
-then others train from scratch on the half with the best scores, on that with the best cosines, and on a random half,
-all for the same number of samples. Prints the share of right captions in each half, the area under the ROC
-curve of both criteria with 95% intervals over pairs, the scores of the runs on SUITE, and their differences paired by
+A fifth of the captions are exchanged among themselves. Per seed, one run (neuclip) trains on all pairs and scores
+them; then others train from scratch on the half with the best scores, on that with the best cosines, and on a random
+half, all for the same number of samples. Prints the share of right captions in each half, the area under the ROC curve
+of all three criteria with 95% intervals over pairs, the scores of the runs on SUITE, and their differences paired by
 seed. Run again, it continues.
 """
 

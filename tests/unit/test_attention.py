@@ -61,11 +61,9 @@ def write_kind(folder: Path, kind: str) -> str:
 
 
 def both(arch: str, **settings: Any) -> tuple[Towers, Towers]:
-    """Build the same towers with open_clip's attention and with packed attention, all tokens in the last block."""
-    plain, packed = (
-        build_towers(ModelConfig(arch=arch, packed_attention=packed, trim_image=False, **settings), seed=0)[0]
-        for packed in (False, True)
-    )
+    """Build the same towers with open_clip's attention and with packed attention."""
+    plain, _ = build_towers(ModelConfig(arch=arch, packed_attention=False, **settings), seed=0)
+    packed, _ = build_towers(ModelConfig(arch=arch, **settings), seed=0)
     return plain.train(), packed.train()
 
 

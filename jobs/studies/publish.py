@@ -14,6 +14,7 @@ from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenanc
 from pipeline.report.run_page import render as render_page
 
 KEPT = (
+    "commit",
     "batch_size",
     "ranks",
     "curve",
@@ -98,7 +99,7 @@ def as_html(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome], 
 
 def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
     return (
-        provenance(data, reproduces=study.reproduces, finished=len(outcomes))
+        provenance(data, reproduces=study.reproduces, results=[outcome.result for outcome in outcomes])
         + " Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
         "normalizers are means over the intermediate checkpoints, without the last one."
     )

@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jobs.studies.schedule import cores
+from jobs.studies.source_commit import source_commit
 
 DATA_NAME = "results.json"
 
@@ -45,14 +45,22 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def provenance(data: Mapping[str, Any], *, reproduces: str, finished: int) -> str:
-    """Sentences on the size, command, machine, versions and finished runs of a study, for its page."""
+def provenance(data: Mapping[str, Any], *, reproduces: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences on the size, command, machine, versions and finished runs of a study, for its page.
+
+    Args:
+        data: The content of `results.json`.
+        reproduces: What the study is modelled on.
+        results: The finished runs' results.
+    """
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
-    commit = f" from commit {data['commit']}" if "commit" in data else ""  # older results have none
+    # Results record their commit; older ones have only that of their publication, or none.
+    commits = sorted({commit for result in results if (commit := result.get("commit", data.get("commit")))})
+    commit = f" from commit {' and '.join(commits)}" if commits else ""
     return (
         f"Size `{data['size']}`; modelled on {reproduces}. Made with `{data['command']}` on {data['date']}{commit}, "
         f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
-        f"{finished} of {data['units']} runs are finished."
+        f"{len(results)} of {data['units']} runs are finished."
     )
 
 
@@ -69,15 +77,6 @@ def csv_of(header: Sequence[str], rows: Iterable[tuple[Sequence[Any], Sequence[f
 def figure_title(file: str) -> str:
     """The title of a figure, from its file name."""
     return file.removesuffix(".svg").replace("-", " ")
-
-
-def source_commit() -> str:
-    """The git commit of this source tree, with `-dirty` if files were changed; "unknown" outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def cpu_name() -> str:

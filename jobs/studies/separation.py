@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.studies.schedule import cores
+from jobs.studies.source_commit import source_commit
 from pipeline.files import write_json
 
 NAME = "separation"
@@ -139,7 +140,7 @@ def perform(run: PairedRun, place: Path) -> float:
         result: dict[str, Any] = {"arms": watched, "cpu_seconds": sum(w["cpu_seconds"] for w in watched.values())}
     else:
         result = train(ARMS[run.arm], setting, seed=run.seed)
-    write_json(path_of(run, place), {"run": vars(run), **result})
+    write_json(path_of(run, place), {"run": vars(run), "commit": source_commit(), **result})
     return float(result["cpu_seconds"])
 
 

@@ -134,7 +134,7 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     """The generated page: how the study was run, a table per setting, and the figures."""
     results: Results = data["runs"]
     how = (
-        provenance(data, reproduces=REPRODUCES, finished=len(results))
+        provenance(data, reproduces=REPRODUCES, results=results)
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
         "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
         f"bold where |t| is {CLEAR:g} or more with {FEWEST_SEEDS} seeds or more. Errors are mean squared errors of "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.studies.costs import cost_of
+from jobs.studies.source_commit import source_commit
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
@@ -65,6 +66,7 @@ def _write_result(
             "config": to_tree(run),
             "ranks": world.size,
             "versions": versions(),
+            "commit": source_commit(),
             "curve": curve_of(record),
             "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
             "step_ms": step_times(record.rows, batch_size=run.batch_size),

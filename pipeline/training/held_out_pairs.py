@@ -103,7 +103,7 @@ class HeldOutPairs:
             try:
                 if record.image is None:
                     raise CorruptSample(record.problem or "image is missing")
-                caption = reader.caption(position).read(record)
+                caption = reader.caption(segments.locate(position)[0]).read(record)
                 rgb_image(record.image)
                 batches[position // size - first].append((record.image, caption))
             except CorruptSample as error:

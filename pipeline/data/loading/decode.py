@@ -150,8 +150,8 @@ class ImageDecoder:
         return self._resized(torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy()))
 
     def _resized(self, window_HWC: Tensor) -> Tensor:
-        # With a batch axis, torch recognizes these strides as channels-last, its fastest path for uint8.
-        window = window_HWC[None].permute(0, 3, 1, 2)
+        # A dense window with a batch axis has strides that torch recognizes as channels-last, its fastest path for uint8.
+        window = window_HWC.contiguous()[None].permute(0, 3, 1, 2)
         return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 
     def _exact(self, data: bytes, state: int) -> Tensor:

@@ -56,17 +56,13 @@ class SequentialReader:
             yield from self._read_shard(shard, start, count)
             position += count
 
-    def sample_id(self, position: int) -> tuple[int, str]:
-        """The id of the sample at a position, and its shard's name."""
-        number, start, _ = self.segments.locate(position)
-        shard = self.manifest.shards[number]
-        return shard.offset + start, shard.name
+    def locate(self, position: int) -> tuple[int, int]:
+        """The id of the sample at a position, and the number of its shard."""
+        shard, start, _ = self.segments.locate(position)
+        return int(self.manifest.shards.offsets[shard]) + start, shard
 
-    def caption(self, position: int) -> CaptionField:
-        """Where the caption of the sample at a position is."""
-        return self._caption_of(self.segments.locate(position)[0])
-
-    def _caption_of(self, shard: int) -> CaptionField:
+    def caption(self, shard: int) -> CaptionField:
+        """Where the captions of a shard's samples are."""
         source = bisect.bisect_right(self.bounds, shard) - 1
         return self.captions[min(source, len(self.captions) - 1)]
 
@@ -74,7 +70,7 @@ class SequentialReader:
         """`count` records of one shard from sample `start` on."""
         stored = self.manifest.shards[shard]
         url = self.manifest.url(stored)
-        suffix, size = self._caption_of(shard).suffix, stored.bytes / stored.samples
+        suffix, size = self.caption(shard).suffix, stored.bytes / stored.samples
         stop, failures, opened = start + count, 0, start
         while start < stop and start < self.lost.get(shard, (stop, ""))[0]:
             stream_hash = StreamHash() if stored.sha256 and self.altered_shards != "ignore" else None
@@ -114,10 +110,6 @@ class SequentialReader:
     def checked(self, record: TarRecord, shard: int) -> TarRecord:
         """The record, or a problem in its place if its shard turned out to be altered."""
         return TarRecord(problem=ALTERED) if shard in self.altered and not record.problem else record
-
-    def shard_at(self, position: int) -> int:
-        """The number of the shard that holds the sample at a position."""
-        return self.segments.locate(position)[0]
 
     def _check(self, number: int, shard: Shard, digest: str | None) -> None:
         """Compare a shard's digest, if it was computed, with the manifest's."""
@@ -191,7 +183,7 @@ class StreamReader:
     def _checked(self, record: TarRecord, place: int) -> TarRecord:
         if not self._source.altered:
             return record
-        return self._source.checked(record, self._source.shard_at(self.first + place))
+        return self._source.checked(record, self._source.locate(self.first + place)[1])
 
     def _read_one(self) -> None:
         record = next(self._records)

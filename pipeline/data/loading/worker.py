@@ -95,14 +95,14 @@ class StreamFiller:
         self._reader.close()
 
     def _fill_row(self, turn: int, *, place: int, decode: Decode, corrupt: Counter[tuple[str, str]]) -> int:
-        sample_id, shard = self._source.sample_id(self._reader.first + place)
+        sample_id, shard = self._source.locate(self._reader.first + place)
         self._on_sample(sample_id)
         record = self._reader.take(place)
         try:
-            decode(record, sample_id, self._row_number(turn), self._source.caption(self._reader.first + place))
+            decode(record, sample_id, self._row_number(turn), self._source.caption(shard))
             return sample_id
         except CorruptSample as error:
-            corrupt[(str(error), shard)] += 1
+            corrupt[(str(error), self._source.manifest.shards[shard].name)] += 1
             return self._substitute(turn, decode=decode, first=error)
 
     def _substitute(self, turn: int, *, decode: Decode, first: CorruptSample) -> int:
@@ -112,11 +112,10 @@ class StreamFiller:
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
-            sample_id, _ = self._source.sample_id(reader.first + place)
+            sample_id, shard = self._source.locate(reader.first + place)
             self._on_sample(sample_id)
             try:
-                caption = self._source.caption(reader.first + place)
-                decode(reader.peek(place), sample_id, self._row_number(turn), caption)
+                decode(reader.peek(place), sample_id, self._row_number(turn), self._source.caption(shard))
                 return sample_id
             except CorruptSample as error:
                 reasons[str(error)] += 1

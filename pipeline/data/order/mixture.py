@@ -72,7 +72,7 @@ class Segments:
         Returns:
             The shard's number, the sample's number in it, and how many positions are left in this segment.
         """
-        m = int(np.searchsorted(self.position, position, side="right")) - 1
+        m = int(self.position.searchsorted(position, side="right")) - 1
         stop = int(self.position[m + 1]) if m + 1 < len(self.position) else self.length
         return int(self.shard[m]), int(self.start[m]) + position - int(self.position[m]), stop - position
 

@@ -83,10 +83,14 @@ class _Hashed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._source.read(len(buffer))
-        self._update(data)
-        buffer[: len(data)] = data
-        return len(data)
+        if isinstance(self._source, io.BufferedReader):  # a local file: no copy in between
+            count = self._source.readinto(buffer)
+        else:
+            data = self._source.read(len(buffer))
+            count = len(data)
+            buffer[:count] = data
+        self._update(memoryview(buffer)[:count])
+        return count
 
 
 def is_local(url: str) -> bool:

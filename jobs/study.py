@@ -125,7 +125,7 @@ def run_units(
     for each in left:
         shards, suite = data.get(each.corpus or "", ((), ()))
         places = (*shards, *(suite if study.measure != "none" else ()))  # timing runs are not evaluated
-        prepared.append((each, write_spec(each, place, facts=facts, measure=study.measure, places=places)))
+        prepared.append((each, write_spec(each, place, facts=facts, study=study, places=places)))
     at_once = 1 if study.alone else parallel
     return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
 

@@ -106,6 +106,8 @@ class Study:
     """The runs are timed and must not share the machine with other runs."""
     measure: Literal["normalizers", "scores", "none"] = "normalizers"
     """Scores and the error of normalizers, scores only, or neither."""
+    measure_last: bool = True
+    """Measure the normalizers of the last checkpoint, too, which curves show and tables leave out."""
     desk: Size
     paper: Size
 

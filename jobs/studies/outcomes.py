@@ -91,7 +91,8 @@ def _normalizer(*keys: str) -> Callable[[Result], float | None]:
     """
 
     def value(result: Result) -> float | None:
-        on_the_way = result["normalizers"][:-1] or result["normalizers"]
+        final = result["last"]["samples"]
+        on_the_way = [m for m in result["normalizers"] if m["samples"] < final] or result["normalizers"]
         values = [functools.reduce(lambda found, key: found[key], keys, measured) for measured in on_the_way]
         return statistics.fmean(values) if values else None
 

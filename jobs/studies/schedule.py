@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from jobs.studies.declare import SizeFacts, Unit
+from jobs.studies.declare import SizeFacts, Study, Unit
 from jobs.studies.unit import RESULT_NAME, SPEC_NAME
 from pipeline.errors import UserError
 
@@ -30,14 +30,14 @@ def is_done(unit: Unit, output: Path) -> bool:
     return (folder_of(unit, output) / RESULT_NAME).is_file()
 
 
-def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, measure: str, places: Sequence[str] = ()) -> Path:
+def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, study: Study, places: Sequence[str] = ()) -> Path:
     """Write the specification that `unit.py` reads to the unit's folder.
 
     Args:
         unit: The unit.
         output: Folder of runs and results.
         facts: The settings of the study's size.
-        measure: What to measure besides the scores (`Study.measure`).
+        study: Its study, which says what to measure.
         places: Overrides that set the locations of data and suite.
 
     Returns:
@@ -50,7 +50,8 @@ def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, measure: str, plac
         "recipe": str(unit.recipe),
         "overrides": [*unit.overrides, *places, f"output={folder}"],
         "anchors": facts.anchors,
-        "measure": measure,
+        "measure": study.measure,
+        "measure_last": study.measure_last,
     }
     (folder / SPEC_NAME).write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
     return folder

@@ -56,7 +56,8 @@ def _write_result(
 ) -> None:
     """Take the requested measurements of a finished run and write its result. Collective."""
     run, world = trainer.run, trainer.world
-    normalizers = _normalizers(trainer, anchors=spec["anchors"]) if spec["measure"] == "normalizers" else []
+    measured = spec["measure"] == "normalizers"
+    normalizers = _normalizers(trainer, anchors=spec["anchors"], last=spec["measure_last"]) if measured else []
     if world.is_main:
         record = read_run(folder)
         last = record.rows[-1]
@@ -126,8 +127,9 @@ def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[st
     return {"whole": statistics.median(whole), **{key: statistics.median(values) for key, values in parts.items()}}
 
 
-def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any]]:
-    """One measurement per kept checkpoint; empty for an objective without normalizers."""
+def _normalizers(trainer: Trainer, *, anchors: int | None, last: bool) -> list[dict[str, Any]]:
+    """One measurement per kept checkpoint, with or without the last of several; empty for an objective without
+    normalizers."""
     if not isinstance(trainer.objective, SoftmaxObjective):
         return []
 
@@ -136,6 +138,8 @@ def _normalizers(trainer: Trainer, *, anchors: int | None) -> list[dict[str, Any
 
     run, world = trainer.run, trainer.world
     checkpoints = checkpoints_of(Path(run.output), on_damage=refuse)
+    if not last:
+        checkpoints = checkpoints[:-1] or checkpoints
     return [measure(run, checkpoint, world=world, limit=anchors)[0].record() for checkpoint in checkpoints]
 
 

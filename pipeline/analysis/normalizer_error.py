@@ -32,6 +32,7 @@ from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
+from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.precision import true_fp32
@@ -217,10 +218,11 @@ class _Pairs:
 
 def _encode_epoch(loader: Loader, towers: Any, architecture: Any, world: World) -> _Pairs:
     pairs, row = None, 0
+    trimming = text_trimming(towers.clip, wanted=None)
     for _ in range(loader.steps_per_epoch):
         batch = next(loader)
         image = normalize(batch.image.to(world.device), mean=architecture.mean, std=architecture.std)
-        features = towers(image, batch.text.to(world.device))
+        features = towers(image, without_padding(batch.text, trimming).to(world.device))
         size = len(image)
         if pairs is None:
             n = size * loader.steps_per_epoch

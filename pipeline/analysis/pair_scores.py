@@ -32,6 +32,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import replacing, write_json
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.model.trimming import text_trimming, without_padding
 
 TABLE_NAME, FACTS_NAME = "scores.parquet", "scores.json"
 SCHEMA = pa.schema(
@@ -88,7 +89,8 @@ class Scorer:
 def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Unit-norm features of the readable pairs of a batch, [b, d] each."""
     device = next(model.towers.parameters()).device
-    return model.encode_image(batch.image.to(device)), model.encode_text(model.tokenize(batch.captions).to(device))
+    text = without_padding(model.tokenize(batch.captions), text_trimming(model.towers.clip, wanted=None))
+    return model.encode_image(batch.image.to(device)), model.encode_text(text.to(device))
 
 
 def reference_pairs(

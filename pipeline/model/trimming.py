@@ -121,6 +121,13 @@ def text_trimming(clip: nn.Module, *, wanted: bool | None, longest: int | None =
     return TextTrimming(eos_id if kind == "eos" else None, longest)
 
 
+def without_padding(text: Tensor, trimming: TextTrimming | None) -> Tensor:
+    """[B, L] tokens -> [B, l], without columns that no feature of these texts depends on."""
+    if trimming is None or not len(text):
+        return text
+    return text[:, : trimmed_width(trimming.lengths(text), context_length=text.shape[1])]
+
+
 def why_not_trimmed(clip: nn.Module) -> str | None:
     """Why texts cannot be cut without changing a model's features; None if they can."""
     transformer: Any = causal_text_transformer(clip)

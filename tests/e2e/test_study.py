@@ -44,6 +44,8 @@ def test_every_study_runs_and_renders(name: str, place: Path) -> None:
         measured = run["result"]["normalizers"]
         assert bool(measured) == (load_study(name).measure == "normalizers")
         assert all(m["rows"] == 128 for m in measured)
+        last = run["result"]["last"]["samples"]
+        assert any(m["samples"] == last for m in measured) == (bool(measured) and load_study(name).measure_last)
         if run["result"]["ranks"] > 1:  # [b, d] features of both sides and five numbers per anchor, in fp32
             local, dim = run["result"]["batch_size"] // run["result"]["ranks"], 64
             assert run["result"]["traffic_bytes_per_step"]["all_gather"] == 4 * local * (2 * dim + 5)

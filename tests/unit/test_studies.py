@@ -109,7 +109,7 @@ def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
     one, four = (next(unit for unit in units if unit.ranks == ranks) for ranks in (1, 4))
     from jobs.studies.declare import load_size
 
-    folder = write_spec(four, tmp_path, facts=load_size("desk"), measure="normalizers", places=["data.sources=x"])
+    folder = write_spec(four, tmp_path, facts=load_size("desk"), study=load_study("scaling"), places=["data.sources=x"])
     spec = json.loads((folder / "unit.json").read_text())
     run = load_recipe(spec["recipe"], spec["overrides"])
     assert (run.batch_size, run.output, run.data.sources[0].manifest) == (256, str(folder), "x")
@@ -133,7 +133,7 @@ def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:
         "batch_size": 10,
         "ranks": 1,
         "curve": [{"step": 10, "samples": 100, "scores": {k: v for k, v in scores.items() if v is not None}}],
-        "last": {"tau": 0.05},
+        "last": {"samples": 100, "tau": 0.05},
         "step_ms": {"whole": 20.0 + seed, "objective": 2.0 if arm == "a" else 6.0},
         "peak_memory_mib": 100.0,
         "traffic_bytes_per_step": {"all_gather": 2048.0},

@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
-from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed
+from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
@@ -38,6 +38,9 @@ def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Pa
     assert lengths.tolist() == [4, 6, 8, 8, 5]
     width = trimmed_width(lengths, context_length=12)
     assert width == 8
+    assert torch.equal(without_padding(text, trimming), text[:, :8])
+    assert without_padding(text[:0], trimming).shape == (0, 12)
+    assert without_padding(text, None) is text
     features, expected = gradients(towers, (image, text))
     towers.zero_grad()
     trimmed_features, found = gradients(towers, (image, text[:, :width]))

@@ -150,7 +150,7 @@ class ImageDecoder:
         return self._resized(torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy()))
 
     def _resized(self, window_HWC: Tensor) -> Tensor:
-        # A dense window with a batch axis has strides that torch recognizes as channels-last, its fastest path for uint8.
+        # A dense window with a batch axis has strides that torch takes for channels-last, its fastest path for uint8.
         window = window_HWC.contiguous()[None].permute(0, 3, 1, 2)
         return F.interpolate(window, size=(self.size, self.size), mode="bicubic", antialias=True)[0]
 

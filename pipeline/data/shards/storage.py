@@ -76,7 +76,7 @@ class StreamHash:
 
 
 class _Hashed(io.RawIOBase):
-    def __init__(self, file: BinaryIO, update: Callable[[bytes], None]) -> None:
+    def __init__(self, file: BinaryIO, update: Callable[[bytes | memoryview], None]) -> None:
         self._source, self._update = file, update
 
     def readable(self) -> bool:

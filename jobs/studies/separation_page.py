@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from jobs.studies.separation import ARMS, BASELINE, BASELINES, NAME, REPRODUCES, SHARED, TAU, TITLE
@@ -196,14 +196,23 @@ def draw(results: Results) -> dict[str, str]:
         return {}
     with matplotlib.rc_context(STYLE):
         found = {
-            "nce-gain.svg": _panels(results, _gain_points, "NCE below openclip's, nats", log=False),
-            "error-in-use.svg": _panels(results, _error_points, MEASURES["error_in_use"].title, log=True),
+            "nce-gain.svg": _panels(
+                results,
+                _gain_points,
+                f"NCE below openclip's, nats\n(logarithmic outside ±{LINEAR})",
+                scale="differences",
+            ),
+            "error-in-use.svg": _panels(results, _error_points, MEASURES["error_in_use"].title, scale="log"),
         }
         if any(result["run"]["arm"] == SHARED for result in results):
-            found["error-shared.svg"] = _panels(results, _shared_points, "error in use, one trajectory", log=True)
+            found["error-shared.svg"] = _panels(results, _shared_points, "error in use, one trajectory", scale="log")
     return found
 
 
+Scale = Literal["log", "differences"]
+"""Of a vertical axis; "differences" is linear from -`LINEAR` to +`LINEAR` and logarithmic outside."""
+LINEAR = 0.1
+GAIN_TICKS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0, 0.05, 0.1)
 Point = tuple[float, float | None]
 """Mean over seeds and standard error."""
 
@@ -227,13 +236,15 @@ def _mean_of(values: list[float]) -> Point | None:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _panels(results: Results, point: Callable[[Results, int, int, str], Point | None], title: str, *, log: bool) -> str:
+def _panels(
+    results: Results, point: Callable[[Results, int, int, str], Point | None], title: str, *, scale: Scale
+) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
     settings = settings_of(results)
     sizes = sorted({pairs for pairs, batch, _ in settings if any(point(results, pairs, batch, arm) for arm in ARMS)})
-    figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.0), layout="constrained")
+    figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.4), layout="constrained")
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, pairs in zip(panels, sizes, strict=True):
@@ -257,7 +268,11 @@ def _panels(results: Results, point: Callable[[Results, int, int, str], Point | 
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.minorticks_off()
-        axes.set_yscale("log" if log else "linear")
+        if scale == "log":
+            axes.set_yscale("log")
+        else:
+            axes.set_yscale("symlog", linthresh=LINEAR, linscale=2.0)
+            axes.set_yticks(GAIN_TICKS, [f"{tick:+g}" if tick else "0" for tick in GAIN_TICKS])
         axes.set_title(f"{pairs:,} pairs", loc="left")
         axes.set_xlabel("batch size")
     panels[0].set_ylabel(title)

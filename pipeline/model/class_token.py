@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.model.attention import PackedAttention, attend
 
+NO_PATCHES = "the last block computes the class token only. Build the towers with model.trim_image=false."
+
 
 class ClassTokenAttention(PackedAttention):
     """Attention of the first token to all tokens."""
@@ -43,10 +45,24 @@ class ClassTokenBlock(ResidualAttentionBlock):
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
 
+class ClassTokenTower(VisionTransformer):
+    """A vision transformer whose last block computes the class token only, and which therefore returns no patches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, d]."""
+        if self.output_tokens:
+            raise UserError(f"output_tokens: {NO_PATCHES}")
+        feature: Tensor = super().forward(x)
+        return feature
+
+    def forward_intermediates(self, *_: Any, **__: Any) -> Any:
+        raise UserError(f"forward_intermediates: {NO_PATCHES}")
+
+
 def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
     """Let the image tower's last block compute the class token only, in place, where that is exact.
 
-    The tower's `forward_intermediates` then no longer has the patches of the last block.
+    The tower then refuses `forward_intermediates` and `output_tokens`, which would return the last block's patches.
 
     Args:
         clip: open_clip's model, after `use_packed_attention`.
@@ -55,13 +71,15 @@ def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
     Raises:
         UserError: it is demanded, and would change what this model computes.
     """
-    visual = clip.visual
+    if wanted is False:
+        return
+    visual: Any = clip.visual
     reason = why_all_tokens(visual)
     if wanted and reason:
         raise UserError(f"model.trim_image=true: {reason} Use model.trim_image=false, or leave it out.")
-    if reason is None and wanted is not False:
-        block: Any = visual.transformer.resblocks[-1]  # type: ignore[union-attr, index]
-        block.__class__, block.attn.__class__ = ClassTokenBlock, ClassTokenAttention
+    if reason is None:
+        block = visual.transformer.resblocks[-1]
+        visual.__class__, block.__class__, block.attn.__class__ = ClassTokenTower, ClassTokenBlock, ClassTokenAttention
 
 
 def why_all_tokens(visual: Any) -> str | None:
@@ -70,6 +88,8 @@ def why_all_tokens(visual: Any) -> str | None:
         return "The image tower is not a vision transformer of open_clip's own."
     if visual.attn_pool is not None or visual.pool_type != "tok" or visual.output_tokens:
         return "The image tower's features are not those of its class token alone."
+    if not visual.transformer.resblocks:
+        return "The image tower has no transformer blocks."
     block = visual.transformer.resblocks[-1]
     if type(block) is not ResidualAttentionBlock or type(block.attn) is not PackedAttention:
         return "It needs packed attention (model.packed_attention, and open_clip's default transformer blocks)."

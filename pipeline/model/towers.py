@@ -81,9 +81,9 @@ class ModelConfig:
     know. The same function as open_clip's `nn.MultiheadAttention` up to rounding, and the same weights."""
     trim_image: bool | None = None
     """Compute the image tower's last block for the class token only, because nothing else of it is read: about 7% fewer
-    FLOPs for 12 blocks. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for
-    open_clip's own ViTs that are read at the class token, with packed attention; true: refuse other towers; false:
-    never."""
+    FLOPs for an image tower of 12 blocks. Features and gradients stay the same up to rounding. None: wherever that is
+    so, that is, for open_clip's own ViTs that are read at the class token, with packed attention; true: refuse other
+    towers; false: never."""
     text_tokens: int | None = Field(default=None, ge=2)
     """Longest text in training: longer ones are cut before their end-of-text token. None: the context length. For
     towers whose texts can be trimmed."""

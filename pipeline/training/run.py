@@ -16,7 +16,7 @@ from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
-from pipeline.config import flatten, to_tree
+from pipeline.config import Tree, flatten, to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.heartbeat import EXIT_STALLED
 from pipeline.distributed.signals import ignore_stop_signals
@@ -285,11 +285,19 @@ def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = F
 
 def _report_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Report every setting that differs from the checkpoint's: a longer budget, for one, changes the schedule."""
-    before, now = flatten(checkpoint.meta["config"]), flatten(to_tree(trainer.run))
-    changed = [
-        f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key != "output"
-    ]
-    if changed:
+    if changed := changed_settings(checkpoint.meta["config"], to_tree(trainer.run)):
         trainer.telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changed)}.")
+
+
+def changed_settings(before: Tree, now: Tree) -> list[str]:
+    """The settings that differ, without `output`.
+
+    One that only one of both has differs, too: the default of a new setting may compute in another way than the version
+    that did not have it.
+    """
+    old, new = flatten(before), flatten(now)
+    return [
+        f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, "absent") != new.get(key, "absent") and key != "output"
+    ]

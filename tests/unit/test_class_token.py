@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_it_needs_packed_attention(tmp_path: Path) -> None:
     assert shortened_in(build_towers(ModelConfig(arch=arch, packed_attention=False), seed=0)[0]) == 0
     with pytest.raises(UserError, match=r"model\.packed_attention"):
         build_towers(ModelConfig(arch=arch, packed_attention=False, trim_image=True), seed=0)
+
+
+def test_patches_that_are_not_computed_are_refused_instead_of_returned_empty(tmp_path: Path) -> None:
+    whole, shortened = pair(tmp_path, "CLIP")
+    image, _ = batch()
+    assert whole.clip.visual.forward_intermediates(image)["image_intermediates"]
+    with pytest.raises(UserError, match=r"forward_intermediates: .* model\.trim_image=false"):
+        shortened.clip.forward_intermediates(image)
+    shortened.clip.visual.output_tokens = True
+    with pytest.raises(UserError, match=r"output_tokens: .* model\.trim_image=false"):
+        shortened.clip.visual(image)
+
+
+def test_a_tower_without_blocks_is_left_alone(tmp_path: Path) -> None:
+    config = json.loads(Path(write_kind(tmp_path, "CLIP")).read_text())
+    config["vision_cfg"]["layers"] = 0
+    arch = tmp_path / "no-blocks.json"
+    arch.write_text(json.dumps(config))
+    assert shortened_in(build_towers(ModelConfig(arch=str(arch)), seed=0)[0]) == 0
+    with pytest.raises(UserError, match=r"model\.trim_image=true: The image tower has no transformer blocks"):
+        build_towers(ModelConfig(arch=str(arch), trim_image=True), seed=0)
 
 
 def test_a_locked_tower_has_the_same_features(tmp_path: Path) -> None:

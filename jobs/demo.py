@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     run = load_recipe(RECIPE, [*given, *overrides])
     scenes = ScenesConfig(pairs=pairs, held_out=held_out, retrieval_pairs=held_out)
     click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
+    run = in_faster_precision(run, overrides)
     keep_or_clear(scenes, data, Path(output))
     stages = DemoStages(Path(output))
     with stages.timed("corpus and ingestion") as stage:
@@ -59,6 +61,31 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     report = write_report(output)
     click.echo(f"\nAll done. Open {report}")
     return 0
+
+
+def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
+    """The configuration with fp32 instead of bf16 where this CPU is slow in bf16, unless the user names a precision.
+
+    A demo that is continued keeps its precision, also on another CPU.
+    """
+    import torch
+
+    from pipeline.config import read_yaml
+    from pipeline.engine.engine_config import in_fp32
+    from pipeline.precision import why_bf16_is_slow
+    from pipeline.training.recipe import CONFIG_NAME
+
+    if run.engine.device != "cpu" or any(text.startswith("engine.deepspeed=") for text in overrides):
+        return run
+    saved = Path(run.output) / CONFIG_NAME
+    if saved.exists():
+        deepspeed = read_yaml(saved)["engine"]["deepspeed"]
+    elif slow := why_bf16_is_slow(torch.device("cpu")):
+        deepspeed = in_fp32(run.engine)
+        click.echo(f"{slow} The demo trains in fp32 (engine.deepspeed={deepspeed}).\n")
+    else:
+        return run
+    return replace(run, engine=replace(run.engine, deepspeed=deepspeed))
 
 
 def keep_or_clear(scenes: Any, data: Path, run: Path) -> None:
@@ -146,6 +173,8 @@ def train(run: Any) -> tuple[int, str]:
         The exit code and a one-line summary.
     """
     from pipeline.checkpoint.layout import finished_checkpoints, step_of
+    from pipeline.distributed.workers import preload
+    from pipeline.evaluation.runner.images import WORKER_IMPORTS
     from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))
@@ -155,6 +184,7 @@ def train(run: Any) -> tuple[int, str]:
         "  The loss has no lower bound at 0: it turns negative as pairs align. Normalizer gap: difference, in nats,\n"
         "  between the log-normalizers that the method predicts and those of the batch."
     )
+    preload(*WORKER_IMPORTS)  # the fork server starts with the training's loader, and serves the evaluation, too
     code = train_run(run, resume="latest")
     return code, f"{run.total_steps:,} steps of {run.batch_size} pairs, {run.objective.name}, {run.model.arch}"
 

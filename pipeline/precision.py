@@ -1,12 +1,50 @@
-"""fp32 arithmetic without TF32."""
+"""fp32 arithmetic without TF32, and devices on which bf16 is slower than fp32."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+
+SLOW_BF16 = 3.0
+"""From this ratio on, `cpu_bf16_slowdown` means that training in bf16 is slower. A step of the demo takes as long in
+bf16 as in fp32 at a ratio of 1.7, twice as long at 5, and 8 times as long at 12 (docs/benchmarks.md)."""
+
+
+def why_bf16_is_slow(device: torch.device) -> str:
+    """A sentence for the log if `device` computes matrix products much more slowly in bf16 than in fp32; else empty."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return ""
+        return f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic: torch emulates it."
+    ratio = cpu_bf16_slowdown()
+    if ratio <= SLOW_BF16:
+        return ""
+    return f"Matrix products in bf16 take {ratio:.0f} times as long as in fp32 on this CPU."
+
+
+@cache
+def cpu_bf16_slowdown() -> float:
+    """Time of a matrix product in bf16 on this CPU, divided by its time in fp32; measured in a fraction of a second.
+
+    1.7 on an Intel Xeon with AVX512_BF16 and without AMX; there, 5 with torch restricted to AVX-512, and 12 with AVX2.
+    """
+    rows, depth, columns = 256, 512, 512
+
+    def seconds(dtype: torch.dtype) -> float:
+        x, weights = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype)
+        times = []
+        for _ in range(4):  # the first is a warm-up
+            start = time.process_time()
+            torch.nn.functional.linear(x, weights)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-6)
 
 
 @contextmanager

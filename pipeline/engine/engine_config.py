@@ -87,6 +87,12 @@ def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, p
         )
 
 
+def in_fp32(config: EngineConfig) -> str:
+    """The name of the file of ds_configs/ with this one's stage in fp32; for a file of one's own, "zero1_fp32"."""
+    name = config.deepspeed.replace("bf16", "fp32")
+    return name if (DS_CONFIGS / f"{name}.json").is_file() else "zero1_fp32"
+
+
 def zero_stage(settings: Mapping[str, Any]) -> int:
     """The ZeRO stage of a DeepSpeed configuration."""
     return int(settings.get("zero_optimization", {}).get("stage", 0))

@@ -88,6 +88,8 @@ def check_gpus() -> list[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
+    from pipeline.precision import why_bf16_is_slow
+
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
             return [
@@ -98,14 +100,17 @@ def check_gpus() -> list[DoctorFinding]:
                     "install a torch build for this driver; a container needs --gpus all (Docker) or --nv (Apptainer)",
                 )
             ]
-        return [DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
+        on_cpu = [DoctorFinding("GPUs", "note", "none: training runs on the CPU", "real runs need a GPU")]
+        if slow := why_bf16_is_slow(torch.device("cpu")):
+            on_cpu.append(DoctorFinding("bf16", "note", slow.rstrip("."), "use engine.deepspeed=zero1_fp32"))
+        return on_cpu
     findings = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         with torch.cuda.device(index):
-            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        if not bf16:
+            slow = why_bf16_is_slow(torch.device("cuda", index))
+        if slow:
             findings.append(
                 DoctorFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32")
             )

@@ -25,6 +25,7 @@ from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives, lost_contact, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.ema import WeightAverage
+from pipeline.engine.engine_config import in_fp32
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError, exit_code_of
 from pipeline.evaluation.runner.images import WORKER_IMPORTS
@@ -35,6 +36,7 @@ from pipeline.metrics.trackers import check_installed
 from pipeline.model.architectures import Architecture
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, why_not_trimmed
+from pipeline.precision import why_bf16_is_slow
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.held_out_pairs import HeldOutPairs
@@ -109,6 +111,8 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
             notes += [start, *trainer.engine.module.notes]
         for note in notes:
             telemetry.event(note)
+        if trainer.engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
+            telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={in_fp32(run.engine)}.")
         if checkpoint is not None:
             skipped = state.restore(checkpoint)
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")

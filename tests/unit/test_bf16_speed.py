@@ -1,0 +1,84 @@
+"""CPUs that are slow in bf16: what the doctor, a run and the demo say and do there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.demo import RECIPE, in_faster_precision
+from pipeline import precision
+from pipeline.config import dump
+from pipeline.engine.engine_config import EngineConfig, in_fp32
+from pipeline.planning import node_checks
+from pipeline.training.recipe import CONFIG_NAME, RunConfig, load_recipe
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
+
+SLOW = "Matrix products in bf16 take 12 times as long as in fp32 on this CPU."
+
+
+@pytest.fixture(params=[12.0, 1.7])
+def slowdown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(precision, "cpu_bf16_slowdown", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return float(request.param)
+
+
+def test_the_slowdown_is_a_ratio_of_measured_times() -> None:
+    ratio = precision.cpu_bf16_slowdown()
+    assert 0.01 < ratio < 1000
+    assert precision.cpu_bf16_slowdown() == ratio, "measured once"
+
+
+def test_the_doctor_notes_a_cpu_that_is_slow_in_bf16(slowdown: float) -> None:
+    found = [finding for finding in node_checks.check_gpus() if finding.subject == "bf16"]
+    assert [(f.status, f.found, f.remedy) for f in found] == (
+        [("note", SLOW[:-1], "use engine.deepspeed=zero1_fp32")] if slowdown > 3 else []
+    )
+
+
+@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
+def test_a_run_in_bf16_warns_there(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [16])
+    train_here(
+        f"output={tmp_path / 'run'}",
+        f"data.sources={tmp_path / 'shards'}",
+        f"model.arch={write_tiny(tmp_path)}",
+        f"engine.deepspeed={deepspeed}",
+        "samples=8",
+        "data.streams=1",
+    )
+    records = [record for record in metrics(tmp_path / "run", "event") if "in bf16" in record["message"]]
+    warnings = [record["message"] for record in records if record["level"] == "warning"]
+    expected = [f"{SLOW} Training in fp32 is faster here: engine.deepspeed=zero1_fp32."]
+    assert warnings == (expected if slowdown > 3 and deepspeed == "zero1_bf16" else [])
+
+
+def test_the_advice_names_a_file_that_exists() -> None:
+    assert in_fp32(EngineConfig(deepspeed="zero2_bf16")) == "zero2_fp32"
+    assert in_fp32(EngineConfig(deepspeed="/home/me/own_bf16.json")) == "zero1_fp32"
+
+
+def demo(*overrides: str, output: Path) -> RunConfig:
+    return in_faster_precision(load_recipe(RECIPE, [f"output={output}", *overrides]), overrides)
+
+
+def test_the_demo_trains_in_fp32_there(slowdown: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(output=tmp_path).engine.deepspeed == ("zero1_fp32" if slowdown > 3 else "zero1_bf16")
+    assert capsys.readouterr().out.startswith(SLOW) == (slowdown > 3)
+
+
+def test_the_demo_takes_the_precision_that_the_user_names(slowdown: float, tmp_path: Path) -> None:
+    assert slowdown
+    assert demo("engine.deepspeed=zero2_bf16", output=tmp_path).engine.deepspeed == "zero2_bf16"
+
+
+@pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
+def test_a_demo_that_is_continued_keeps_its_precision(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
+    assert slowdown
+    (tmp_path / CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
+    assert demo(output=tmp_path).engine.deepspeed == deepspeed

@@ -56,12 +56,17 @@ def provenance(data: Mapping[str, Any], *, reproduces: str, results: Sequence[Ma
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     # Results record their commit; older ones have only that of their publication, or none.
     commits = sorted({commit for result in results if (commit := result.get("commit", data.get("commit")))})
-    commit = f" from commit {' and '.join(commits)}" if commits else ""
+    commit = f" from commit {_listed(commits)}" if commits else ""
     return (
         f"Size `{data['size']}`; modelled on {reproduces}. Made with `{data['command']}` on {data['date']}{commit}, "
         f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
         f"{len(results)} of {data['units']} runs are finished."
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 
 def csv_of(header: Sequence[str], rows: Iterable[tuple[Sequence[Any], Sequence[float | None], Sequence[Any]]]) -> str:

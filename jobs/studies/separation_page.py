@@ -143,7 +143,7 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     )
     lines = [f"# {TITLE}", "", how]
     for pairs, batch, epochs in settings_of(results):
-        lines += ["", f"## {pairs:,} pairs, {epochs:g} epochs, batch {batch}", ""]
+        lines += ["", f"## {pairs:,} pairs, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}, batch {batch}", ""]
         lines += _table(results, pairs=pairs, batch=batch)
     for file in drawn:
         lines += ["", f"![{figure_title(file)}]({file})"]

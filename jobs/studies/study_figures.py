@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jobs.studies.declare import Study, arms_of, size_of
@@ -36,8 +36,9 @@ def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]
         if outcomes and study.against:
             found[f"against-{study.against.replace('_', '-')}.svg"] = _against(study, size, outcomes, study.against)
         for column in study.curves:
-            if any(curve(outcomes, o.setting, o.arm, column) for o in outcomes):
-                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, size, outcomes, column)
+            # A setting whose runs were measured only once has no curve; its value is in the table.
+            if curved := {o.setting for o in outcomes if len(curve(outcomes, o.setting, o.arm, column)) > 1}:
+                found[f"curve-{column.replace('_', '-')}.svg"] = _curves(study, size, outcomes, column, curved)
     return found
 
 
@@ -97,11 +98,12 @@ def _looks(arms: Sequence[str]) -> dict[str, tuple[Any, str]]:
     return {arm: (palette[number % 10], "--" if number >= 10 else "-") for number, arm in enumerate(arms)}
 
 
-def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str) -> str:
-    """Mean over seeds with the range as a shaded area; rows are groups of arms, columns are settings."""
+def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str, curved: Collection[str]) -> str:
+    """Mean over seeds with the range as a shaded area; rows are groups of arms, columns the settings in `curved`."""
     from matplotlib.figure import Figure
 
-    settings, arms = size_of(study, size).settings, list(arms_of(study, size))
+    settings = {name: variant for name, variant in size_of(study, size).settings.items() if name in curved}
+    arms = list(arms_of(study, size))
     rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
     rows = [names for names in rows if names]
     look = _looks(arms)

@@ -81,7 +81,9 @@ def write_transformers(
     try:
         import transformers
     except ImportError as error:
-        raise UserError("--format transformers needs transformers: pip install transformers.") from error
+        raise UserError(
+            "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
+        ) from error
     if sigmoid:
         siglip(model, logit_scale=logit_scale, logit_bias=logit_bias).save_pretrained(str(folder))
         _write_processor(model, folder, kind="SiglipImageProcessor")

@@ -6,13 +6,14 @@ import json
 import re
 import statistics
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jobs.studies import separation_page
+from jobs.studies import results_data, separation_page, study_figures
 from jobs.studies.costs import cost_of
-from jobs.studies.declare import SIZES, distinct, load_study, study_names, units_of
+from jobs.studies.declare import SIZES, distinct, load_study, size_of, study_names, units_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
 from jobs.studies.publish import as_csv, as_markdown, render, shown
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
@@ -217,3 +218,27 @@ def test_published_pages_match_their_data(path: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (path.parent / name).read_text(), f"{name}: neuclip study --render"
     pages = {f.name for f in tmp_path.iterdir()} - {"study.html"}  # generated on demand
     assert pages == {f.name for f in path.parent.iterdir()} - {"study.html"}
+
+
+def test_a_setting_whose_runs_were_measured_once_has_no_curve() -> None:
+    study, size = load_study("methods"), "desk"
+    settings = list(size_of(study, size).settings)
+    once = [replace(outcome("openclip", 0, 0.1), setting=setting) for setting in settings]
+    assert set(study_figures.draw(study, size, once)) == {"final.svg"}
+    point = once[0].result["curve"][0]
+    twice = replace(once[0], result={**once[0].result, "curve": [point, {**point, "samples": 200}]})
+    drawn = study_figures.draw(study, size, [twice, *once[1:]])
+    assert set(drawn) == {"final.svg", "curve-average.svg"}
+    both = study_figures.draw(study, size, [twice, replace(twice, setting=settings[1])])
+    assert len(drawn["curve-average.svg"]) < len(both["curve-average.svg"]), "one panel instead of two"
+
+
+@pytest.mark.parametrize(
+    ("commits", "text"),
+    [(["a"], " from commit a, "), (["a", "b", "c"], " from commit a, b and c, "), ([], " on 2026, ")],
+)
+def test_the_page_lists_the_commits_of_the_runs(commits: list[str], text: str) -> None:
+    machine = {"cores": 2, "cpu": "x"}
+    data = {"size": "desk", "command": "c", "date": "2026", "units": 3, "versions": {}, "machine": machine}
+    page = results_data.provenance(data, reproduces="y", results=[{"commit": commit} for commit in commits])
+    assert text in page

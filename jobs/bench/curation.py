@@ -76,7 +76,7 @@ def train(output: Path, data: Path, suite: str, seed: int, options: argparse.Nam
     fixed = ["evaluation.every=100000000", "checkpoint.every=100000000", "checkpoint.keep_every=100000000"]
     chosen = [*settings, *fixed, *options.overrides]
     run("train", "--recipe", options.recipe, *chosen, *(["--resume", "latest"] if output.exists() else []))
-    scores = curve_of(read_run(output))[-1]["scores"]
+    scores = curve_of(read_run(output), suite=suite)[-1]["scores"]
     return {"average": 100 * (average(scores) or 0.0), "retrieval": 100 * (retrieval(scores) or 0.0)}
 
 

@@ -24,6 +24,7 @@ from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
 from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.files import write_json
 from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
@@ -68,7 +69,7 @@ def _write_result(
             "ranks": world.size,
             "versions": versions(),
             "commit": source_commit(),
-            "curve": curve_of(record),
+            "curve": curve_of(record, suite=run.evaluation.suite),
             "last": {key: value for key, value in last.items() if key not in NOT_FIGURES},
             "step_ms": step_times(record.rows, batch_size=run.batch_size),
             "peak_memory_mib": 1024 * last["memory_gib" if "memory_gib" in last else "host_memory_gib"],
@@ -100,8 +101,23 @@ def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Ca
     return counted
 
 
-def curve_of(run: Run) -> list[dict[str, Any]]:
-    """Every evaluation of the run: step, samples seen, and scores by task and by complete aggregate."""
+def curve_of(run: Run, *, suite: str | None) -> list[dict[str, Any]]:
+    """Every evaluation of the run: step, samples seen, and scores by task and by complete aggregate.
+
+    Args:
+        run: The run.
+        suite: The suite on which it was evaluated; None: none.
+
+    Raises:
+        UserError: A task has no score, so that means over tasks could not be compared.
+    """
+    tasks = open_suite(suite).keys if suite else ()
+    for evaluation in run.evaluations:
+        if missing := sorted(set(tasks) - {score.task for score in evaluation.scores}):
+            raise UserError(
+                f"{run.folder}: no score for {', '.join(missing)} at {evaluation.checkpoint}. The reason is in its "
+                "evaluation/*/summary.json; `neuclip evaluate` tries again."
+            )
     return [
         {
             "step": evaluation.step,

@@ -156,6 +156,8 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
             scores.append(score)
         else:
             notes.append(f"{folder.name}/{path.name} is not a task's result and is skipped.")
+    if scores and not summary:
+        notes.append(f"{folder.name}: the evaluation is not finished, tasks are missing.")
     table = {key: position for position, key in enumerate(TASKS)}
     scores.sort(key=lambda score: table.get(score.task, len(table)))
     return StoredEvaluation(

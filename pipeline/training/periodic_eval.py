@@ -16,6 +16,7 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.runner.aggregate import aggregate
+from pipeline.evaluation.runner.output import SUMMARY_NAME
 from pipeline.evaluation.runner.session import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel
 
@@ -87,6 +88,11 @@ class PeriodicEvaluation:
         means = {name: value.score for name, value in aggregate(results).items()}
         complete = {name: mean for name, mean in means.items() if mean is not None}
         return PeriodicScores({**scores, **complete}, failures)
+
+    def finished(self, step: int) -> bool:
+        """Whether the evaluation after this step was written whole (its summary comes last). Collective."""
+        whole = (self._run / "evaluation" / name_of(step) / SUMMARY_NAME).is_file()
+        return bool(self._world.gather_objects(whole)[0])
 
     def unscored(self) -> str:
         """One sentence on the tasks that failed since this process started; empty when none did."""

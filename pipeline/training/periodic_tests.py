@@ -49,9 +49,8 @@ class PeriodicTests:
 
     def evaluate(self, *, stop: bool) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
-        step, run = self.state.step, self.state.run
-        last = step == run.total_steps or self.ended_run
-        if self.evaluation is not None and (last or (step % run.evaluation.every == 0 and not stop)):
+        step = self.state.step
+        if self.evaluation is not None and self._evaluation_is_due(stop=stop):
             found = self.evaluation(self._copy("evaluation"), step=step)
             self.telemetry.evaluation(step=step, scores=found.scores)
             if found.failures:
@@ -61,6 +60,27 @@ class PeriodicTests:
                     failures=dict(found.failures),
                 )
         self._model = None
+
+    def finish_evaluation(self, *, resized: bool) -> None:
+        """Evaluate the restored weights if that was due, but the run ended meanwhile. Collective.
+
+        Args:
+            resized: They were restored for the next stage, so that they are no longer those of the checkpoint.
+        """
+        step = self.state.step
+        if self.evaluation is None or not self._evaluation_is_due(stop=False) or self.evaluation.finished(step):
+            return
+        if resized:
+            self.telemetry.warning(
+                f"The evaluation after step {step} was not finished; `neuclip evaluate` makes up for it.", step=step
+            )
+            return
+        self.telemetry.event(f"The evaluation after step {step} was not finished: doing it now.", step=step)
+        self.evaluate(stop=False)
+
+    def _evaluation_is_due(self, *, stop: bool) -> bool:
+        step, run = self.state.step, self.state.run
+        return step == run.total_steps or self.ended_run or (step % run.evaluation.every == 0 and not stop)
 
     def report_end(self) -> None:
         """Log which tasks have failed since this process started, if any."""

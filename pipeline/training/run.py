@@ -115,6 +115,7 @@ def setup(run: RunConfig, *, world: World, resume: str | None, new_batch_size: b
             telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={in_fp32(run.engine)}.")
         if checkpoint is not None:
             skipped = state.restore(checkpoint)
+            trainer.resumed_at = stage.first
             telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
             if changed := describe(checkpoint, run, skipped=skipped):
                 telemetry.event(changed)

@@ -63,6 +63,8 @@ class Trainer:
     """None: the towers read whole texts, padding included."""
     on_rollback: Callable[[int], None]
     """Called on rank 0 with the step to which the run has rolled back."""
+    resumed_at: int | None = None
+    """The first step of this stage, if the weights are those of a checkpoint; None: a new run."""
     image_features: ImageFeatures | None = None
     """Stored outputs of a locked image tower; None: the tower runs in every step."""
 
@@ -103,6 +105,8 @@ class Trainer:
             stop_signals() as signals,
             Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
         ):
+            if self.resumed_at is not None:
+                self.tests.finish_evaluation(resized=0 < self.resumed_at == self.step)
             self.meter.start()
             while self.step < self.end and not stop and not self.tests.ended_run:
                 batch = self._load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import plain
 from pipeline.evaluation.runner.aggregate import aggregate
-from pipeline.evaluation.runner.output import SUMMARY_NAME
 from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.metrics.sinks import METRICS_NAME
 from pipeline.model.evaluation_model import EvaluationModel
 
 
@@ -89,10 +90,14 @@ class PeriodicEvaluation:
         complete = {name: mean for name, mean in means.items() if mean is not None}
         return PeriodicScores({**scores, **complete}, failures)
 
-    def finished(self, step: int) -> bool:
-        """Whether the evaluation after this step was written whole (its summary comes last). Collective."""
-        whole = (self._run / "evaluation" / name_of(step) / SUMMARY_NAME).is_file()
-        return bool(self._world.gather_objects(whole)[0])
+    def logged(self, step: int) -> bool:
+        """Whether the scores after this step are in the run's metrics, into which they come last. Collective."""
+        found = False
+        if self._world.is_main and (path := self._run / METRICS_NAME).exists():
+            with path.open(encoding="utf-8") as lines:
+                records = (json.loads(line) for line in lines if '"evaluation"' in line)
+                found = any(record["kind"] == "evaluation" and record["step"] == step for record in records)
+        return bool(self._world.gather_objects(found)[0])
 
     def unscored(self) -> str:
         """One sentence on the tasks that failed since this process started; empty when none did."""

@@ -68,7 +68,7 @@ class PeriodicTests:
             resized: They were restored for the next stage, so that they are no longer those of the checkpoint.
         """
         step = self.state.step
-        if self.evaluation is None or not self._evaluation_is_due(stop=False) or self.evaluation.finished(step):
+        if self.evaluation is None or not self._evaluation_is_due(stop=False) or self.evaluation.logged(step):
             return
         if resized:
             self.telemetry.warning(

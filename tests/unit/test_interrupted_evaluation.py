@@ -13,6 +13,7 @@ from jobs.studies.unit import curve_of
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate as whole_evaluation
 from pipeline.evaluation.runner.output import SUMMARY_NAME
+from pipeline.metrics.sinks import METRICS_NAME
 from pipeline.report.run_data import read_run
 from pipeline.training import periodic_eval
 from tests.metrics import metrics
@@ -103,6 +104,16 @@ def test_it_is_done_when_the_run_resumes(base: Path, kill_at: list[int], step: i
     assert [message for message in messages if "was not finished" in message] == [
         f"The evaluation after step {step} was not finished: doing it now."
     ]
+
+
+def test_scores_that_were_not_logged_are_logged(base: Path) -> None:
+    train(base, "unlogged")
+    path = base / "unlogged" / METRICS_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith('{"kind": "evaluation", "step": 4,')))
+    assert evaluated(base / "unlogged") == [2]
+    train(base, "unlogged")
+    assert evaluated(base / "unlogged") == [2, 4]
 
 
 def test_a_whole_evaluation_is_not_repeated(base: Path) -> None:

@@ -70,7 +70,7 @@ def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
     """
     import torch
 
-    from pipeline.config import read_yaml
+    from pipeline.config import flatten, read_yaml
     from pipeline.engine.engine_config import in_fp32
     from pipeline.precision import why_bf16_is_slow
     from pipeline.training.recipe import CONFIG_NAME
@@ -79,7 +79,7 @@ def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
         return run
     saved = Path(run.output) / CONFIG_NAME
     if saved.exists():
-        deepspeed = read_yaml(saved)["engine"]["deepspeed"]
+        deepspeed = str(flatten(read_yaml(saved)).get("engine.deepspeed", run.engine.deepspeed))
     elif slow := why_bf16_is_slow(torch.device("cpu")):
         deepspeed = in_fp32(run.engine)
         click.echo(f"{slow} The demo trains in fp32 (engine.deepspeed={deepspeed}).\n")

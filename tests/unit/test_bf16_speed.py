@@ -82,3 +82,9 @@ def test_a_demo_that_is_continued_keeps_its_precision(slowdown: float, deepspeed
     assert slowdown
     (tmp_path / CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
     assert demo(output=tmp_path).engine.deepspeed == deepspeed
+
+
+@pytest.mark.parametrize("text", ["", "engine: 3"])
+def test_settings_without_a_precision_are_those_of_the_recipe(text: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_text(text)
+    assert demo(output=tmp_path).engine.deepspeed == "zero1_bf16"

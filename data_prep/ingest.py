@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.disk_errors import disk_errors_explained
-from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.journal import Journal
 from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import write_manifest
@@ -53,38 +51,36 @@ def download(
         on_note: Called with one line for each note to the user.
 
     Raises:
-        UserError: The settings, the table or its columns are wrong (raised before the first URL), or the disk is full.
+        UserError: The settings, the table or its columns are wrong (raised before the first URL).
         Paused: Success collapses, or the engine no longer makes progress.
         PartDone: Only shards of other workers are missing.
     """
-    with disk_errors_explained(config.output):
-        table_checks.check_distributor(config.fetch)
-        config, plan = prepare(config, on_note=on_note)
-        folder = Folder(Path(config.output), config.fetch.worker)
-        own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
-        _finish_removal(folder, plan, on_note)
-        with (
-            shared_lock(folder, config.fetch.workers),
-            worker_lock(folder),
-            Journal(folder, config.fetch) as journal,
-        ):
+    table_checks.check_distributor(config.fetch)
+    config, plan = prepare(config, on_note=on_note)
+    folder = Folder(Path(config.output), config.fetch.worker)
+    own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
+    _finish_removal(folder, plan, on_note)
+    with (
+        shared_lock(folder, config.fetch.workers),
+        worker_lock(folder),
+        Journal(folder, config.fetch) as journal,
+    ):
 
-            def show(progress: Progress) -> None:
-                journal.beat()
-                on_progress(progress)
+        def show(progress: Progress) -> None:
+            journal.beat()
+            on_progress(progress)
 
-            recover(folder, own_shards)
-            check_parts(folder, own_shards)
-            fault_point("settings")
-            write_text(folder.config, dump(config), durable=True)
-            if retry_failed:
-                _retry(config, folder, own_shards, show)
-            finished = set(folder.finished())
-            missing = tuple(shard for shard in own_shards if shard not in finished)
-            if missing:
-                total = sum(plan.rows_of(shard) for shard in missing)
-                fetch(config, missing, total=total, on_progress=show)
-            return _completed(config, folder, plan)
+        recover(folder, own_shards)
+        check_parts(folder, own_shards)
+        write_text(folder.config, dump(config), durable=True)
+        if retry_failed:
+            _retry(config, folder, own_shards, show)
+        finished = set(folder.finished())
+        missing = tuple(shard for shard in own_shards if shard not in finished)
+        if missing:
+            total = sum(plan.rows_of(shard) for shard in missing)
+            fetch(config, missing, total=total, on_progress=show)
+        return _completed(config, folder, plan)
 
 
 def _completed(config: DownloadConfig, folder: Folder, plan: Plan) -> Manifest:
@@ -118,16 +114,13 @@ def prepare(
         UserError: Something is wrong with the settings or the table, or they have changed since shards were made.
     """
     source = resolve(config.source)
-    plan_path = Folder(Path(config.output)).plan / "plan.json"
-    if plan_path.exists():
-        source = _as_planned(source, load_plan(Folder(Path(config.output))))
-    else:
-        source = pin(source)
-    config = replace(config, source=source, output=str(Path(config.output).absolute()))
+    folder = Folder(Path(config.output).absolute(), config.fetch.worker)
+    plan_path = folder.plan / "plan.json"
+    source = _as_planned(source, load_plan(folder)) if plan_path.exists() else pin(source)
+    config = replace(config, source=source, output=str(folder.root))
     table_checks.check_blur(config)
-    folder = Folder(Path(config.output), config.fetch.worker)
     several = config.fetch.workers > 1
-    with disk_errors_explained(config.output), folder.made(), part_lock(folder, "plan", wait=several):
+    with folder.made(), part_lock(folder, "plan", wait=several):
         is_new = not plan_path.exists()
         if is_new:
             for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:

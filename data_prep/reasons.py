@@ -8,32 +8,77 @@ import socket
 import ssl
 import urllib.error
 
+from pipeline import pixels
+
 TIMEOUT = "timeout"
 DNS = "dns"
 CONNECTION = "connection"
 TLS = "tls"
 CUT_OFF = "cut off"
 REDIRECTS = "redirects"
+BAD_HEADERS = "bad headers"
 BAD_URL = "bad url"
 REFUSED_SCHEME = "refused scheme"
 REFUSED_ADDRESS = "refused address"
 OPTED_OUT = "opted out"
 REMOVED = "removed"
 EMPTY = "empty"
-NOT_AN_IMAGE = "not an image"
-TRUNCATED = "truncated"
+NOT_AN_IMAGE = pixels.NOT_AN_IMAGE
+UNSUPPORTED = pixels.UNSUPPORTED
+TRUNCATED = pixels.TRUNCATED
 TOO_MANY_BYTES = "too many bytes"
-TOO_MANY_PIXELS = "too many pixels"
+TOO_MANY_PIXELS = pixels.TOO_MANY_PIXELS
+TOO_MANY_SCANS = pixels.TOO_MANY_SCANS
 TOO_SMALL = "too small"
 EXTREME_ASPECT = "extreme aspect ratio"
 HASH_MISMATCH = "hash mismatch"
-UNDECODABLE = "undecodable"
+NO_HASH = "no hash"
+UNDECODABLE = pixels.UNDECODABLE
 NOT_ENCODED = "not encoded"
 TOO_LITTLE_MEMORY = "too little memory"
+TOO_SLOW = "too slow to decode"
 QUARANTINED = "quarantined"
 NO_CAPTION = "no caption"
 INTERNAL = "internal error"
-KNOWN = frozenset(value for name, value in globals().items() if name.isupper() and isinstance(value, str))
+MEANINGS = {
+    "timeout": "no answer, or not all of it, in time",
+    "dns": "the host name does not resolve",
+    "connection": "refused, reset or closed without an answer",
+    "tls": "the certificate or the encryption failed",
+    "cut off": "fewer bytes received than announced",
+    "redirects": "too many redirects, or a loop",
+    "bad headers": "a line of the response's headers cannot be read, and may have been an opt-out",
+    "bad url": "not a URL that can be requested",
+    "refused scheme": "neither http nor https",
+    "refused address": "private, loopback or another special address",
+    "opted out": "the owner's headers say not to use it (X-Robots-Tag)",
+    "removed": "on this set's removal list",
+    "empty": "an answer without a body",
+    "not an image": "a page or another file where an image should be",
+    "truncated": "an image file that stops before its end",
+    "too many bytes": "larger than guard.max_bytes",
+    "too many pixels": "larger than guard.max_pixels",
+    "too many scans": "a JPEG that would take minutes to decode",
+    "unsupported format": "HEIC, JPEG XL, EPS or another format that is not read",
+    "too small": "smaller than image.min_size",
+    "extreme aspect ratio": "longer than image.max_aspect_ratio",
+    "no hash": "the table has no hash for it, so it cannot be verified",
+    "hash mismatch": "no longer the file that was published",
+    "undecodable": "the image decoder failed",
+    "not encoded": "the image could not be stored without changing it",
+    "too little memory": "decoding it needs more memory than the machine had left",
+    "quarantined": "decoding it killed its process twice",
+    "too slow to decode": "decoding it took longer than fetch.decode_timeout, twice",
+    "no caption": "the table has no text for it",
+    "internal error": "lost to a bug in neuclip",
+    "http 403": "forbidden",
+    "http 404": "not found",
+    "http 410": "gone for good",
+    "http 429": "asked too often",
+    "http 503": "temporarily unavailable",
+}
+"""What the report says about each reason."""
+KNOWN = frozenset(MEANINGS)
 
 # Added to messages about refused addresses.
 ALLOW_HINT = "loopback and private addresses are fetched only when guard.allow_addresses lists them"
@@ -56,6 +101,11 @@ class FetchError(Exception):
 def is_transient(reason: str) -> bool:
     """Whether a later retry may succeed."""
     return reason in TRANSIENT or (bool(_HTTP.match(reason)) and int(reason[5:]) in TRANSIENT_STATUS)
+
+
+def meaning_of(reason: str) -> str:
+    """A reason in words."""
+    return MEANINGS.get(reason, "the server's answer" if _HTTP.match(reason) else "")
 
 
 def of_message(message: str) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from data_prep.dataset.bookkeeping import Problem, changed_settings
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.disk_errors import disk_errors_explained
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
@@ -29,6 +28,7 @@ def rebuild(
     root: str | Path,
     problems: list[Problem],
     *,
+    allow_addresses: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
     """Repair the problems that `verify` found, and write the manifest.
@@ -39,29 +39,44 @@ def rebuild(
     Args:
         root: The folder.
         problems: The problems found in it.
+        allow_addresses: Whether to request what the folder's `download.yaml` exempts from the guard. Whoever made the
+            data set wrote that file, so only the user may say so.
         on_progress: Called a few times a second.
 
     Raises:
-        UserError: The folder was not made by `neuclip download`; a file in it is not one of its own; the URL list is
-            damaged and its table has changed; or the settings have been changed.
+        UserError: Its settings have exceptions to the guard that are not allowed; the folder was not made by `neuclip
+            download`; a file in it is not one of its own; the URL list is damaged and its table has changed; or the
+            settings have been changed.
     """
     config = load_config(root)
-    # The settings were written by the last worker; here one process handles all shards.
-    config = replace(config, fetch=replace(config.fetch, worker=0, workers=1))
+    # The settings were written by the last worker, and may name somebody else's cluster; here this machine does it all.
+    here = replace(config.fetch, worker=0, workers=1, distributor="multiprocessing", master=None)
+    config = replace(config, fetch=here)
     folder = Folder(Path(config.output))
-    with disk_errors_explained(folder.root):
-        folder.make()
-        with exclusive_lock(folder):
-            plan = _repaired_plan(config, folder)
-            _check_settings(config, folder, plan)
-            recover(folder, range(plan.shards))
-            shards = _shards_at_fault(folder, plan, problems)
-            _repair_sessions(folder)
-            if shards:
-                total = sum(plan.rows_of(shard) for shard in shards)
-                fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
-            finish_removal(folder)
-            return write_manifest(folder, plan)
+    folder.make()
+    with exclusive_lock(folder):
+        plan = _repaired_plan(config, folder)
+        _check_settings(config, folder, plan)
+        recover(folder, range(plan.shards))
+        shards = _shards_at_fault(folder, plan, problems)
+        _repair_sessions(folder)
+        if shards:
+            _check_consent(config, allow_addresses=allow_addresses)
+            total = sum(plan.rows_of(shard) for shard in shards)
+            fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
+        finish_removal(folder)
+        return write_manifest(folder, plan)
+
+
+def _check_consent(config: DownloadConfig, *, allow_addresses: bool) -> None:
+    guard = config.guard
+    exceptions = [f"guard.allow_addresses={list(guard.allow_addresses)}"] if guard.allow_addresses else []
+    exceptions += ["guard.trust_proxy=true"] if guard.trust_proxy else []
+    if exceptions and not allow_addresses:
+        raise UserError(
+            f"{config.output}/download.yaml has {' and '.join(exceptions)}, so that its URLs may reach machines of "
+            "your network. If you wrote it or trust whoever did, use --allow-addresses."
+        )
 
 
 def _check_settings(config: DownloadConfig, folder: Folder, plan: Plan) -> None:

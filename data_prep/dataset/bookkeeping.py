@@ -13,7 +13,7 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord, load_config, r
 from data_prep.dataset.ingest_report import REPORT_NAME
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.manifest_writer import expected_manifest
-from data_prep.dataset.rules import changes, rules_of
+from data_prep.dataset.rules import changes, has_rules, rules_of
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
@@ -110,6 +110,8 @@ def _check_shards(folder: Folder, plan: Plan | None) -> Iterator[Problem]:
         except UserError as error:
             yield Problem(name, "damaged", str(error))
             continue
+        if plan is not None and (record.plan != plan.digest or not has_rules(record, plan.rules)):
+            yield Problem(name, "contradicts", "it was made from another URL list, or with other settings")
         problem = _check_meta(folder, plan, record)
         if problem:
             yield Problem(f"meta/{folder.meta(shard).name}", "damaged", problem)

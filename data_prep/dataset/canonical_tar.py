@@ -1,7 +1,7 @@
 """Canonical tars: the same samples give the same bytes, on every machine and in any order of arrival.
 
-Members are sorted by name and have no owner, date 0 and plain USTAR headers (no PAX records, which every reader would
-have to skip).
+Members are sorted by name and have no owner, date 0 and plain USTAR headers: PAX records, which every reader would have
+to skip, stand only before members whose name or size needs them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ class TarWriter:
     def add(self, name: str, payload: bytes) -> None:
         info = tarfile.TarInfo(name)
         info.size, info.mode, info.mtime = len(payload), 0o644, 0
-        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        try:
+            header = info.tobuf(tarfile.USTAR_FORMAT)
+        except ValueError:
+            header = info.tobuf(tarfile.PAX_FORMAT)
+        self._write(header)
         self._write(payload)
         self._write(bytes(-len(payload) % _BLOCK))
 
@@ -60,13 +64,7 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     try:
         yield from _samples(path)
-    except (
-        ValueError,
-        OverflowError,
-        EOFError,
-        MemoryError,
-        RecursionError,
-    ) as error:  # for damaged headers
+    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:  # for damaged headers
         raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
 
 

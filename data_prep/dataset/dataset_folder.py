@@ -11,26 +11,31 @@ download.yaml           the settings, resolved
 sessions.jsonl          when and where each run took place; dates are kept here, not in the manifest
 removed.txt             uids, URLs, hashes or keys that are excluded permanently
 removal.pending         present while a removal is unfinished
-quarantine.txt          URLs whose image killed a worker twice
+quarantine.txt          URLs that are not requested; written by versions before 0.2
 staging/                unfinished work; may be deleted when no process is running
 """
 
 from __future__ import annotations
 
-import json
+import re
+import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.dataset.signed_json import content, signed
 from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import text_lines, write_text
+
+_HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,24 @@ class ShardRecord:
     tools: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that encoded its images."""
 
-    def tree(self) -> dict[str, Any]:
-        """The record as plain values, with failures sorted by name."""
-        return {**asdict(self), "failures": dict(sorted(self.failures.items()))}
+    def text(self) -> str:
+        """The record as stored, with failures sorted by name."""
+        return signed({**asdict(self), "failures": dict(sorted(self.failures.items()))})
+
+
+def record_of(text: bytes) -> ShardRecord:
+    """The record that was stored as `text`.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        record = ShardRecord(**content(text))
+        if record.rows != record.samples + sum(record.failures.values()):
+            raise ValueError("its numbers do not add up")
+    except (TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    return record
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,16 @@ class Folder:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine.txt"
+
+    @property
+    def is_download(self) -> bool:
+        """Whether `neuclip download` made the folder."""
+        return self.config.exists() or (self.plan / "plan.json").exists()
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether `neuclip pairs` made the folder, or a recipe that works like it."""
+        return (self.plan / "pairs.json").exists()
 
     def tar(self, shard: int) -> Path:
         return self.root / tar_name(shard)
@@ -160,21 +190,25 @@ class Folder:
         path = self.record(shard)
         text = path.read_bytes()
         try:
-            record = ShardRecord(**json.loads(text))
-            if record.rows != record.samples + sum(record.failures.values()):
-                raise ValueError("its numbers do not add up")
-        except (ValueError, TypeError, AttributeError) as error:
+            record = record_of(text)
+            if record.shard != shard:
+                raise ValueError(f"it is the record of shard {record.shard}")
+        except ValueError as error:
             raise UserError(f"{path} is damaged ({error}). {self.repair_hint}") from error
         return record
 
     def write_record(self, record: ShardRecord) -> None:
         """Write a record in one step."""
-        write_json(self.record(record.shard), record.tree(), durable=True)
+        write_text(self.record(record.shard), record.text(), durable=True)
 
     @property
     def repair_hint(self) -> str:
         """Advice on how to repair damaged files, for messages."""
-        return f"`neuclip verify {self.root} --rebuild` repairs it."
+        if self.is_download:
+            return f"`neuclip verify {shlex.quote(str(self.root))} --rebuild` repairs it and fetches only what is lost."
+        if self.is_converted:
+            return "Delete the shard's files in shards/ and meta/, and run the command that made this folder again."
+        return "Copy it again from its source; if its contents change, run `neuclip manifest --replace`."
 
     def withdraw(self, shard: int) -> None:
         """Delete a shard, its record first, so that it is fetched again."""
@@ -186,12 +220,12 @@ class Folder:
         return read_lines(self.removed)
 
     def quarantined(self) -> frozenset[str]:
-        """URLs that are no longer requested because their image killed a worker twice."""
+        """URLs that are not requested: versions before 0.2 listed here those whose image killed a worker twice."""
         return read_lines(self.quarantine)
 
 
 def read_lines(path: Path) -> frozenset[str]:
-    """Read the stripped, non-empty lines of a text file; an absent file has none.
+    """Read the stripped, non-empty lines of a text file, hashes in lower case; an absent file has none.
 
     Raises:
         UserError: The file is not UTF-8 text.
@@ -199,10 +233,15 @@ def read_lines(path: Path) -> frozenset[str]:
     if not path.exists():
         return frozenset()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text_lines(path.read_text(encoding="utf-8-sig"))  # some editors write a mark of three bytes first
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a UTF-8 text file with one name a line ({error}).") from error
-    return frozenset(line.strip() for line in lines if line.strip())
+    return frozenset(as_stored(lines))
+
+
+def as_stored(names: Iterable[str]) -> set[str]:
+    """Names of samples as they are compared: without outer spaces, hashes and hexadecimal uids in lower case."""
+    return {name.lower() if _HEX.fullmatch(name) else name for name in map(str.strip, names) if name}
 
 
 def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> Any:
@@ -221,7 +260,7 @@ def read_meta(folder: Folder, shard: int, columns: list[str] | None = None) -> A
 
     path = folder.meta(shard)
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
             return file.read(columns=present)
     except (OSError, pa.ArrowException) as error:
@@ -239,7 +278,7 @@ def load_config(root: str | Path) -> DownloadConfig:
         raise UserError(
             f"{folder.config} is missing: the same `neuclip download` writes it again."
             if (folder.plan / "plan.json").exists()
-            else f"{root} has no {folder.config.name}: it was not made by `neuclip download`."
+            else f"{root} has no {folder.config.name}: it was not made by `neuclip download`. {folder.repair_hint}"
         )
     return replace(parse(DownloadConfig, read_yaml(folder.config)), output=str(folder.root))
 
@@ -254,15 +293,16 @@ def key_of(row: int) -> str:
     return f"{row:010d}"
 
 
-def local_manifest(root: str | Path) -> Manifest:
-    """Load the manifest of a local folder.
+def local_manifest(root: str | Path, *, allow_outside: bool = False) -> Manifest:
+    """Load the manifest of a local folder; `allow_outside` as for `load_manifest`.
 
     Raises:
         UserError: The folder or any of its shards is not on this machine.
     """
     if "://" in str(root):
         raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
-    manifest = load_manifest(root)
+    # Shards that are commands are refused below, for another reason.
+    manifest = load_manifest(root, allow_commands=True, allow_outside=allow_outside)
     check_local(manifest)
     return manifest
 
@@ -282,8 +322,9 @@ def check_local(manifest: Manifest) -> None:
 
 
 def names_of(row: Mapping[str, Any]) -> set[str]:
-    """The names (URL, uid, key) under which a row of the plan can be excluded before it is fetched."""
-    return {name for name in (row["url"], row.get("uid"), key_of(row["row"])) if name}
+    """The names (URL, uid, key, hashes) under which a row can be removed."""
+    names = (row["url"], row.get("uid"), key_of(row["row"]), *(row.get(kind) for kind in HASH_KINDS))
+    return as_stored(filter(None, names))
 
 
 def total_failures(records: list[ShardRecord]) -> Counter[str]:

@@ -1,13 +1,18 @@
-"""Exact and near duplicates in a finished data set.
+"""Exact and near duplicates in a data set.
 
-Exact: the same hash of the bytes as served. Near: difference hashes (64 bits: is each pixel of a 9 x 8 thumbnail darker
-than its right neighbour) that differ in few bits; these are candidates, not proof: plain images can match by
-chance.
+Exact: the same hash of the bytes as served. Near: all three of
+
+- difference hashes (64 bits: is each pixel of a 9 x 8 grey thumbnail darker than its right neighbour) that differ in at
+  most three bits,
+- 8 x 8 thumbnails in colour that differ by at most 6 of 255 on average,
+- and by at most 32 at every pixel and channel.
+
+A sample is surplus if it is a near duplicate of an earlier one that is kept: A and C are compared themselves, and are
+not duplicates because both resemble B. Near duplicates are candidates, not proof: small details do not count.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,40 +23,72 @@ import numpy as np
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, local_manifest, read_meta
 from data_prep.settings.source_config import HASH_KINDS
-from pipeline.data.shards.manifest_format import FORMATS
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
-from pipeline.pixels import eight_bits
+from pipeline.pixels import load, open_image, to_rgb
 
 # Five blocks of the 64 bits: at most three flipped bits leave at least two blocks unchanged, so that every pair within
 # three bits agrees on some pair of blocks (25 to 26 bits) and is found by sorting.
 _BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
 MAX_DISTANCE = 3
+MAX_MEAN, MAX_PIXEL = 6, 32
+_SIDE = 8
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of keys, each sorted, so that "keep the first of each group" gives the same result everywhere."""
+    """What `find_duplicates` found, by key."""
 
     exact: list[list[str]]
-    near: list[list[str]]
+    """Groups of keys, each sorted, so that "keep the first of each group" gives the same result everywhere."""
+    near: dict[str, str]
+    """Each surplus sample, and the one that it resembles and that is kept."""
 
     def surplus(self) -> list[str]:
-        """All keys but the first of each group: a removal list."""
-        return sorted({key for group in (*self.exact, *self.near) for key in group[1:]})
+        """All keys but the first of each group, and the near duplicates: a removal list."""
+        return sorted({*self.near, *(key for group in self.exact for key in group[1:])})
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """What near duplicates are found by, of n images."""
+
+    hashes: np.ndarray
+    """[n] uint64, difference hashes."""
+    thumbnails: np.ndarray
+    """[n, 192] uint8, RGB."""
+
+    def first_equals(self) -> np.ndarray:
+        """The first image with the same signature as each, [n]."""
+        rows = np.concatenate([self.hashes[:, None].view(np.uint8), self.thumbnails], axis=1)
+        whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
+        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
+        return first[inverse]
+
+    def near(self, one: int, others: np.ndarray) -> np.ndarray:
+        """Those of the others whose thumbnails are near, a mask."""
+        difference = np.abs(self.thumbnails[others].astype(np.int16) - self.thumbnails[one])
+        return (difference.mean(axis=1) <= MAX_MEAN) & (difference.max(axis=1) <= MAX_PIXEL)
 
 
 def find_duplicates(
-    root: str | Path, *, distance: int = MAX_DISTANCE, on_undecodable: Callable[[str], None] = lambda name: None
+    root: str | Path,
+    *,
+    distance: int = MAX_DISTANCE,
+    allow_outside: bool = False,
+    on_undecodable: Callable[[str], None] = lambda name: None,
 ) -> Duplicates:
-    """Find duplicates among all samples of a data set.
+    """Find duplicates among all samples of a data set; captions are not compared.
 
-    Memory, estimated and not measured: about 100 bytes a sample for keys and hashes while they are collected, and about
-    200 more for the table of exact hashes. Ten million samples take some 3 GB.
+    Memory, estimated and not measured: about 300 bytes a sample for keys, hashes and thumbnails, as much again while
+    equal ones are found, and about 200 more for the table of exact hashes. Ten million samples take some 8 GB.
 
     Args:
         root: The data set's folder.
         distance: Number of bits in which near duplicates may differ, 0 to 3.
+        allow_outside: As for `load_manifest`.
         on_undecodable: Called with the key of every sample that is left out because its image cannot be decoded.
 
     Raises:
@@ -59,11 +96,11 @@ def find_duplicates(
     """
     if not 0 <= distance <= MAX_DISTANCE:
         raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
-    keys, hashes = _difference_hashes(root, on_undecodable)
-    near = [[keys[i] for i in group] for group in near_groups(hashes, distance=distance)]
+    keys, signatures = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     exact = exact_groups(Folder(Path(root)))
-    known = {tuple(group) for group in exact}
-    return Duplicates(exact, [group for group in near if tuple(group) not in known])
+    same = {key: number for number, group in enumerate(exact) for key in group}
+    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures, distance=distance).items()}
+    return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
 
 
 def find_overlap(
@@ -71,6 +108,7 @@ def find_overlap(
     suite: str | Path,
     *,
     distance: int = MAX_DISTANCE,
+    allow_outside: bool = False,
     on_undecodable: Callable[[str], None] = lambda name: None,
 ) -> dict[str, str]:
     """Samples that look like an image of an evaluation set: the sample's key, and the set's folder.
@@ -79,6 +117,7 @@ def find_overlap(
         root: The data set's folder.
         suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it.
         distance: As for `find_duplicates`.
+        allow_outside: As for `find_duplicates`.
         on_undecodable: As for `find_duplicates`; also for images of the suite, as TAR:KEY.
 
     Raises:
@@ -88,19 +127,24 @@ def find_overlap(
     if not tars:
         raise UserError(f"{suite} holds no tar of an evaluation set: give the folder of `neuclip evalsets`.")
     names: list[str] = []
-    theirs: list[int] = []
+    theirs: list[tuple[int, bytes]] = []
     for path in tars:
         for key, parts in canonical_tar.intact_samples(path):
             if body := canonical_tar.picture(parts):
                 try:
-                    theirs.append(difference_hash(body))
+                    theirs.append(signature(body))
                 except CorruptSample:
                     on_undecodable(f"{path}:{key}")
         names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
-    keys, ours = _difference_hashes(root, on_undecodable)
-    groups = near_groups(np.concatenate([np.array(theirs, dtype=np.uint64), ours]), distance=distance)
-    start = len(theirs)
-    found = {keys[i - start]: names[group[0]] for group in groups if group[0] < start for i in group if i >= start}
+    keys, ours = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
+    sets = (stacked(theirs), ours)
+    both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
+    start, first, match = len(theirs), both.first_equals(), dict[int, int]()
+    for i, j in near_pairs(both, first, distance=distance):
+        if i < start <= j:
+            match[j] = min(i, match.get(j, i))
+    match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}
+    found = {key: names[match[int(head)]] for key, head in zip(keys, first[start:], strict=True) if int(head) in match}
     return dict(sorted(found.items()))
 
 
@@ -122,32 +166,36 @@ def exact_groups(folder: Folder) -> list[list[str]]:
     return [sorted(group) for _, group in sorted(groups.items())]
 
 
-def near_groups(hashes: np.ndarray, *, distance: int) -> list[list[int]]:
-    """Groups of indices connected by pairs of hashes that differ in at most `distance` bits; singles are omitted."""
-    parent = np.arange(len(hashes))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = int(parent[i])
-        return i
-
-    for i, j in _close_pairs(hashes, distance):
-        a, b = sorted((find(i), find(j)))
-        parent[b] = a
-    groups: dict[int, list[int]] = {}
-    for i in range(len(hashes)):
-        root = find(i)
-        if root != i:
-            groups.setdefault(root, [root]).append(i)
-    return [sorted(group) for _, group in sorted(groups.items())]
+def near_duplicates(signatures: Signatures, *, distance: int) -> dict[int, int]:
+    """Each image that is a near duplicate of an earlier one that is kept, and that one; in order."""
+    first = signatures.first_equals()
+    found: dict[int, int] = {}
+    for i, j in sorted(near_pairs(signatures, first, distance=distance), key=lambda pair: (pair[1], pair[0])):
+        if i not in found:
+            found.setdefault(j, i)
+    for copy in np.flatnonzero(first != np.arange(len(first))):
+        head = int(first[copy])
+        found[int(copy)] = found.get(head, head)
+    return dict(sorted(found.items()))
 
 
-def _close_pairs(hashes: np.ndarray, distance: int) -> Iterator[tuple[int, int]]:
-    # Equal hashes first, so that the runs below hold distinct values only.
-    values, representative, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    for i in np.flatnonzero(representative[inverse] != np.arange(len(hashes))):
-        yield int(representative[inverse[i]]), int(i)
+def near_pairs(signatures: Signatures, first: np.ndarray, *, distance: int) -> Iterator[tuple[int, int]]:
+    """All pairs `i < j` of near duplicates among the images that are the first with their signature, in no order."""
+    heads = np.flatnonzero(first == np.arange(len(first)))
+    values, inverse = np.unique(signatures.hashes[heads], return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    members = np.split(heads[order], np.flatnonzero(np.diff(inverse[order])) + 1)
+    for group in members if len(heads) else ():
+        for place, i in enumerate(group[:-1]):
+            others = group[place + 1 :]
+            yield from ((int(i), int(j)) for j in others[signatures.near(i, others)])
+    for a, b in set(_close_values(values, distance)):
+        for i in members[a]:
+            yield from ((int(min(i, j)), int(max(i, j))) for j in members[b][signatures.near(i, members[b])])
+
+
+def _close_values(values: np.ndarray, distance: int) -> Iterator[tuple[int, int]]:
+    """Pairs of indices of distinct hashes that differ in at most `distance` bits; some come several times."""
     if distance == 0:
         return
     for blocks in combinations(_BLOCKS, 2):
@@ -156,41 +204,46 @@ def _close_pairs(hashes: np.ndarray, distance: int) -> Iterator[tuple[int, int]]
         order = np.argsort(masked, kind="stable")
         edges = np.flatnonzero(np.diff(masked[order])) + 1
         for run in np.split(order, edges):
-            if len(run) < 2:
-                continue
             for place, i in enumerate(run[:-1]):
                 others = run[place + 1 :]
                 near = np.bitwise_count(values[i] ^ values[others]) <= distance
-                yield from ((int(representative[i]), int(representative[j])) for j in others[near])
+                yield from ((int(i), int(j)) for j in others[near])
 
 
-def difference_hash(body: bytes) -> int:
-    """Compute the 64-bit difference hash of an encoded image.
+def signature(body: bytes) -> tuple[int, bytes]:
+    """The 64-bit difference hash of an encoded image, and its thumbnail of 8 x 8 RGB pixels.
 
     Raises:
         CorruptSample: The image cannot be decoded.
     """
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-            image.draft("L", (36, 32))
-            small = np.asarray(eight_bits(image).convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
-    except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
-        raise CorruptSample("image cannot be decoded") from error
+    with counted_errors(), open_image(body) as image:
+        image.draft("RGB", (36, 32))
+        load(image, body)
+        picture = to_rgb(image)
+    small = np.asarray(picture.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
     bits = (small[:, :-1] < small[:, 1:]).ravel()
-    return int(np.packbits(bits).view(">u8")[0])
+    thumbnail = picture.resize((_SIDE, _SIDE), Image.Resampling.BOX)
+    return int(np.packbits(bits).view(">u8")[0]), thumbnail.tobytes()
 
 
-def _difference_hashes(root: str | Path, on_undecodable: Callable[[str], None]) -> tuple[list[str], np.ndarray]:
-    manifest = local_manifest(root)
-    keys: list[str] = []
-    hashes: list[int] = []
+def _signatures(manifest: Manifest, on_undecodable: Callable[[str], None]) -> tuple[list[str], Signatures]:
+    """Names and signatures of all samples; a name is the key, or SHARD:KEY where several shards have the same keys."""
+    names: list[tuple[str, str]] = []
+    found: list[tuple[int, bytes]] = []
     for shard in manifest.shards:
         for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
             try:
-                hashes.append(difference_hash(canonical_tar.picture(parts)))
-                keys.append(key)
+                found.append(signature(canonical_tar.picture(parts)))
+                names.append((shard.name, key))
             except CorruptSample:
                 on_undecodable(key)
-    return keys, np.array(hashes, dtype=np.uint64)
+    qualified = len({key for _, key in names}) < len(names)
+    return [f"{shard}:{key}" if qualified else key for shard, key in names], stacked(found)
+
+
+def stacked(found: list[tuple[int, bytes]]) -> Signatures:
+    """Signatures of several images together."""
+    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in found), np.uint8)
+    return Signatures(np.array([one for one, _ in found], dtype=np.uint64), thumbnails.reshape(-1, 3 * _SIDE**2))

@@ -1,87 +1,69 @@
-"""The ingestion report (one HTML page for people) and the datasheet (Markdown, to stay with the shards)."""
+"""The page of a data set (one HTML file for people), and a download's datasheet (Markdown, to stay with the shards)."""
 
 from __future__ import annotations
 
 import base64
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.journal import read_sessions
 from data_prep.dataset.locks import REPORT, part_lock
-from data_prep.dataset.statistics import SIDE_EDGES, WORD_EDGES, Census, take_census
-from data_prep.reasons import is_transient
+from data_prep.dataset.statistics import PARTS, SIDE_EDGES, WORD_EDGES, Census, Place, take_census
+from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
+from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.storage import open_records
 from pipeline.files import write_text
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"
-_PICTURES = 18
-
-MEANINGS = {
-    "timeout": "no answer, or not all of it, in time",
-    "dns": "the host name does not resolve",
-    "connection": "refused, reset or closed without an answer",
-    "tls": "the certificate or the encryption failed",
-    "cut off": "fewer bytes received than announced",
-    "redirects": "too many redirects, or a loop",
-    "bad url": "not a URL that can be requested",
-    "refused scheme": "neither http nor https",
-    "refused address": "private, loopback or another special address",
-    "opted out": "the owner's headers say not to use it (X-Robots-Tag)",
-    "removed": "on this set's removal list",
-    "empty": "an answer without a body",
-    "not an image": "a page or another file where an image should be",
-    "truncated": "an image file that stops before its end",
-    "too many bytes": "larger than guard.max_bytes",
-    "too many pixels": "larger than guard.max_pixels",
-    "too small": "smaller than image.min_size",
-    "extreme aspect ratio": "longer than image.max_aspect_ratio",
-    "hash mismatch": "no longer the file that was published",
-    "undecodable": "the image decoder failed",
-    "not encoded": "the image could not be stored without changing it",
-    "too little memory": "decoding it needs more memory than the machine had left",
-    "quarantined": "decoding it killed a worker process twice",
-    "no caption": "the table has no text for it",
-    "internal error": "lost to a bug in neuclip",
-    "http 403": "forbidden",
-    "http 404": "not found",
-    "http 410": "gone for good",
-    "http 429": "asked too often",
-    "http 503": "temporarily unavailable",
-}
+_PICTURES, _NEAR_PAIRS = 18, 6
+_COLOURS = 5
+"""Reasons that are shown apart along the list; `report.html.j2` has the colours."""
 
 
-def meaning_of(reason: str) -> str:
-    """A reason in words."""
-    return MEANINGS.get(reason, "the server's answer" if reason.startswith("http ") else "")
+def write_report(
+    root: str | Path,
+    *,
+    output: str | Path | None = None,
+    caption: CaptionField | None = None,
+    allow_commands: bool = False,
+    allow_outside: bool = False,
+) -> Path:
+    """Write the page of a data set with a manifest; for those of `neuclip download`, also the datasheet.
 
-
-def write_report(root: str | Path) -> Path:
-    """Write the report and the datasheet of a finished data set next to its shards.
+    Args:
+        root: The data set.
+        output: Folder to write into; the data set's own by default.
+        caption: Where captions are, in shards that `neuclip download` did not make; in `.txt` by default.
+        allow_commands: As for `load_manifest`.
+        allow_outside: As for `load_manifest`.
 
     Returns:
-        The path of the report.
+        The path of the page.
+
+    Raises:
+        UserError: There is no manifest, or a file of the data set is missing or damaged.
     """
-    folder = Folder(Path(root))
-    manifest = load_manifest(folder.root)
-    facts = page_facts(folder, manifest, take_census(folder))
-    with part_lock(folder, REPORT, wait=True):
-        for name in (REPORT_NAME, DATASHEET_NAME):
-            fault_point(name.partition(".")[0])
-            write_text(folder.root / name, template(f"{name}.j2").render(facts), durable=True)
-    return folder.root / REPORT_NAME
+    folder, caption = Folder(Path(root)), caption or CaptionField()
+    manifest = load_manifest(folder.root, allow_commands=allow_commands, allow_outside=allow_outside)
+    facts = page_facts(folder, manifest, take_census(folder, manifest, caption), caption)
+    place = Path(output or folder.root)
+    place.mkdir(parents=True, exist_ok=True)
+    with part_lock(folder, REPORT, wait=True) if folder.is_download else nullcontext():
+        for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
+            write_text(place / name, template(f"{name}.j2").render(facts), durable=True)
+    return place / REPORT_NAME
 
 
-def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, Any]:
+def page_facts(folder: Folder, manifest: Manifest, census: Census, caption: CaptionField) -> dict[str, Any]:
     """The context of both templates."""
     sessions, damaged = read_sessions(folder)
     reasons = [
@@ -90,17 +72,21 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, 
             "count": count,
             "share": count / max(1, manifest.attempted),
             "meaning": meaning_of(reason),
-            "transient": is_transient(reason),
+            "transient": is_transient(reason) and folder.is_download,
         }
         for reason, count in sorted(manifest.failures.items(), key=lambda item: (-item[1], item[0]))
     ]
+    read = len(census.places)
+    shown = [census.places[(2 * k + 1) * read // (2 * min(_PICTURES, read))] for k in range(min(_PICTURES, read))]
+    near = census.near[:_NEAR_PAIRS]
+    pictures = _pictures(manifest, caption, {*shown, *(place for pair in near for place in pair)})
     return {
         "name": folder.root.absolute().name,
         "manifest": manifest,
-        "source": {**to_tree(SourceConfig()), **manifest.facts["source"]},
+        "source": {**to_tree(SourceConfig()), **manifest.facts["source"]} if folder.is_download else None,
         "facts": manifest.facts,
-        "bytes": manifest.bytes,
         "reasons": reasons,
+        "parts": _parts(census, manifest),
         "hosts": _hosts(census),
         "host_count": len(census.hosts),
         "served": _bars(census.served_sides, SIDE_EDGES),
@@ -111,9 +97,36 @@ def page_facts(folder: Folder, manifest: Manifest, census: Census) -> dict[str, 
         "sessions": sessions,
         "damaged_sessions": damaged,
         "seconds": sum(session["seconds"] for session in sessions),
-        "pictures": _pictures(manifest),
+        "pictures": [pictures[place] for place in shown],
+        "near": [(pictures[earlier], pictures[later]) for later, earlier in near],
+        "near_count": len(census.near),
+        "samples_read": read + census.problems.total(),
+        "shards_read": census.shards_read,
+        "problems": census.problems.most_common(),
         "removed": len(folder.removed_names()),
     }
+
+
+def _parts(census: Census, manifest: Manifest) -> dict[str, Any]:
+    """Failures along the list: the reasons with a colour of their own, and the height of each in each part, in %."""
+    order = sorted(census.reasons, key=lambda reason: (-census.reasons[reason].sum(), reason))
+    series = {reason: census.reasons[reason] for reason in order[:_COLOURS]}
+    if rest := order[_COLOURS:]:
+        series["others"] = np.sum([census.reasons[reason] for reason in rest], axis=0)
+    if not series:
+        return {}
+    edges = -(-np.arange(PARTS + 1) * manifest.attempted // PARTS)
+    sizes = np.maximum(1, np.diff(edges))
+    most = (np.sum(list(series.values()), axis=0) / sizes).max()
+    columns = [
+        {
+            "rows": f"{edges[k] + 1:,} to {edges[k + 1]:,}",
+            "reasons": [(name, int(counts[k]), 100 * counts[k] / sizes[k] / most) for name, counts in series.items()],
+        }
+        for k in range(PARTS)
+        if edges[k + 1] > edges[k]
+    ]
+    return {"names": list(series), "columns": columns, "most": most}
 
 
 def _hosts(census: Census, shown: int = 15) -> list[dict[str, Any]]:
@@ -147,27 +160,21 @@ def _shares(census: Census, shown: int = 8) -> list[dict[str, Any]]:
     return [{"name": code, "share": n / total} for code, n in [*common, *([("other", rest)] if rest else [])]]
 
 
-def _pictures(manifest: Manifest) -> list[dict[str, str]]:
-    """Thumbnails of samples spread over the data set, as data URLs."""
-    wanted: dict[str, set[int]] = {}
-    count = min(_PICTURES, manifest.n)
-    for k in range(count):
-        shard, place = manifest.locate((2 * k + 1) * manifest.n // (2 * count))
-        wanted.setdefault(shard.name, set()).add(place)
-    pictures = []
-    for shard in (shard for shard in manifest.shards if shard.name in wanted):
-        for place, (_, parts) in enumerate(canonical_tar.intact_samples(manifest.url(shard))):
-            if place not in wanted[shard.name]:
-                continue
-            try:
-                small = rgb_image(canonical_tar.picture(parts))
-            except CorruptSample:  # stored as served, and only OpenCV decodes it; `neuclip verify` reports it
-                continue
-            small.thumbnail((192, 192))
-            buffer = io.BytesIO()
-            small.save(buffer, "JPEG", quality=85)
-            source = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-            pictures.append({"source": source, "caption": parts.get("txt", b"").decode(errors="replace")})
+def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> dict[Place, dict[str, str]]:
+    """Thumbnails of samples, as data URLs, and their captions."""
+    pictures = {}
+    for number in sorted({number for number, _ in places}):
+        wanted = {place for shard, place in places if shard == number}
+        with open_records(manifest.url(manifest.shards[number]), skip=0, caption_suffix=caption.suffix) as records:
+            for place, record in zip(range(max(wanted) + 1), records, strict=False):
+                if place not in wanted:
+                    continue
+                small = rgb_image(record.image or b"")
+                small.thumbnail((192, 192))
+                buffer = io.BytesIO()
+                small.save(buffer, "JPEG", quality=85)
+                source = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+                pictures[number, place] = {"source": source, "caption": caption.read(record)}
     return pictures
 
 

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.fault_points import fault_point
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
 from pipeline.files import write_json
@@ -75,7 +74,6 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         """Append a line; a truncated line before it (after a kill or a full disk) is terminated first."""
-        fault_point("journal")
         with self._folder.sessions.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)
             if end:

@@ -6,8 +6,7 @@ import contextlib
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
-from data_prep.dataset.fault_points import fault_point
-from data_prep.dataset.rules import digest_of, versions_used
+from data_prep.dataset.rules import has_rules, versions_used
 from data_prep.dataset.shard_plan import Plan
 from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
@@ -21,7 +20,6 @@ def write_manifest(folder: Folder, plan: Plan) -> Manifest:
         UserError: Shards are missing, damaged or made with other settings, or no URL gave a sample.
     """
     manifest = expected_manifest(folder, plan)
-    fault_point("manifest")
     manifest.save(folder.root)
     return manifest
 
@@ -68,10 +66,9 @@ def _check_alike(records: list[ShardRecord], folder: Folder, plan: Plan) -> None
     if foreign:
         raise UserError(
             f"Shards {foreign[:5]} in {folder.root} were made from another URL list: move their files away from "
-            "shards/ and meta/, and run the same `neuclip download` again."
+            f"shards/ and meta/, and run the same `neuclip download` again. {folder.repair_hint}"
         )
-    rules = digest_of(plan.rules) if plan.rules else ""
-    other = [record.shard for record in records if record.rules != rules and record.rules]
+    other = [record.shard for record in records if not has_rules(record, plan.rules)]
     if other:
         raise UserError(
             f"Shards {other[:5]} in {folder.root} were made with other image or guard settings than the rest. "

@@ -9,18 +9,17 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, load_config, read_lines, read_meta
-from data_prep.dataset.fault_points import fault_point
+from data_prep.dataset.dataset_folder import Folder, as_stored, load_config, names_of, read_lines, read_meta
+from data_prep.dataset.foreign_removal import remove_from_shards
 from data_prep.dataset.locks import exclusive_lock
 from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.salvage import check_shard
 from data_prep.dataset.shard_commit import publish, recover
-from data_prep.dataset.shard_plan import load_plan
+from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import flush, write_text
-
-_NAMES = ("uid", "url", "key", *HASH_KINDS)
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Removal:
 
     asked: int
     """Names on the list."""
-    found: int
-    """Names that match a row of the data set."""
+    missing: tuple[str, ...]
+    """Names that match no row of the data set."""
     samples: int
     """Samples removed."""
     shards: int
@@ -39,6 +38,8 @@ class Removal:
 
 def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]:
     """Remove every sample whose uid, URL, hash or key is in `names`; other shards are not changed.
+
+    In a folder that `neuclip download` did not make, this is `remove_from_shards`.
 
     The names are stored in `removed.txt`, so that no later resume, retry or rebuild restores the samples. After a kill,
     the same call finishes the removal; so does `neuclip download`.
@@ -49,8 +50,11 @@ def remove(root: str | Path, names: set[str]) -> tuple[Removal, Manifest | None]
     Raises:
         UserError: No sample would be left, another process is using the folder, or a file is damaged.
     """
-    folder = Folder(Path(root))
-    load_config(folder.root)  # fails if the folder was not made by `neuclip download`
+    folder, names = Folder(Path(root)), as_stored(names)
+    if not folder.is_download:
+        found, samples, shards, rest = remove_from_shards(folder, names)
+        return Removal(len(names), tuple(sorted(names - found)), samples, shards), rest
+    load_config(folder.root)  # fails if the settings are lost
     with exclusive_lock(folder):
         recover(folder, range(load_plan(folder).shards))
         if read_lines(folder.pending_removal) - names:  # of another list
@@ -86,27 +90,27 @@ def _remove(folder: Folder, names: set[str]) -> Removal:
             f"The list names all {total:,} samples of {folder.root}: nothing would be left, and nothing was changed. "
             "Delete the folder if that is what you mean."
         )
+    for shard in hits:
+        check_shard(folder, shard)
     _begin(folder, names)
     for shard, hit in hits.items():
         _rewrite(folder, shard, hit)
-        fault_point("removal.shard")
-    return Removal(len(names), len(found), samples, len(hits))
+    for shard in set(range(load_plan(folder).shards)) - set(folder.finished()):
+        found.update(*(names & names_of(row) for row in read_shard(folder, shard).to_pylist()))
+    return Removal(len(names), tuple(sorted(names - found)), samples, len(hits))
 
 
 def _begin(folder: Folder, names: set[str]) -> None:
     """Record the names before anything is removed, so that a killed removal can be detected and finished."""
     pending = sorted(names | read_lines(folder.pending_removal))
-    fault_point("removal.begin")
     write_text(folder.pending_removal, "".join(f"{line}\n" for line in pending), durable=True)
     flush(folder.root)
-    fault_point("removal.names")
     lines = sorted(folder.removed_names() | names)
     write_text(folder.removed, "".join(f"{line}\n" for line in lines), durable=True)
     flush(folder.root)
 
 
 def _end(folder: Folder) -> None:
-    fault_point("removal.end")
     folder.pending_removal.unlink(missing_ok=True)
 
 
@@ -117,11 +121,9 @@ def _new_manifest(folder: Folder) -> Manifest | None:
 
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
     """Rows of a shard to remove; `found` collects the names that match a row."""
-    table = read_meta(folder, shard, ["row", "status", *_NAMES])
-    present = [name for name in _NAMES if name in table.column_names]
     hit = set()
-    for row in table.to_pylist():
-        matching = {row[name] for name in present} & names
+    for row in read_meta(folder, shard, ["row", "status", "url", "uid", *HASH_KINDS]).to_pylist():
+        matching = names_of(row) & names
         found |= matching
         if matching and row["status"] == "success":
             hit.add(row["row"])
@@ -130,10 +132,9 @@ def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[i
 
 def _rewrite(folder: Folder, shard: int, hit: set[int]) -> None:
     record = folder.read_record(shard)
-    path = folder.tar(shard)
     members = (
         (f"{key}.{suffix}", parts[suffix])
-        for key, parts in canonical_tar.samples(path)
+        for key, parts in canonical_tar.samples(folder.tar(shard))
         if int(key) not in hit
         for suffix in sorted(parts)
     )

@@ -29,6 +29,11 @@ def digest_of(rules: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def has_rules(record: ShardRecord, rules: Mapping[str, Any]) -> bool:
+    """Whether a shard was made with these rules; records and plans of versions before 0.2 do not say."""
+    return not record.rules or record.rules == (digest_of(rules) if rules else "")
+
+
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Describe the differences between two trees of sections."""
     found = []

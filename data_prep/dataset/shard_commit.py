@@ -18,16 +18,17 @@ from dataclasses import replace
 from typing import Any
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.fault_points import fault_point
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, record_of
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.errors import UserError
-from pipeline.files import flush, sha256_of, write_json
+from pipeline.files import flush, replacing, sha256_of, write_text
 
 STORED_HASH = "stored_sha256"
 """Column of the meta file: SHA-256 of the image as encoded for the tar."""
 _INT32 = ("width", "height", "original_width", "original_height")
 _TEXTS = ("url", "caption", "uid", "key", "status", "reason", "error", STORED_HASH, *HASH_KINDS)
+# Columns that are not stored in a sample's JSON.
+_NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH)
 
 
 def publish(
@@ -50,19 +51,15 @@ def publish(
     tar, meta = folder.staged_tar(record.shard), folder.staged_meta(record.shard)
     tar.unlink(missing_ok=True)
     size, digest = 0, ""
-    fault_point("shard.tar", str(record.shard))
     if record.samples:
         size, digest = canonical_tar.write(tar, _checked(folder, record.shard, members, rows))
-    fault_point("shard.meta", str(record.shard))
     meta_digest = _write_meta(folder, record.shard, rows)
     record = replace(record, bytes=size, sha256=digest, meta_sha256=meta_digest)
     # The names of both must be on the disk before the commit refers to them.
     flush(tar.parent)
     flush(meta.parent)
-    fault_point("shard.commit", str(record.shard))
-    write_json(folder.commit(record.shard), record.tree(), durable=True)
+    write_text(folder.commit(record.shard), record.text(), durable=True)
     flush(meta.parent)  # else a power failure could keep the renames that follow, and lose this one
-    fault_point("shard.committed", str(record.shard))
     _finish(folder, record.shard)
     return record
 
@@ -91,12 +88,12 @@ def _is_whole(folder: Folder, shard: int) -> bool:
     Then the older record, if any, remains in effect, and `neuclip verify` reports what does not agree with it.
     """
     try:
-        record = json.loads(folder.commit(shard).read_text(encoding="utf-8"))
+        record = record_of(folder.commit(shard).read_bytes())
         files = (
-            (folder.staged_tar(shard), folder.tar(shard), record["sha256"]),
-            (folder.staged_meta(shard), folder.meta(shard), record["meta_sha256"]),
+            (folder.staged_tar(shard), folder.tar(shard), record.sha256),
+            (folder.staged_meta(shard), folder.meta(shard), record.meta_sha256),
         )
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         folder.commit(shard).unlink()
         return False
     for staged, published, digest in files:
@@ -136,15 +133,38 @@ def difference(row: Mapping[str, Any], suffix: str, payload: bytes) -> str:
     if suffix == "txt":
         return "" if payload == str(row["caption"]).encode() else "the caption differs from the stored one"
     if suffix == "json":
-        try:
-            facts = json.loads(payload)
-            is_same = all(facts.get(name, row[name]) == row[name] for name in ("key", "url", "caption"))
-        except (ValueError, AttributeError):
-            return "the facts cannot be read"
-        return "" if is_same else "the facts are those of another sample"
+        return _different_facts(row, payload)
     if not row.get(STORED_HASH):  # recorded since 0.2
         return ""
     return "" if hashlib.sha256(payload).hexdigest() == row[STORED_HASH] else "the image differs from the stored one"
+
+
+def facts_text(row: Mapping[str, Any]) -> str:
+    """A sample's JSON, from its row in the meta file."""
+    facts = {name: value for name, value in row.items() if value is not None and name not in _NOT_IN_JSON}
+    return json.dumps(facts, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _different_facts(row: Mapping[str, Any], payload: bytes) -> str:
+    """How a sample's JSON differs from its row."""
+    if payload == facts_text(row).encode():
+        return ""
+    try:
+        facts, wanted = json.loads(payload), json.loads(facts_text(row))
+        different = sorted(name for name in {*facts, *wanted} if repr(facts.get(name)) != repr(wanted.get(name)))
+    except (ValueError, TypeError):
+        return "the facts cannot be read"
+    # Dates and other values that JSON does not have are written as text, which parquet may have changed in form.
+    different = [name for name in different if not _is_no_json(row.get(name))]
+    return f"{', '.join(different)} in the JSON differ from the meta file" if different else ""
+
+
+def _is_no_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return True
+    return False
 
 
 def _finish(folder: Folder, shard: int) -> None:
@@ -155,15 +175,12 @@ def _finish(folder: Folder, shard: int) -> None:
         folder.tar(shard).unlink(missing_ok=True)
     elif folder.staged_tar(shard).exists():
         folder.staged_tar(shard).replace(folder.tar(shard))
-    fault_point("shard.tar-renamed", str(shard))
     if folder.staged_meta(shard).exists():
         folder.staged_meta(shard).replace(folder.meta(shard))
     flush(folder.tar(shard).parent)
     flush(commit.parent)
-    fault_point("shard.meta-renamed", str(shard))
     commit.replace(folder.record(shard))
     flush(commit.parent)
-    fault_point("shard.recorded", str(shard))
 
 
 def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
@@ -183,8 +200,6 @@ def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
     body = sink.getvalue()
-    path = folder.staged_meta(shard)
-    with path.open("wb") as file:
-        file.write(body)
-    flush(path)
+    with replacing(folder.staged_meta(shard), unique=False, durable=True) as path:
+        path.write_bytes(body)
     return hashlib.sha256(body).hexdigest()

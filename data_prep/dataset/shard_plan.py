@@ -7,13 +7,12 @@ machines) refer to its rows.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.fault_points import fault_point
+from data_prep.dataset.signed_json import content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
@@ -22,7 +21,7 @@ from data_prep.sources.table_checks import check_rows
 from data_prep.sources.table_identity import check_unchanged, identity_of
 from pipeline.config import to_tree
 from pipeline.errors import UserError
-from pipeline.files import flush, sha256_of, write_json
+from pipeline.files import flush, path_below, sha256_of, write_text
 
 _SHARDS_PER_PART = 100
 
@@ -105,8 +104,7 @@ def make_plan(
 
 def write_plan(folder: Folder, plan: Plan) -> None:
     """Write `plan.json`, which marks the plan as complete."""
-    fault_point("plan")
-    write_json(folder.plan / "plan.json", asdict(plan), durable=True)
+    write_text(folder.plan / "plan.json", signed(asdict(plan)), durable=True)
 
 
 def load_plan(folder: Folder) -> Plan:
@@ -117,7 +115,7 @@ def load_plan(folder: Folder) -> Plan:
     """
     path = folder.plan / "plan.json"
     try:
-        tree = json.loads(path.read_bytes())
+        tree = content(path.read_bytes())
         return Plan(**{**tree, "columns": tuple(tree["columns"])})
     except FileNotFoundError as error:
         raise UserError(f"{folder.root} has no plan: it was not made by `neuclip download`.") from error
@@ -141,11 +139,17 @@ def check_list(folder: Folder, plan: Plan) -> None:
     Raises:
         UserError: A part is missing, damaged or changed.
     """
+    for name, digest in plan.parts.items():  # first: a changed schema would be read as other types
+        path = path_below(folder.plan, name, what="A file of the list")
+        if not path.is_file() or sha256_of(path) != digest:
+            raise UserError(f"{path} is missing, or has been changed since the list was made. {folder.repair_hint}")
+    read, rows = hashlib.sha256(), 0
     for shard in range(plan.shards):
-        read_shard(folder, shard)
-    for name, digest in plan.parts.items():
-        if sha256_of(folder.plan / name) != digest:
-            raise UserError(f"{folder.plan / name} has been changed since the list was made. {folder.repair_hint}")
+        table = read_shard(folder, shard)
+        _update(read, table)
+        rows += table.num_rows
+    if (read.hexdigest(), rows) != (plan.digest, plan.rows):
+        raise UserError(f"{folder.plan}/plan.json does not describe the list beside it. {folder.repair_hint}")
 
 
 def read_shard(folder: Folder, shard: int) -> Any:
@@ -170,7 +174,7 @@ def _open_part(folder: Folder, part: int) -> Any:
 
     path = folder.plan_part(part)
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is missing or damaged ({error}). {folder.repair_hint}") from error
 
@@ -278,14 +282,18 @@ class _PlanWriter:
         table = table.add_column(0, "row", numbers)
         if self._shard % _SHARDS_PER_PART == 0:
             self._close_part()
-            fault_point("plan.part")
             self._path = self._folder.plan_part(self._shard // _SHARDS_PER_PART)
             self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
         self._file.write_table(table, row_group_size=self._shard_size)
-        for name in ("url", "caption"):
-            self._sha256.update(_joined(table.column(name)))
+        _update(self._sha256, table)
         self._rows += table.num_rows
         self._shard += 1
+
+
+def _update(digest: Any, table: Any) -> None:
+    """Add a shard's rows to the digest that identifies the list."""
+    for name in ("url", "caption"):
+        digest.update(_joined(table.column(name)))
 
 
 def _joined(column: Any) -> bytes:

@@ -1,29 +1,47 @@
-"""Statistics of a whole data set: reasons, hosts, image sizes, captions; one pass, bounded memory."""
+"""Statistics of a data set for its page: reasons, hosts, image sizes, captions, near duplicates, in bounded memory.
+
+The meta files of `neuclip download` and `neuclip pairs` are read as a whole; of the shards, the first samples of some.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder, read_meta
+from data_prep.dataset.duplicates import MAX_DISTANCE, near_duplicates, signature, stacked
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.rgb_image import counted_errors
+from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
+from pipeline.errors import UserError
+from pipeline.pixels import open_image
 
-# Captions whose language is guessed, spread over the shards.
-_LANGUAGE_SAMPLE = 5_000
+# Samples that are read, of so many shards, and captions whose language is guessed.
+_READ, _SHARDS_READ = 5_000, 32
 _HOSTS_KEPT = 200_000
 SIDE_EDGES = np.array([0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 1 << 31])
 WORD_EDGES = np.array([0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 1 << 31])
+_COLUMNS = ["row", "url", "caption", "status", "reason", "width", "height", "original_width", "original_height"]
+PARTS = 40
+"""Parts of the list of rows for which failures are counted."""
+
+Place = tuple[int, int]
+"""Number of a shard in the manifest, and of a sample in it."""
 
 
 @dataclass
 class Census:
-    """Statistics over the meta files. Histograms count by `SIDE_EDGES` (pixels) and `WORD_EDGES` (words)."""
+    """Statistics of a data set. Histograms count by `SIDE_EDGES` (pixels) and `WORD_EDGES` (words)."""
 
-    urls: int = 0
-    samples: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: defaultdict[str, np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros(PARTS, int)))
+    """Failures by reason, in each part of the list."""
     hosts: Counter[str] = field(default_factory=Counter)
     host_samples: Counter[str] = field(default_factory=Counter)
     host_reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -32,46 +50,111 @@ class Census:
     caption_words: np.ndarray = field(default_factory=lambda: np.zeros(len(WORD_EDGES) - 1, np.int64))
     languages: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    """The samples that were read, without those that cannot be used."""
+    shards_read: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    """Samples among those read that training cannot use, by reason."""
+    near: list[tuple[Place, Place]] = field(default_factory=list)
+    """Near duplicates among the samples that were read, and the earlier sample that each resembles."""
 
 
-def take_census(folder: Folder) -> Census:
-    """Read every shard's meta file once."""
+def take_census(folder: Folder, manifest: Manifest, caption: CaptionField) -> Census:
+    """Read every meta file once, and some samples.
+
+    Args:
+        folder: The data set.
+        manifest: Its manifest.
+        caption: Where captions are, in shards that `neuclip download` did not make.
+
+    Raises:
+        UserError: A meta file or a shard is missing or damaged.
+    """
     census = Census()
-    shards = folder.finished()
-    per_shard = max(1, _LANGUAGE_SAMPLE // max(1, len(shards)))
-    wanted = ["url", "caption", "status", "reason", "width", "height", "original_width", "original_height"]
+    shards = folder.finished() if folder.is_download or folder.is_converted else []
     for shard in shards:
-        _count(census, read_meta(folder, shard, wanted), per_shard)
+        table = read_meta(folder, shard, _COLUMNS)
+        _count(census, table, attempted=manifest.attempted, per_shard=max(1, _READ // len(shards)))
+    _read_samples(census, manifest, caption)
     census.languages = _languages(census.captions)
     return census
 
 
-def _count(census: Census, table: Any, per_shard: int) -> None:
+def _count(census: Census, table: Any, *, attempted: int, per_shard: int) -> None:
     import pyarrow.compute as pc
 
     good = pc.equal(table["status"], "success")
-    census.urls += table.num_rows
-    kept = table.filter(good)
-    census.samples += kept.num_rows
-    hosts = _hosts(table["url"])
-    census.hosts.update(_counts(hosts))
-    census.host_samples.update(_counts(hosts.filter(good)))
-    bad = pc.invert(good)
-    failed = zip(hosts.filter(bad).to_pylist(), table.filter(bad)["reason"].to_pylist(), strict=True)
-    for host, reason in failed:
-        census.reasons[reason] += 1
-        census.host_reasons[host, reason] += 1
-    _forget_rare_hosts(census)
+    kept, lost = table.filter(good), table.filter(pc.invert(good))
+    parts = lost["row"].to_numpy() * PARTS // max(1, attempted)
+    for reason, part in zip(lost["reason"].to_pylist(), parts, strict=True):
+        census.reasons[reason][min(part, PARTS - 1)] += 1
+    if "url" in table.column_names:
+        hosts = _hosts(table["url"])
+        census.hosts.update(_counts(hosts))
+        census.host_samples.update(_counts(hosts.filter(good)))
+        census.host_reasons.update(
+            zip(hosts.filter(pc.invert(good)).to_pylist(), lost["reason"].to_pylist(), strict=True)
+        )
+        _forget_rare_hosts(census)
     for name, into in (("original_", census.served_sides), ("", census.stored_sides)):
         if f"{name}width" in kept.column_names:
             sides = pc.min_element_wise(kept[f"{name}width"], kept[f"{name}height"]).drop_null().to_numpy()
             into += np.histogram(sides, SIDE_EDGES)[0]
-    captions = kept["caption"]
-    words = pc.list_value_length(pc.utf8_split_whitespace(pc.utf8_trim_whitespace(captions))).to_numpy()
-    empty = pc.equal(pc.utf8_trim_whitespace(captions), "").to_numpy(zero_copy_only=False)
-    census.caption_words += np.histogram(np.where(empty, 0, words), WORD_EDGES)[0]
-    step = max(1, len(captions) // per_shard)
-    census.captions.extend(captions.to_pylist()[::step][:per_shard])
+    if "caption" in kept.column_names:
+        _count_captions(census, kept["caption"], per_shard)
+
+
+def _count_captions(census: Census, captions: Any, wanted: int) -> None:
+    import pyarrow.compute as pc
+
+    trimmed = pc.utf8_trim_whitespace(captions)
+    words = pc.if_else(pc.equal(trimmed, ""), 0, pc.list_value_length(pc.utf8_split_whitespace(trimmed)))
+    census.caption_words += np.histogram(words, WORD_EDGES)[0]
+    census.captions.extend(captions.to_pylist()[:: max(1, len(captions) // wanted)][:wanted])
+
+
+def _read_samples(census: Census, manifest: Manifest, caption: CaptionField) -> None:
+    """Read the first samples of shards that are spread over the data set."""
+    count = min(_SHARDS_READ, len(manifest.shards))
+    has_sizes, has_captions = bool(census.stored_sides.any()), bool(census.captions)
+    signatures, captions = [], []
+    for number in (len(manifest.shards) * k // count for k in range(count)):
+        url = manifest.url(manifest.shards[number])
+        for place, record in enumerate(_first_records(url, caption, -(-_READ // count))):
+            try:
+                side, text, found = _examined(record, caption)
+            except CorruptSample as problem:
+                census.problems[str(problem)] += 1
+                continue
+            signatures.append(found)
+            captions.append(text)
+            census.places.append((number, place))
+            if not has_sizes:
+                census.stored_sides += np.histogram([side], SIDE_EDGES)[0]
+    if captions and not has_captions:
+        import pyarrow as pa
+
+        _count_captions(census, pa.array(captions), _READ)
+    census.shards_read = count
+    near = near_duplicates(stacked(signatures), distance=MAX_DISTANCE)
+    census.near = [(census.places[later], census.places[earlier]) for later, earlier in near.items()]
+
+
+def _first_records(url: str, caption: CaptionField, wanted: int) -> Iterator[TarRecord]:
+    try:
+        with open_records(url, skip=0, caption_suffix=caption.suffix) as records:
+            yield from itertools.islice(records, wanted)
+    except (OSError, DamagedTar) as error:
+        raise UserError(f"{url} is missing or damaged ({error}): `neuclip verify` finds all damage.") from error
+
+
+def _examined(record: TarRecord, caption: CaptionField) -> tuple[int, str, tuple[int, bytes]]:
+    """The shorter side, the caption and the signature of a sample."""
+    if record.problem or not record.image:
+        raise CorruptSample(record.problem or "image is missing")
+    with counted_errors(), open_image(record.image) as image:
+        side = min(image.size)
+    return side, caption.read(record), signature(record.image)
 
 
 def _hosts(urls: Any) -> Any:

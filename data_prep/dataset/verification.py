@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def inspect(
     *,
     decode: int = 16,
     seed: int = 0,
+    allow_outside: bool = False,
     on_shard: Callable[[int], None] = lambda shards: None,
 ) -> Verdict:
     """Check every shard of a manifest: presence, size, SHA-256, that it is a complete tar of the expected
@@ -58,6 +60,7 @@ def inspect(
         root: The folder.
         decode: Number of images per shard to decode, chosen by `seed`.
         seed: See `decode`.
+        allow_outside: As for `load_manifest`.
         on_shard: Called with the number of shards done so far.
 
     Raises:
@@ -65,11 +68,11 @@ def inspect(
             shards are not on this machine.
     """
     folder = Folder(Path(root))
-    is_own = "://" not in str(root) and (folder.config.exists() or (folder.plan / "plan.json").exists())
+    is_own = "://" not in str(root) and folder.is_download
     problems: list[Problem] = []
     manifest: Manifest | None
     try:
-        manifest = stated = load_manifest(root) if is_own else local_manifest(root)
+        manifest = stated = load_manifest(root) if is_own else local_manifest(root, allow_outside=allow_outside)
     except UserError as error:
         is_there = (folder.root / MANIFEST_NAME).exists()
         if not is_own or not (is_there or _is_finished(folder)):
@@ -118,6 +121,8 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
     if digest == shard.sha256:
         # The bytes are those that were published, so only the published content can still be wrong.
         rows = readable_rows(own, path) if own else {}
+        if own:
+            yield from _check_record(own, shard)
         yield from _check_samples(path, shard, rows, decode=decode, seed=seed)
         return
     yield Problem(shard.name, "sha256", f"{digest[:16]}... instead of {shard.sha256[:16]}...")
@@ -128,6 +133,15 @@ def _check_shard(manifest: Manifest, shard: Shard, own: Folder | None, *, decode
         return
     if count != shard.samples:
         yield Problem(shard.name, "count", f"{count:,} samples instead of {shard.samples:,}")
+
+
+def _check_record(folder: Folder, shard: Shard) -> Iterator[Problem]:
+    """Compare the record of a shard, if it is readable, with the manifest, which states the digest of its tar."""
+    number = Path(shard.name).stem
+    with suppress(UserError, FileNotFoundError, ValueError):
+        record = folder.read_record(int(number))
+        if (record.samples, record.bytes, record.sha256) != (shard.samples, shard.bytes, shard.sha256):
+            yield Problem(f"meta/{number}.json", "contradicts", "it describes another tar than this one")
 
 
 def _check_samples(
@@ -160,7 +174,11 @@ def _compare(name: str, key: str, parts: Mapping[str, bytes], row: Mapping[str, 
 
 
 def _undecodable(name: str, key: str, parts: Mapping[str, bytes]) -> Iterator[Problem]:
+    picture = canonical_tar.picture(parts)
+    if not picture:
+        yield Problem(name, "incomplete", f"sample {key} has no image, only {', '.join(parts) or 'empty members'}")
+        return
     try:
-        rgb_image(canonical_tar.picture(parts))
+        rgb_image(picture)
     except CorruptSample as error:
         yield Problem(name, "undecodable", f"sample {key} ({error})")

@@ -116,9 +116,21 @@ def choose(keys: Iterable[str]) -> list[HubSet]:
 
 
 def read_lock(root: Path) -> Lock:
-    """What was fetched into a folder before."""
+    """What was fetched into a folder before.
+
+    Raises:
+        UserError: The record is damaged.
+    """
     path = root / LOCK_NAME
-    lock: Lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        lock: Lock = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not all(isinstance(facts["files"], dict) and {"repo", "commit"} <= set(facts) for facts in lock.values()):
+            raise ValueError("it is not a record of fetched sets")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}). Move it away and run `neuclip evalsets {root}` again: files that agree with "
+            "the source are not fetched again, but sets that were updated since come in their newest state."
+        ) from error
     return lock
 
 

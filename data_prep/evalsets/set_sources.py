@@ -12,10 +12,9 @@ from typing import Any
 from data_prep.evalsets.hub_sets import HubSet
 from data_prep.sources.hub import in_a_line
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite import Entry, open_task
+from pipeline.evaluation.datasets.suite import Entry, find_folders, index_folders, open_task
 from pipeline.evaluation.datasets.suite_facts import relative_name
-from pipeline.evaluation.datasets.suite_folders import find_folders, index_folders
-from pipeline.files import replacing, sha256_of
+from pipeline.files import path_below, replacing, sha256_of
 
 Files = Mapping[str, Mapping[str, Any]]
 """Size (`bytes`) and `sha256` of files, by name within a set's folder."""
@@ -92,8 +91,9 @@ def fetch_from_hub(chosen: HubSet, target: Path, endpoint: str | None, known: di
         names = _wanted(chosen, list(published))
         # The hub's client trusts existing files, so damaged ones are removed first.
         for name in names:
-            if (target / name).exists() and not _is_published(target / name, published[name]):
-                (target / name).unlink()
+            path = path_below(target, name, what=f"A file of {chosen.repo}")
+            if path.exists() and not _is_published(path, published[name]):
+                path.unlink()
         snapshot_download(
             chosen.repo,
             repo_type="dataset",
@@ -134,7 +134,7 @@ def differing_files(folder: Path, files: Files) -> list[str]:
     """The names of files that are missing or differ from what is recorded."""
 
     def differs(name: str, facts: Mapping[str, Any]) -> bool:
-        path = folder / name
+        path = path_below(folder, name, what="A file of the set")
         return not path.exists() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]
 
     return [name for name, facts in files.items() if differs(name, facts)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import re
 import warnings
+import zlib
 
 from data_prep import reasons
 from data_prep.reasons import FetchError
+from pipeline.pixels import ImageError, jpeg_has_end, open_image
 
 _TEXT = (b"<!doctype", b"<html", b"<?xml", b"<svg", b"{", b"<head", b"<script")
-# The next marker in a JPEG's entropy-coded data, which contains 0xFF only as stuffed zeros, restarts and fill bytes.
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-_JPEG_END, _JPEG_WITHOUT_LENGTH = 0xD9, (0x01, 0xD8)
 
 
 def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
@@ -22,29 +19,24 @@ def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
     whether a file is truncated; lenient decoders would fill the rest with grey.
 
     Raises:
-        FetchError: empty, not an image, too many pixels, or truncated.
+        FetchError: empty, not an image, of an unsupported format, too many pixels or scans, or truncated.
     """
-    from PIL import Image, UnidentifiedImageError
-
     if not body:
         raise FetchError(reasons.EMPTY)
     if body[:64].lstrip().lower().startswith(_TEXT):
         raise FetchError(reasons.NOT_AN_IMAGE, f"text where an image should be ({content_type or 'no content type'})")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(body)) as image:
-                kind, (width, height) = image.format or "", image.size
-    except Image.DecompressionBombError as error:
-        raise FetchError(reasons.TOO_MANY_PIXELS, str(error)) from error
-    except UnidentifiedImageError as error:
-        raise FetchError(reasons.NOT_AN_IMAGE, content_type or "no content type") from error
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise FetchError(reasons.TRUNCATED, f"the image header cannot be read ({error})") from error
-    if width * height > max_pixels:
-        raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
+            warnings.simplefilter("ignore")  # about sizes, which are checked here, and unusual metadata
+            with open_image(body, max_pixels=max_pixels) as image:
+                kind = image.format or ""
+    except ImageError as error:
+        detail = (content_type or "no content type") if error.reason == reasons.NOT_AN_IMAGE else error.detail
+        raise FetchError(error.reason, detail) from error
     if not is_whole(body, kind):
         raise FetchError(reasons.TRUNCATED, f"{kind} of {len(body)} bytes without its end")
+    if kind == "PNG" and not _has_checksums(body):
+        raise FetchError(reasons.UNDECODABLE, "a part of this PNG does not have its checksum")
 
 
 def is_whole(body: bytes, kind: str) -> bool:
@@ -54,7 +46,7 @@ def is_whole(body: bytes, kind: str) -> bool:
     """
     if kind in ("JPEG", "MPO"):
         tail = body[-64:]  # nearly always sufficient, and cheaper than following the markers
-        return (b"\xff\xd9" in tail and b"\xff\xda" not in tail) or _is_whole_jpeg(body)
+        return (b"\xff\xd9" in tail and b"\xff\xda" not in tail) or jpeg_has_end(body)
     if kind == "PNG":
         # Near the end, or anywhere with its checksum: pixels may contain the four letters.
         return b"IEND" in body[-4096:] or b"IEND\xaeB`\x82" in body
@@ -65,15 +57,19 @@ def is_whole(body: bytes, kind: str) -> bool:
     return True
 
 
-def _is_whole_jpeg(body: bytes) -> bool:
-    """Whether the markers of a JPEG lead to its end; thumbnails, which have ends of their own, are skipped."""
-    place = 2
-    while found := _JPEG_MARKER.search(body, place):
-        marker, place = body[found.end() - 1], found.end()
-        if marker == _JPEG_END:
+def _has_checksums(body: bytes) -> bool:
+    """Whether the pixels of a PNG, and what they need, have their checksums: libpng compares them, Pillow does not."""
+    place = 8
+    while place + 12 <= len(body):
+        end = place + 8 + int.from_bytes(body[place : place + 4], "big")
+        if end + 4 > len(body):
+            return False
+        is_needed = not body[place + 4] & 0x20  # the name of a critical chunk begins with a capital letter
+        if is_needed and zlib.crc32(memoryview(body)[place + 4 : end]) != int.from_bytes(body[end : end + 4], "big"):
+            return False
+        if body[place + 4 : place + 8] == b"IEND":
             return True
-        if marker not in _JPEG_WITHOUT_LENGTH:
-            place += int.from_bytes(body[place : place + 2], "big")
+        place = end + 4
     return False
 
 

@@ -17,19 +17,16 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder, names_of
+from data_prep.dataset.dataset_folder import Folder, key_of, names_of
 from data_prep.dataset.locks import engine_lock
 from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.shard_plan import Plan, read_shard
-from data_prep.fetching.decoding_note import DecodingNote
-from data_prep.fetching.image_converter import ImageConverter
-from data_prep.fetching.import_stubs import stand_ins
+from data_prep.fetching.decoder import Decoder, stand_ins
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
-from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig
+from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 
 with stand_ins("wandb", "webdataset"):
-    from img2dataset.blurrer import BoundingBoxBlurrer
     from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
     from img2dataset.downloader import Downloader
 
@@ -82,7 +79,7 @@ class ShardDownloader(Downloader):
         columns = ["row", *(["blur"] if source.blur else []), "caption", *([hash_kind] if hash_kind else []), "url"]
         super().__init__(
             sample_writer_class=None,
-            resizer=make_converter(job.config),
+            resizer=None,  # each worker process has its own decoder
             thread_count=fetch.threads,
             save_caption=True,
             extract_exif=False,
@@ -111,7 +108,7 @@ class ShardDownloader(Downloader):
         urllib.request.install_opener(opener)  # type: ignore[arg-type]
         table = read_shard(job.folder, shard)
         rows = table.to_pylist()
-        kept = _kept(job, shard, rows)
+        kept = {**_unverifiable(rows, job.config), **_kept(job, shard, rows)}
         opener.begin(_blocked(rows, job.folder))
         writer = ShardWriter(
             shard,
@@ -126,23 +123,15 @@ class ShardDownloader(Downloader):
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, asked.schema) as stream:
             stream.write_table(asked)
         self.sample_writer_class = functools.partial(_given, writer)
+        self.resizer = _cached_decoder(
+            job.config.image, job.config.guard, job.config.fetch, bool(job.config.source.blur)
+        )
         try:
-            with DecodingNote(job.folder.staging / f"{shard:05d}.decoding", opener.url_of) as self.resizer.note:
-                super().download_shard((shard, path))
+            super().download_shard((shard, path))
         except Exception:
             if not writer.is_published:  # else only img2dataset's own statistics could not be written
                 raise
         (job.folder.staging / f"{shard:05d}_stats.json").unlink(missing_ok=True)
-
-
-def make_converter(config: DownloadConfig) -> ImageConverter:
-    """The converter from served bytes to stored ones, with the image settings."""
-    return ImageConverter(
-        config.image,
-        max_pixels=config.guard.max_pixels,
-        processes=config.fetch.processes,
-        blurrer=BoundingBoxBlurrer() if config.source.blur else None,
-    )
 
 
 def run(job: Job) -> None:
@@ -205,15 +194,29 @@ def _opener_of(config: DownloadConfig) -> Opener:
 
 
 @functools.cache
+def _cached_decoder(image: ImageConfig, guard: GuardConfig, fetch: FetchConfig, has_boxes: bool) -> Decoder:
+    return Decoder(image, max_pixels=guard.max_pixels, fetch=fetch, has_boxes=has_boxes)
+
+
+@functools.cache
 def _cached_opener(guard: GuardConfig, connections: int, retries: int, total_seconds: float) -> Opener:
     return Opener(guard, connections=connections, retries=retries, total_seconds=total_seconds)
+
+
+def _unverifiable(rows: list[dict[str, Any]], config: DownloadConfig) -> Rows:
+    """The outcomes of rows that lack the hash by which they would be verified."""
+    return {
+        row["row"]: {**row, "key": key_of(row["row"]), "status": "failed", "reason": reasons.NO_HASH, "error": None}
+        for row in rows
+        if config.source.hash and not row[config.source.hash_kind]
+    }
 
 
 def _kept(job: Job, shard: int, rows: list[dict[str, Any]]) -> Rows:
     """The published rows that this job does not fetch again."""
     if job.mode == "retry":
         return settled_rows(job.folder, shard)
-    return intact_rows(job.folder, shard, {row["row"]: row for row in rows}) if job.mode == "rebuild" else {}
+    return intact_rows(job.folder, job.plan, shard, {row["row"]: row for row in rows}) if job.mode == "rebuild" else {}
 
 
 def _blocked(rows: list[dict[str, Any]], folder: Folder) -> dict[str, str]:

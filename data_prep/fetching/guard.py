@@ -1,15 +1,4 @@
-"""Restrictions on fetching: schemes, addresses, sizes, opt-outs, and politeness.
-
-Covered: the scheme of every request, also after redirects; the address of every connection, checked on the exact
-address that is then connected to (so DNS rebinding does not help an attacker), also after
-redirects, for IPv4, IPv6 and IPv4 inside IPv6; bytes and seconds per fetch; pixels, from the header, before decoding;
-`X-Robots-Tag` opt-outs, before the body is read. It applies in every worker of every distributor, because the opener is
-installed where img2dataset fetches.
-
-Not covered: opt-outs stated elsewhere (robots.txt, HTML, TDM files); ports; what a proxy does
-when `trust_proxy` is set (then the proxy resolves names and connects, and only literal addresses in URLs are checked);
-per-host limits across machines (they hold per machine: each process takes its share, at least one connection).
-"""
+"""Which addresses may be connected to. The address that was checked is used, whatever its name resolves to then."""
 
 from __future__ import annotations
 

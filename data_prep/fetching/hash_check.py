@@ -7,7 +7,6 @@ detect that on the first rows than after a week.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
@@ -19,8 +18,8 @@ from data_prep.reasons import FetchError
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources.table_checks import CHECKED_ROWS, first_rows
-from pipeline.data.shards.manifest_format import FORMATS
 from pipeline.errors import UserError
+from pipeline.pixels import ImageError, read_rgb
 
 _ENOUGH = 8
 _ALGORITHMS = ("md5", "sha1", "sha256", "sha512")
@@ -120,10 +119,11 @@ def _stated(row: dict[str, Any], source: SourceConfig) -> str:
 
 def _pixels(body: bytes, *, reverse: bool) -> bytes:
     import numpy as np
-    from PIL import Image
 
-    with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-        pixels = np.asarray(image.convert("RGB"))
+    try:
+        pixels = np.asarray(read_rgb(body))
+    except ImageError:
+        return b""
     return np.ascontiguousarray(pixels[..., ::-1] if reverse else pixels).tobytes()
 
 

@@ -7,16 +7,13 @@ stores 16-bit images white, ignores EXIF orientation, and needs 80 bytes a pixel
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
-from typing import Any
 
 import cv2
 import numpy as np
 
 from data_prep import reasons
 from data_prep.fetching.content import extension
-from data_prep.fetching.decoding_note import DecodingNote
 from data_prep.fetching.served_pixels import Pixels, decode, upright
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
@@ -55,26 +52,17 @@ class ImageConverter:
         blurrer: Callable[..., np.ndarray] | None = None,
     ) -> None:
         self._image, self._max_pixels, self._processes, self._blurrer = image, max_pixels, processes, blurrer
-        self.note: DecodingNote | None = None
-        """Where to note what is being decoded."""
 
     def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
         cv2.setNumThreads(1)
-        body = stream.getvalue()
-        if self.note is not None:
-            self.note.begin(body)
         try:
-            with _quiet():
-                return self._convert(body, boxes)
+            return self._convert(stream.getvalue(), boxes)
         except FetchError as error:
-            return None, None, None, None, None, str(error)
+            return failed(str(error))
         except Exception as error:  # decoders raise many exception types for damaged files
             is_memory = isinstance(error, MemoryError) or getattr(error, "code", 0) == cv2.Error.StsNoMem
             reason = reasons.TOO_LITTLE_MEMORY if is_memory else reasons.UNDECODABLE
-            return None, None, None, None, None, f"{reason}: {type(error).__name__} {error}"
-        finally:
-            if self.note is not None:
-                self.note.end()
+            return failed(f"{reason}: {type(error).__name__} {error}")
 
     def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
         pixels = decode(body, processes=self._processes)
@@ -116,6 +104,11 @@ class ImageConverter:
             raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
         check_resemblance(array, encoded, kind=kind)
         return encoded.tobytes()
+
+
+def failed(error: str) -> Outcome:
+    """The outcome of an image that gives no sample; the text begins with the reason."""
+    return None, None, None, None, None, error
 
 
 def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
@@ -180,19 +173,3 @@ def _pad(array: np.ndarray, size: int) -> np.ndarray:
     top, left = down // 2, right // 2
     white = [255, 255, 255]
     return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
-
-
-class _quiet:
-    """Suppress messages that decoders written in C print about unusual files."""
-
-    _null: Any = None
-
-    def __enter__(self) -> None:
-        if _quiet._null is None:
-            _quiet._null = os.open(os.devnull, os.O_WRONLY)
-        self._kept = os.dup(2)
-        os.dup2(_quiet._null, 2)
-
-    def __exit__(self, *_: object) -> None:
-        os.dup2(self._kept, 2)
-        os.close(self._kept)

@@ -87,12 +87,8 @@ class Monitor:
 
     def dead_workers(self) -> list[int]:
         """Process ids on this machine that died while processing a shard."""
-        return sorted({self._live[shard]["pid"] for shard in self.abandoned()})
-
-    def abandoned(self) -> list[int]:
-        """Shards that dead processes were working on."""
         here = socket.gethostname()
-        return sorted(n for n, s in self._live.items() if s["host"] == here and not _is_alive(s["pid"]))
+        return sorted({s["pid"] for s in self._live.values() if s["host"] == here and not _is_alive(s["pid"])})
 
 
 class SuccessWindow:

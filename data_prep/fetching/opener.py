@@ -17,12 +17,11 @@ from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
 
-from xxhash import xxh3_64_intdigest
-
 from data_prep import reasons
 from data_prep.fetching.content import check_image
 from data_prep.fetching.deadline import Deadlines
-from data_prep.fetching.url_handlers import ascii_url, check_authority, check_opt_out, director_for
+from data_prep.fetching.rules import check_response
+from data_prep.fetching.url_handlers import ascii_url, check_authority, director_for
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
@@ -78,8 +77,6 @@ class Opener:
         self._hosts: defaultdict[str, _Host] = defaultdict(lambda: _Host(threading.Semaphore(connections)))
         self._blocked: Mapping[str, str] = {}
         self._is_closed = False
-        # URLs of bodies by their hash, because img2dataset passes on a body without its URL.
-        self._urls: dict[int, str] = {}
         contact = f"; +{guard.contact}" if guard.contact else ""
         self.user_agent = f"Mozilla/5.0 (compatible; {guard.user_agent}{contact})"
 
@@ -89,15 +86,11 @@ class Opener:
         Args:
             blocked: URLs that are not requested, with the reason.
         """
-        self._blocked, self._is_closed, self._urls = blocked, False, {}
+        self._blocked, self._is_closed = blocked, False
 
     def close(self) -> None:
         """Refuse all further URLs at once: the shard has failed."""
         self._is_closed = True
-
-    def url_of(self, body: bytes) -> str:
-        """The URL of this shard that a body came from."""
-        return self._urls.get(xxh3_64_intdigest(body), "")
 
     def open(self, request: urllib.request.Request | str, data: None = None, timeout: float = 10.0) -> Fetched:
         """Fetch one image.
@@ -118,9 +111,7 @@ class Opener:
         host = self._host_of(request)
         for attempt in range(self._retries + 1):
             try:
-                fetched = self._attempt(request, host, timeout)
-                self._urls[xxh3_64_intdigest(fetched.body)] = url
-                return fetched
+                return self._attempt(request, host, timeout)
             except FetchError as error:
                 if attempt == self._retries or not reasons.is_transient(error.reason):
                     raise
@@ -165,7 +156,7 @@ class Opener:
 
     def _receive(self, response: Any) -> Fetched:
         headers: Message = response.headers
-        check_opt_out(headers, self._guard)
+        check_response(response.url, headers, self._guard)
         body = b"".join(self._chunks(response))
         announced = _announced(response)
         if announced is not None and len(body) < announced:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image
 
 from data_prep import reasons
 from data_prep.fetching.memory import memory_at_hand
 from data_prep.reasons import FetchError
+from pipeline.pixels import ImageError, eight_bits, load, open_image, orientation, strict_jpeg
 
-_EXIF_ORIENTATION = 0x0112
 # Channels and bytes per channel that a decoder needs for a mode of PIL; others count as four bytes per pixel.
 _BYTES_PER_PIXEL = {"1": 1, "L": 1, "P": 4, "PA": 4, "RGB": 3, "I;16": 2, "I;16B": 2, "I;16L": 2, "LA": 4, "La": 4}
 # Smaller images are decoded without checking the machine's memory.
@@ -48,27 +46,29 @@ def decode(body: bytes, *, processes: int = 1) -> Pixels:
     Raises:
         FetchError: undecodable, or too little memory.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about sizes, which are checked, and unusual metadata
-        with Image.open(io.BytesIO(body)) as image:
-            _check_memory(image, body, processes)
-            orientation = _orientation(image, body)
-            clear = _clear_grey(image, body)
-            # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes.
-            array = _by_pil(image) if image.format == "TIFF" else None
-            kind = "" if array is not None else image.format or ""
-    if array is not None:
-        return Pixels(array, 1, is_changed=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about sizes, which are checked, and unusual metadata
+            with open_image(body) as image:
+                kind = image.format or ""
+                _check_memory(image, body, processes)
+                turned = orientation(image, body)
+                clear = _clear_grey(image, body)
+                # For TIFF, OpenCV premultiplies alpha, applies the orientation, and does not support all modes; for
+                # PPM, it does not scale the values. Of damaged BMP, GIF and AVIF it refuses others than Pillow.
+                if kind in ("TIFF", "PPM", "BMP", "GIF", "AVIF", "JPEG2000"):
+                    return Pixels(_by_pil(image, body), turned, is_changed=True)
+        if kind in ("JPEG", "MPO") and (array := strict_jpeg(body)) is not None:
+            return Pixels(array, turned, is_changed=False)
+    except ImageError as error:
+        raise FetchError(error.reason, error.detail) from error
     array = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_UNCHANGED)
     if array is None:
         raise FetchError(reasons.UNDECODABLE, f"the decoder refuses this {kind or 'file'}")
-    if array.dtype == np.uint16 and kind != "PNG":  # 10 or 12 bits in 16 (AVIF, JPEG 2000)
-        array = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_ANYCOLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-        assert array is not None
     if clear is not None and array.ndim == 2:
         array[array == clear] = 65_535 if array.dtype == np.uint16 else 255
     matted = matte(_eight_bits(array))
-    return Pixels(matted, orientation, is_changed=clear is not None or matted is not array)
+    return Pixels(matted, turned, is_changed=clear is not None or matted is not array)
 
 
 def upright(array: np.ndarray, orientation: int) -> np.ndarray:
@@ -105,13 +105,10 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
     raise FetchError(reasons.UNDECODABLE, f"pixels of type {array.dtype} have no agreed range")
 
 
-def _by_pil(image: Any) -> np.ndarray:
+def _by_pil(image: Any, body: bytes) -> np.ndarray:
+    load(image, body)  # applies the orientation
+    image = eight_bits(image)
     try:
-        image.load()  # applies the orientation
-        if image.mode.startswith("I;16"):
-            return _eight_bits(np.asarray(image).astype(np.uint16, copy=False))
-        if image.mode in ("I", "F"):
-            raise FetchError(reasons.UNDECODABLE, f"pixels of mode {image.mode} have no agreed range")
         has_alpha = image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info
         mode = "RGBA" if has_alpha else "L" if image.mode in ("1", "L") else "RGB"
         array = np.asarray(image.convert(mode))
@@ -149,18 +146,3 @@ def _clear_grey(image: Any, body: bytes) -> int | None:
         return None
     bits = body[24]
     return level if bits >= 8 or image.mode == "1" else level * 255 // ((1 << bits) - 1)
-
-
-def _orientation(image: Any, body: bytes) -> int:
-    """EXIF orientation; 1 if absent or invalid."""
-    if image.format == "TIFF" or ("exif" not in image.info and b"eXIf" not in body[-(1 << 16) :]):
-        return 1
-    try:
-        if "exif" not in image.info:
-            image.load()  # the chunk follows the pixels
-        exif = Image.Exif()  # not `getexif`, which falls back on XMP: viewers ignore that
-        exif.load(image.info.get("exif", b""))
-        found = exif.get(_EXIF_ORIENTATION, 1)
-    except Exception:  # damaged metadata raises many exception types; the image is treated as having none
-        return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1

@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
-from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.fault_points import fault_point
 from data_prep.dataset.rules import digest_of, tool_versions
-from data_prep.dataset.shard_commit import STORED_HASH, publish
+from data_prep.dataset.salvage import published_samples
+from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
 from data_prep.fetching.content import extension
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_text
 
 _HEARTBEAT_SECONDS = 0.5
-# Columns that are not stored in a sample's JSON.
-_NOT_IN_JSON = ("row", "status", "reason", "error", STORED_HASH)
 
 
 class ShardWriter:
@@ -45,7 +42,7 @@ class ShardWriter:
         plan: The plan that it belongs to.
         rows: All of the shard's rows, as dicts of the plan's columns.
         encode_format: Extension of encoded images.
-        kept: Rows of the published meta file, by number, whose outcomes and samples are kept.
+        kept: Rows of the meta file that are not fetched, by number; samples are taken from the published tar.
         on_failure: Called at the first exception.
     """
 
@@ -57,12 +54,12 @@ class ShardWriter:
         *,
         rows: list[dict[str, Any]],
         encode_format: str,
-        kept: Mapping[int, dict[str, Any]] | None = None,
-        on_failure: Callable[[], None] = lambda: None,
+        kept: Mapping[int, dict[str, Any]],
+        on_failure: Callable[[], None],
     ) -> None:
         self._shard, self._folder, self._plan = shard, folder, plan
         self._rows = {row["row"]: row for row in rows}
-        self._encode_format, self._kept, self._on_failure = encode_format, dict(kept or {}), on_failure
+        self._encode_format, self._kept, self._on_failure = encode_format, kept, on_failure
         self._removed = folder.removed_names()
         self._meta: dict[int, dict[str, Any]] = {}
         self._index: dict[int, tuple[str, int, int, str, str]] = {}
@@ -148,16 +145,13 @@ class ShardWriter:
         publish(self._folder, record, self._members(successes - set(self._index)), rows)
 
     def _spool_sample(self, number: int, image: bytes, caption: str, record: dict[str, Any]) -> None:
-        facts = {k: v for k, v in record.items() if v is not None and k not in _NOT_IN_JSON}
-        text = json.dumps(facts, ensure_ascii=False, sort_keys=True, default=str)
         start = self._spool.tell()
-        fault_point("shard.spool", str(number))
         self._spool.write(image)
-        self._index[number] = (extension(image, self._encode_format), start, len(image), text, caption)
+        self._index[number] = (extension(image, self._encode_format), start, len(image), facts_text(record), caption)
 
     def _is_removed(self, row: dict[str, Any], meta: dict[str, Any]) -> bool:
-        names = names_of(row) | {meta[kind] for kind in HASH_KINDS if meta.get(kind)}
-        return not names.isdisjoint(self._removed)
+        received = {kind: meta[kind] for kind in HASH_KINDS if meta.get(kind)}
+        return not (names_of(row) | names_of({**row, **received})).isdisjoint(self._removed)
 
     def _complete(self) -> None:
         """Add rows that were not requested, and count those whose outcome img2dataset lost because of an exception."""
@@ -171,8 +165,8 @@ class ShardWriter:
         new = ((number, self._spooled(number)) for number in sorted(self._index))
         if not old:
             return new
-        published = ((int(key), parts) for key, parts in canonical_tar.samples(self._folder.tar(self._shard)))
-        return heapq.merge(new, (item for item in published if item[0] in old), key=lambda item: item[0])
+        kept = published_samples(self._folder, self._shard, {number: self._meta[number] for number in old})
+        return heapq.merge(new, kept, key=lambda item: item[0])
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         for number, parts in self._samples(old):

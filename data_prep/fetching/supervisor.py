@@ -15,10 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.fault_points import RUN
 from data_prep.dataset.shard_commit import recover
 from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
-from data_prep.fetching.quarantine import record_deaths
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -29,10 +27,6 @@ _POLL_SECONDS = 0.25
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
-
-
-# Consecutive worker deaths due to images that are tolerated without a finished shard in between.
-_MOST_DEATHS = 20
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def fetch(
     # A retry requests rows that failed before, and a rebuild few rows: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
-    started, fruitless, deaths = time.monotonic(), 0, 0
+    started, fruitless = time.monotonic(), 0
 
     def show() -> None:
         on_progress(Progress(total, monitor.now, time.monotonic() - started))
@@ -84,16 +78,9 @@ def fetch(
         finished = len(monitor.finished)
         with FetchEngine(config, tuple(sorted(monitor.waiting)), mode=mode) as engine:
             problem = _watch(engine, monitor, window, stall=limits.stall, show=show)
-            abandoned = monitor.abandoned()  # before the other workers are ended as well
-        killers = record_deaths(folder, abandoned)
         discard_unfinished(folder, shards)
         monitor.poll()
-        if len(monitor.finished) > finished:
-            fruitless = deaths = 0
-        elif killers and deaths < _MOST_DEATHS:
-            deaths += 1  # each image can do this only twice
-        else:
-            fruitless += 1
+        fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
         if monitor.waiting:
             _check_disk(folder)
         if monitor.waiting and fruitless > limits.restarts:
@@ -193,7 +180,6 @@ class FetchEngine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, RUN: str(os.getpid())},
             )
 
     def poll(self) -> int | None:
@@ -229,6 +215,6 @@ class FetchEngine:
 def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
-    for pattern in ("*.live", "*.spool", "*.arrow", "*.decoding", "*_stats.json", ".*.tmp"):
+    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", ".*.tmp"):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

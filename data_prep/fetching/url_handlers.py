@@ -9,13 +9,12 @@ import ssl
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from email.message import Message
 from typing import Any
 
 from data_prep import reasons
 from data_prep.fetching.deadline import Deadlines
 from data_prep.fetching.guard import AddressFilter
-from data_prep.fetching.opt_out import is_opted_out
+from data_prep.fetching.rules import check_response
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 
@@ -69,11 +68,6 @@ def check_authority(parts: urllib.parse.SplitResult) -> None:
         raise FetchError(reasons.BAD_URL, str(error)) from error
 
 
-def check_opt_out(headers: Message, guard: GuardConfig) -> None:
-    if is_opted_out(headers, user_agent=guard.user_agent, opt_outs=guard.opt_outs):
-        raise FetchError(reasons.OPTED_OUT, "X-Robots-Tag")
-
-
 class _Response(http.client.HTTPResponse):
     """Skips every interim answer; http.client skips `100 Continue` only, and takes `103 Early Hints` for the answer."""
 
@@ -123,9 +117,16 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def __init__(self, guard: GuardConfig) -> None:
         self._guard = guard
 
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        if headers["Location"]:  # spaces after it are no part of the address
+            headers.replace_header("Location", headers["Location"].strip())
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
         fp.close()  # urllib would read the whole body of a redirect, however long that takes
-        check_opt_out(headers, self._guard)
+        check_response(req.full_url, headers, self._guard)
         parts = urllib.parse.urlsplit(newurl)
         check_authority(parts)
         scheme = parts.scheme.lower()

@@ -17,6 +17,7 @@ from typing import Any
 
 from data_prep.settings.icons_config import PACKAGE
 from pipeline.errors import UserError
+from pipeline.files import path_below
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def read_icon_set(folder: Path, prefix: str) -> dict[str, Any]:
     Raises:
         UserError: The file is missing or damaged.
     """
-    path = folder / "json" / f"{prefix}.json"
+    path = path_below(folder / "json", f"{prefix}.json", what="An icon set")
     tree = _read(path)
     if not isinstance(tree.get("icons"), dict):
         raise UserError(f"{path} has no icons: the package is damaged. Fetch it again.")

@@ -6,7 +6,8 @@ import hashlib
 import importlib.metadata
 import io
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ import numpy as np
 
 from data_prep import reasons
 from data_prep.icons.held_out import HELD_OUT, Icon, hold_out, share_of
-from data_prep.icons.icon_names import caption_of, declared_styles
 from data_prep.icons.icon_package import SetFacts, package_folder, read_icon_set, read_sets
 from data_prep.pairs.listing import Listed, Listing, write_listing
 from data_prep.pairs.pair import Pair
 from data_prep.settings.icons_config import PACKAGE, HeldOutConfig
 from pipeline.errors import UserError
 from pipeline.files import write_json
+from pipeline.pixels import read_rgb
 
 LICENCE, BRAND, HIDDEN = "licence", "brand logos", "hidden"
 NO_DRAWING, DUPLICATE, NOT_RENDERED, BLANK = "no drawing", "duplicate drawing", "not rendered", "blank image"
@@ -83,11 +84,9 @@ def render(svg: str, size: int) -> bytes | None:
         ValueError: It is not SVG that can be rendered.
     """
     import resvg_py
-    from PIL import Image
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
-    with Image.open(io.BytesIO(png)) as image:
-        picture = image.convert("RGB")
+    picture = read_rgb(png)
     if not np.ptp(np.asarray(picture), axis=(0, 1)).any():
         return None
     buffer = io.BytesIO()
@@ -162,15 +161,8 @@ def _rows_of(about: SetFacts, tree: Mapping[str, Any], options: IconOptions, dra
             continue
         svg = svg_of(icon, tree)
         caption = caption_of(name, prefixes=prefixes, suffixes=suffixes, siblings=names)
-        if (
-            problem := HIDDEN
-            if icon.get("hidden")
-            else NO_DRAWING
-            if not svg
-            else ""
-            if caption
-            else reasons.NO_CAPTION
-        ):
+        lacks = NO_DRAWING if not svg else reasons.NO_CAPTION if not caption else ""
+        if problem := HIDDEN if icon.get("hidden") else lacks:
             yield Listed(place, problem=problem)
             continue
         digest = hashlib.sha256(svg.encode()).digest()
@@ -192,3 +184,48 @@ def svg_of(icon: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'width="100" height="100" viewBox="{left} {top} {width} {height}">{body}</svg>'
     )
+
+
+STYLES = frozenset({
+    "alt", "bold", "broken", "color", "duo", "duotone", "fill", "filled", "flat", "light", "line", "linear", "outline",
+    "outlined", "regular", "remix", "round", "rounded", "sharp", "solid", "thin", "twotone", "variant",
+})  # fmt: skip
+
+
+def declared_styles(icon_set: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The prefixes and suffixes that a set declares, longest first."""
+    found = []
+    for kind in ("prefixes", "suffixes"):
+        names: Iterable[str] = (icon_set.get(kind) or {}).keys()
+        found.append(sorted((name for name in names if name), key=lambda name: (-len(name), name)))
+    return found[0], found[1]
+
+
+def caption_of(name: str, *, prefixes: Iterable[str], suffixes: Iterable[str], siblings: Collection[str]) -> str:
+    """The caption of an icon: its name, without the part that names a style; empty if no letter is left.
+
+    1. The longest prefix, or else the longest suffix, that the set declares as a style is removed ("baseline" from
+       "baseline-home", "outline-rounded" from "home-outline-rounded").
+    2. A last word in `STYLES` is removed as long as the name without it is another icon of the set ("heart-fill" beside
+       "heart", but not "traffic-light" unless there is a "traffic").
+    3. Hyphens become spaces.
+
+    Args:
+        name: The icon's name within its set.
+        prefixes: Declared prefixes, longest first.
+        suffixes: Declared suffixes, longest first.
+        siblings: The names of the set.
+    """
+    prefix = next((one for one in prefixes if name.startswith(f"{one}-")), None)
+    suffix = next((one for one in suffixes if name.endswith(f"-{one}")), None)
+    if prefix is not None:
+        name = name.removeprefix(f"{prefix}-")
+    elif suffix is not None:
+        name = name.removesuffix(f"-{suffix}")
+    while True:
+        rest, _, last = name.rpartition("-")
+        if last not in STYLES or rest not in siblings:
+            break
+        name = rest
+    words = " ".join(re.split(r"[-_\s]+", name.strip("-_ ")))
+    return words if any(letter.isalpha() for letter in words) else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.ingest_report import DATASHEET_NAME, template
 from data_prep.icons import icon_source
 from data_prep.icons.held_out import HELD_OUT
@@ -101,11 +101,9 @@ def _write_datasheet(
 
 def _counts(folder: Folder) -> Counter[str]:
     """Samples by set."""
-    import pyarrow.parquet as pq
-
     counts: Counter[str] = Counter()
     for shard in folder.finished():
-        table = pq.read_table(folder.meta(shard), columns=["place", "status"]).to_pydict()
+        table = read_meta(folder, shard, ["place", "status"]).to_pydict()
         rows = zip(table["place"], table["status"], strict=True)
         counts.update(place.partition(":")[0] for place, status in rows if status == "success")
     return counts

@@ -6,16 +6,15 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from data_prep import reasons
+from PIL import Image
+
 from data_prep.fetching.content import check_image, extension
-from data_prep.fetching.served_pixels import decode, upright
 from data_prep.pairs.pair import MISSING_FILE
 from data_prep.reasons import FetchError
+from pipeline.pixels import ImageError, load, open_image, orientation, to_rgb, upright
 
 _STORED = ("JPEG", "PNG", "WEBP")  # formats that training reads; others are re-encoded
-_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True)
@@ -67,44 +66,29 @@ def convert(body: bytes, options: ImageOptions) -> StoredImage:
     Raises:
         FetchError: The body is empty, not an image, truncated, too large, or cannot be decoded.
     """
-    from PIL import Image
-
     check_image(body, content_type="", max_pixels=options.max_pixels)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(body)) as image:
+            with open_image(body) as image:
                 return _store(image, body, options)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise FetchError(reasons.UNDECODABLE, str(error)) from error
+    except ImageError as error:
+        raise FetchError(error.reason, error.detail) from error
 
 
-def _store(image: object, body: bytes, options: ImageOptions) -> StoredImage:
-    from PIL import Image
-
-    assert isinstance(image, Image.Image)
+def _store(image: Image.Image, body: bytes, options: ImageOptions) -> StoredImage:
     kind, (width, height) = image.format, image.size
-    turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    turned = orientation(image, body)
     shrinks = options.size is not None and min(width, height) > options.size
-    if not shrinks and not turned and kind in _STORED and not options.raw:
-        image.load()
+    load(image, body)
+    if not shrinks and turned == 1 and kind in _STORED and not options.raw:
         return StoredImage(extension(body, str(kind).lower()), body, width, height)
-    picture = _upright(image, body)
+    picture = upright(to_rgb(image), turned)
     if shrinks:
         assert options.size is not None
         scale = options.size / min(picture.size)
-        target = tuple(max(options.size, round(side * scale)) for side in picture.size)
-        picture = picture.resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
+        width, height = (max(options.size, round(side * scale)) for side in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
     buffer, suffix = io.BytesIO(), "ppm" if options.raw else "jpg"
     picture.save(buffer, "PPM" if options.raw else "JPEG", quality=options.quality)
     return StoredImage(suffix, buffer.getvalue(), *picture.size)
-
-
-def _upright(image: Any, body: bytes) -> Any:
-    """The image as 8-bit RGB, as a viewer shows it; Pillow alone would clip 16-bit grey to white."""
-    from PIL import Image, ImageOps
-
-    if image.mode.startswith("I;16"):
-        pixels = decode(body)
-        return Image.fromarray(upright(pixels.array, pixels.orientation)).convert("RGB")
-    return ImageOps.exif_transpose(image).convert("RGB")

@@ -29,6 +29,8 @@ class SourceOptions:
     """Column, suffix or JSON field of the caption; None finds it."""
     images: Path | None = None
     """Folder that image paths start from."""
+    captions: str | None = None
+    """"one": a text file of several lines, or a list in one text, is one caption; None: it is several."""
     header: tuple[str, ...] = ()
     """Column names of a table without a line of names."""
     split: str | None = None
@@ -44,13 +46,19 @@ def kind_of(source: str) -> str:
     """
     path = Path(source)
     suffix = path.suffix.lower()
-    known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **dict.fromkeys(table_rows.SUFFIXES, "table")}
+    tables = dict.fromkeys((*table_rows.SUFFIXES, ".txt"), "table")
+    known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **tables}
     if path.is_file():
         if suffix in known:
             return known[suffix]
         raise UserError(f"{source} is not a supported kind of file. A source is {_KNOWN}.")
     if path.is_dir():
         return _kind_of_folder(path)
+    if source.count("/") == 1 and path.parent.is_dir():
+        raise UserError(
+            f"There is no {path.name} in the folder {path.parent}, which exists here. A source is {_KNOWN}; for the "
+            f"data set {source} of the hub, run this in a folder without {path.parent}/."
+        )
     if source.count("/") == 1 and not source.startswith((".", "/", "~")) and suffix not in known:
         return "hub"
     raise UserError(f"There is no file or folder {source}. A source is {_KNOWN}.")
@@ -104,18 +112,14 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
 
     if kind == "table":
         table = table_rows.open_table(
-            _only_table(path),
-            images=images,
-            image=options.image,
-            caption=options.caption,
-            header=options.header,
+            _only_table(path), images=images, image=options.image, caption=options.caption, header=options.header
         )
         return FileSource(listed(table.rows, root=table.images), table.facts)
     if kind == "coco":
         coco = image_files.open_coco(path, images=images)
         return FileSource(listed(coco.rows, root=coco.images), coco.facts)
     if kind == "images":
-        folder = image_files.ImageFolder(path)
+        folder = image_files.ImageFolder(path, one_caption=options.captions == "one")
         return FileSource(listed(folder.rows, root=path), folder.facts)
     if kind == "tars":
         tars = tar_rows.tars_below(path)

@@ -14,6 +14,7 @@ from data_prep.pairs.listing import Listed
 from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
+from pipeline.files import text_lines
 
 SUFFIXES = frozenset(f".{suffix}" for suffix in FORMAT_SUFFIXES)
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -21,9 +22,11 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images below a folder, each with its caption in a `.txt` (or `.caption`) file of the same name."""
+    """Images below a folder, each with a `.txt` (or `.caption`) file of the same name: a line is a caption."""
 
     path: Path
+    one_caption: bool = False
+    """Several lines are one caption."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -38,7 +41,18 @@ class ImageFolder:
                 yield Listed(name, problem=reasons.NO_CAPTION, detail=f"no {texts[0].name} beside it")
             else:
                 caption = text.read_text(encoding="utf-8-sig", errors="surrogateescape")
-                yield Listed(name, str(path), captions_in(caption))
+                yield Listed(name, str(path), captions_in(caption if self.one_caption else text_lines(caption)))
+        yield from self._lonely_texts()
+
+    def _lonely_texts(self) -> Iterator[Listed]:
+        """Text files without an image, which may be images of another format or under another name."""
+        for root, below, files in os.walk(self.path, followlinks=True):
+            below.sort()
+            images = {Path(name).stem for name in files if Path(name).suffix.lower() in SUFFIXES}
+            for name in sorted(files):
+                if Path(name).suffix.lower() in CAPTION_SUFFIXES and Path(name).stem not in images:
+                    place = Path(root, name).relative_to(self.path).as_posix()
+                    yield Listed(place, problem=MISSING_FILE, detail="no image of this name beside it")
 
 
 def image_names(folder: Path) -> Iterator[str]:
@@ -82,11 +96,8 @@ class CocoCaptions:
             else:
                 yield Listed(place, str(self.images / name), captions_in(captions.get(image.get("id"), [])))
         for number, image_id in lost:
-            yield Listed(
-                f"{self.path.name} annotations[{number}]",
-                problem=MISSING_FILE,
-                detail=f"no image has the id {image_id}",
-            )
+            place = f"{self.path.name} annotations[{number}]"
+            yield Listed(place, problem=MISSING_FILE, detail=f"no image has the id {image_id}")
 
 
 def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -56,6 +56,8 @@ class TarSource:
             yield self._pair(row)
 
     def _pair(self, row: Listed) -> Pair:
+        if row.problem:
+            return Pair(row.place, problem=row.problem, detail=row.detail)
         try:
             parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:

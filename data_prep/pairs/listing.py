@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.pair import NOT_UTF8
+from data_prep.pairs.pair import NOT_UTF8, not_utf8
 from pipeline.files import replacing
 
 GROUP = 2_000
@@ -44,7 +44,7 @@ class Listing:
         """The rows `[start, stop)`."""
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self.path) as file:
+        with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
             for group in range(start // GROUP, -(-stop // GROUP)):
                 first = group * GROUP
                 table = file.read_row_group(group).slice(
@@ -96,7 +96,7 @@ def _checked(row: Listed) -> Listed:
     try:
         "".join(row.captions).encode("utf-8")
     except UnicodeEncodeError as error:
-        return replace(row, captions=(), problem=NOT_UTF8, detail=f"byte {error.object[error.start]!a}")
+        return replace(row, captions=(), problem=NOT_UTF8, detail=not_utf8(error))
     return row
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, tar_name, total_failures
+from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, tar_name, total_failures
+from data_prep.dataset.foreign_removal import PART, finish_removals, names_of_sample
 from data_prep.dataset.locks import part_lock
 from data_prep.pairs.convert import ImageOptions, convert, read_image
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
 from data_prep.pairs.listing import Listing
 from data_prep.pairs.pair import Pair, PairSource, checked
-from data_prep.reasons import FetchError
+from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 from pipeline.files import flush, replacing, write_json
@@ -77,14 +78,17 @@ def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = la
     """
     folder = Folder(config.output)
     _check_output(config, folder)
-    with folder.made(), part_lock(folder, "pairs"):
+    with folder.made(), part_lock(folder, PART):
+        finish_removals(folder)
         source, shard_size = _plan(config, folder)
         plan = _digest(config, source, shard_size)
+        lists = getattr(config.options, "captions", None) != "one"
         shards = -(-source.rows // shard_size)
         missing = sorted(set(range(shards)) - set(folder.finished()))
         done = source.rows - sum(min(shard_size, source.rows - shard * shard_size) for shard in missing)
         on_rows(done, source.rows)
-        for rows in _convert_all(_Job(source, folder, plan, shard_size, config.image), missing, config.processes):
+        job = _Job(source, folder, plan, shard_size, config.image, lists)
+        for rows in _convert_all(job, missing, config.processes):
             done += rows
             on_rows(done, source.rows)
         return _finish(config, folder, source, plan)
@@ -101,7 +105,7 @@ def _check_output(config: PairsConfig, folder: Folder) -> None:
         raise UserError(f"{root} is a file: name a folder for the shards.")
     if root.resolve() == Path(config.source).resolve():
         raise UserError(f"{root} is the source itself: name another folder for the shards.")
-    if root.is_dir() and any(root.iterdir()) and not (folder.plan / "pairs.json").is_file():
+    if root.is_dir() and any(root.iterdir()) and not folder.is_converted:
         started = {path.name for path in root.iterdir()} <= {"shards", "meta", "plan", "staging"}
         if not started or any((root / "shards").glob("*.tar")):
             raise UserError(f"{root} is not empty and was not made by `{config.made_by}`: name another folder.")
@@ -164,6 +168,7 @@ class _Job:
     plan: str
     shard_size: int
     image: ImageOptions
+    lists: bool
 
 
 def _convert_all(job: _Job, shards: list[int], processes: int) -> Iterator[int]:
@@ -199,10 +204,13 @@ def write_shard(job: _Job, shard: int) -> int:
     stop = min(job.source.rows, start + job.shard_size)
     path = job.folder.tar(shard)
     rows: list[dict[str, Any]] = []
+    removed = job.folder.removed_names()
 
     def members() -> Iterator[tuple[str, bytes]]:
         for number, pair in enumerate(job.source.read(start, stop), start=start):
-            row, parts = _sample(number, pair, job.image)
+            row, parts = _sample(number, pair, job.image, lists=job.lists)
+            if removed and parts and names_of_sample(tar_name(shard), row["key"], parts) & removed:
+                row, parts = {**row, "status": "failed", "reason": REMOVED}, {}
             rows.append(row)
             yield from ((f"{row['key']}.{suffix}", parts[suffix]) for suffix in sorted(parts))
 
@@ -221,11 +229,11 @@ def write_shard(job: _Job, shard: int) -> int:
     return len(rows)
 
 
-def _sample(number: int, pair: Pair, options: ImageOptions) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _sample(number: int, pair: Pair, options: ImageOptions, *, lists: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The outcome of one row: its record, and its members by suffix (none when it was dropped)."""
     key = key_of(number)
     row: dict[str, Any] = {**dict.fromkeys(_META), "row": number, "key": key, "place": pair.place, "status": "failed"}
-    pair = checked(pair)
+    pair = checked(pair, lists=lists)
     if pair.problem:
         return {**row, "reason": pair.problem, "error": pair.detail}, {}
     try:
@@ -250,7 +258,9 @@ def _write_meta(path: Path, rows: list[dict[str, Any]]) -> None:
     numbers = ("row", "captions", "width", "height")
     schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in _META])
     with replacing(path, durable=True) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd", write_page_checksum=True
+        )
 
 
 def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) -> Conversion:
@@ -259,8 +269,6 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
     Raises:
         UserError: No sample is left to train on.
     """
-    import pyarrow.parquet as pq
-
     records = [folder.read_record(shard) for shard in folder.finished()]
     if foreign := [record.shard for record in records if record.plan != plan]:
         raise UserError(
@@ -273,8 +281,8 @@ def _finish(config: PairsConfig, folder: Folder, source: PairSource, plan: str) 
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("place\treason\tdetail\n")
         for record in records:
-            columns = pq.read_table(folder.meta(record.shard), columns=["place", "reason", "error", "captions"])
-            for row in columns.to_pylist():
+            columns = ["place", "reason", "error", "captions"]
+            for row in read_meta(folder, record.shard, columns).to_pylist():
                 several += (row["captions"] or 0) > 1
                 if row["reason"]:
                     line = (row["place"], row["reason"], " ".join((row["error"] or "").split()))

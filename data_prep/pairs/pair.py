@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import json
+import tokenize
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from data_prep import reasons
@@ -53,15 +57,48 @@ def captions_in(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def checked(pair: Pair) -> Pair:
-    """The pair, or the reason why its captions cannot be used."""
+def captions_of_list(text: str) -> tuple[str, ...]:
+    """The captions of a text that is a JSON or Python list of them, such as `["a dog", "a brown dog"]`; else itself.
+
+    The commas may be missing, as in texts of numpy arrays.
+    """
+    if not (text.startswith("[") and text.endswith("]")):
+        return (text,)
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list) and all(isinstance(item, str) for item in found):
+            return captions_in(found if parse is json.loads else _literals(text))
+    return (text,)
+
+
+def _literals(text: str) -> list[str]:
+    """The string literals of a Python list; numpy writes no commas between them, which Python would join."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
+
+
+def not_utf8(error: UnicodeEncodeError | UnicodeDecodeError) -> str:
+    """Which byte makes a text no UTF-8, and what to do."""
+    found = error.object[error.start]
+    byte = found if isinstance(found, int) else ord(found) & 0xFF  # a surrogate stands for the byte
+    return f"byte 0x{byte:02X}; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
+
+
+def checked(pair: Pair, *, lists: bool = True) -> Pair:
+    """The pair, or the reason why its captions cannot be used; with `lists`, see `captions_of_list`."""
     if pair.problem:
         return pair
+    if lists:
+        captions = dict.fromkeys(text for caption in pair.captions for text in captions_of_list(caption))
+        pair = replace(pair, captions=tuple(captions))
     if not pair.captions:
         return Pair(pair.place, problem=reasons.NO_CAPTION)
     try:
         for caption in pair.captions:
             caption.encode("utf-8")
     except UnicodeEncodeError as error:
-        return Pair(pair.place, problem=NOT_UTF8, detail=str(error))
+        return Pair(pair.place, problem=NOT_UTF8, detail=not_utf8(error))
     return pair

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pairs.columns import choose_columns
-from data_prep.pairs.pair import MALFORMED_ROW, Pair, captions_in
+from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, captions_in, not_utf8
 from pipeline.errors import UserError
 
 _BATCH = 64  # rows with images in memory at a time
@@ -40,28 +40,54 @@ class ParquetSource:
         return {"kind": "parquet", "image": self.image, "caption": self.caption, "digest": digest}
 
     def read(self, start: int, stop: int) -> Iterator[Pair]:
-        import pyarrow.parquet as pq
-
         ends = list(accumulate(rows for _, _, rows in self.groups))
         place = start
         while place < stop:
             number = bisect.bisect_right(ends, place)
             name, group, rows = self.groups[number]
             first = ends[number] - rows
-            with pq.ParquetFile(self.root / name) as file:
-                before = sum(n for other, g, n in self.groups if other == name and g < group)
-                at = first
-                for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[self.image, self.caption]):
-                    if at + len(batch) > place:
-                        for row in batch.slice(max(0, place - at)).to_pylist()[: stop - place]:
-                            yield self._pair(row, f"{name} row {before + place - first}")
-                            place += 1
-                    at += len(batch)
-                    if place >= stop:
-                        break
+            before = sum(n for other, g, n in self.groups if other == name and g < group)
+            at = first
+            for batch in self._batches(name, group):
+                if at + len(batch) > place:
+                    for row in _plain(batch.slice(max(0, place - at), stop - place)):
+                        where = f"{name} row {before + place - first}"
+                        if isinstance(row, str):
+                            yield Pair(where, problem=NOT_UTF8, detail=row)
+                        else:
+                            yield pair_of(row[self.image], row[self.caption], place=where, folder=self.root)
+                        place += 1
+                at += len(batch)
+                if place >= stop:
+                    break
 
-    def _pair(self, row: Mapping[str, Any], place: str) -> Pair:
-        return pair_of(row.get(self.image), row.get(self.caption), place=place, folder=self.root)
+    def _batches(self, name: str, group: int) -> Iterator[Any]:
+        """The row group in batches.
+
+        Raises:
+            UserError: The file is damaged, for instance a page that has not its checksum.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.root / name
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                yield from file.iter_batches(_BATCH, row_groups=[group], columns=[self.image, self.caption])
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path} is damaged in row group {group} ({error}): fetch it again.") from error
+
+
+def _plain(batch: Any) -> Iterator[Any]:
+    """The rows of a batch; in place of one with a text that is not UTF-8, why."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield not_utf8(error)
 
 
 def pair_of(image: Any, caption: Any, *, place: str, folder: Path) -> Pair:
@@ -79,7 +105,7 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
     """A parquet file, or all of a folder in the order of their names.
 
     Raises:
-        UserError: Columns are not found, or the files' columns differ.
+        UserError: A file cannot be read, columns are not found, or the files' columns differ.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -90,7 +116,7 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
     for file in files:
         name = file.relative_to(root).as_posix()
         try:
-            with pq.ParquetFile(file) as opened:
+            with pq.ParquetFile(file, page_checksum_verification=True) as opened:
                 schema = opened.schema_arrow if schema is None else schema
                 if missing := [column for column in schema.names if column not in opened.schema_arrow.names]:
                     raise UserError(
@@ -98,7 +124,7 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
                         "set; name one file, or one split's subfolder."
                     )
                 groups += [(name, g, opened.metadata.row_group(g).num_rows) for g in range(opened.num_row_groups)]
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError) as error:
             raise UserError(f"{file} is not a parquet file that can be read ({error}): fetch it again.") from error
     assert schema is not None
     texts = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ from pipeline.errors import UserError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _DELIMITERS = ",\t;|"
+_GUESSED_FROM = 20
+"""Lines that the delimiter is guessed from."""
+_NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class PairTable:
                 if not isinstance(name, str) or not name.strip():
                     yield Listed(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
                     continue
-                yield Listed(place, str(self.images / name.strip()), captions_in(row.get(self.caption)))
+                yield Listed(place, str(image_path(self.images, name.strip())), captions_in(row.get(self.caption)))
 
     def names_image(self, line: str, *, delimiter: str, columns: Sequence[str]) -> bool:
         """Whether a line, split without regard to quotes, has one of the images at their place."""
@@ -83,13 +88,19 @@ def open_table(
     found = choose_columns(names, image=image, caption=caption, where=str(path), note=note)
     folder = images if images is not None else path.parent
     table = PairTable(path, folder, *found, tuple(header))
-    tried = [folder / row[found[0]].strip() for row in head if isinstance(row.get(found[0]), str)]
+    tried = [image_path(folder, row[found[0]].strip()) for row in head if isinstance(row.get(found[0]), str)]
     if tried and not any(one.is_file() for one in tried):
         raise UserError(
             f"None of the first {len(tried)} images of {path} exists, such as {tried[0]}: paths in column "
             f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
         )
     return table
+
+
+def image_path(folder: Path, name: str) -> Path:
+    """The path of a table's image, without the number of the caption that Flickr8k appends: `dog.jpg#0`."""
+    numbered = _NUMBERED.match(name)
+    return folder / numbered[1] if numbered and not (folder / name).is_file() else folder / name
 
 
 def _open(path: Path) -> TextIO:
@@ -129,9 +140,9 @@ def _csv_rows(
         UserError: A quote that is never closed makes one row of several.
     """
     csv.field_size_limit(1 << 24)
-    first = file.readline()
+    head = list(itertools.islice(file, _GUESSED_FROM))
     file.seek(0)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(_DELIMITERS, key=first.count)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else _delimiter(head)
     lines: list[str] = []
 
     def noted() -> Iterator[str]:
@@ -141,6 +152,10 @@ def _csv_rows(
 
     reader = csv.reader(noted(), delimiter=delimiter)
     names = list(header) if header else [name.strip() for name in next(reader, [])]
+    if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
+        raise UserError(
+            f"{path} has several columns called {twice[0]!r}: rename all but one of them in its first line."
+        )
     while True:
         number = reader.line_num + 1
         lines.clear()
@@ -162,6 +177,18 @@ def _csv_rows(
             yield number, f"{len(fields)} fields instead of {len(names)}"
         else:
             yield number, dict(zip(names, fields, strict=True))
+
+
+def _delimiter(lines: Sequence[str]) -> str:
+    """The delimiter that splits most of the lines into as many fields as the first, which must be several."""
+
+    def agreement(delimiter: str) -> tuple[int, int]:
+        counts = []
+        with contextlib.suppress(csv.Error):
+            counts += [len(fields) for fields in csv.reader(lines, delimiter=delimiter) if fields]
+        return (counts.count(counts[0]) if counts and counts[0] > 1 else 0, lines[0].count(delimiter) if lines else 0)
+
+    return max(_DELIMITERS, key=agreement)
 
 
 def _check_quotes(lines: list[str], number: int, table: PairTable, *, delimiter: str, columns: Sequence[str]) -> None:

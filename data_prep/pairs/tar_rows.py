@@ -11,6 +11,7 @@ from pathlib import Path
 from data_prep.pairs.columns import CAPTION_NAMES
 from data_prep.pairs.listed_source import read_sample
 from data_prep.pairs.listing import Listed
+from data_prep.pairs.pair import MALFORMED_ROW
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
 
@@ -28,7 +29,7 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
     """
     for tar in tars:
         shown = tar.relative_to(root).as_posix() if tar != root else tar.name
-        count, key = 0, None
+        count, key, seen = 0, None, set[str]()
         try:
             with tarfile.open(tar, "r:") as archive:
                 for member in archive:
@@ -37,6 +38,11 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
                     if not member.isfile() or not suffix or not stem.rpartition("/")[2] or stem == key:
                         continue
                     key, count = stem, count + 1
+                    if stem in seen:
+                        detail = "its name occurs before in this tar: the files of a sample must be neighbours"
+                        yield Listed(f"{shown}:{stem}", problem=MALFORMED_ROW, detail=detail)
+                        continue
+                    seen.add(stem)
                     yield Listed(f"{shown}:{stem}", str(tar), offset=member.offset)
         except (tarfile.TarError, OSError) as error:
             remedy = "it is compressed: gunzip it first" if _is_gzip(tar) else "fetch it again, or move it away"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import os
 from typing import Literal
 
 import pydantic
@@ -12,6 +11,7 @@ from pydantic import Field
 
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import section
+from pipeline.cores import usable_cores
 
 OptOut = Literal["noai", "noimageai", "noindex", "noimageindex"]
 
@@ -124,7 +124,7 @@ class FetchConfig:
     master: str | None = None
     """Address of the cluster: a Spark master (`spark://host:7077`, `yarn`, ...) or a Ray address. Without it, this
     machine."""
-    processes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    processes: int = Field(default_factory=usable_cores, ge=1)
     """Worker processes; each works on one shard at a time."""
     threads: int = Field(default=64, ge=1)
     """URLs that each process fetches at a time."""
@@ -134,6 +134,8 @@ class FetchConfig:
     """Seconds to wait for a server's next bytes."""
     total_timeout: float = Field(default=60.0, gt=0)
     """Seconds for a whole attempt, redirects included."""
+    decode_timeout: float = Field(default=30.0, gt=0)
+    """Seconds for decoding, resizing and encoding one image, which is tried twice."""
     retries: int = Field(default=1, ge=0, le=10)
     """Further attempts after a transient failure."""
     worker: int = Field(default=0, ge=0)

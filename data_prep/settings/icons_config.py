@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from pydantic import Field
 
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse, section
+from pipeline.cores import usable_cores
 
 PACKAGE = "@iconify/json"
 
@@ -64,7 +64,7 @@ class HeldOutConfig:
 class IconWorkConfig:
     """How the work is spread."""
 
-    processes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+    processes: int = Field(default_factory=usable_cores, ge=1)
     """Rendering processes; each works on one shard at a time."""
     shard_size: int = Field(default=10_000, ge=1, le=1_000_000)
     """Icons per shard, including those that are not used."""

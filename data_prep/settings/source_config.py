@@ -10,7 +10,7 @@ import pydantic
 import pydantic_core
 from pydantic import Field
 
-from pipeline.config import section, suggest
+from pipeline.config import load_entry_points, section, suggest
 from pipeline.errors import UserError
 
 Format = Literal["auto", "parquet", "csv", "tsv", "jsonl"]
@@ -71,7 +71,7 @@ class SourceConfig:
             return given
         name = tree.get("name", "table")
         # `resolve` rejects unknown names and suggests the nearest.
-        known = SOURCES.get(name) if isinstance(name, str) else None
+        known = known_source(name) if isinstance(name, str) else None
         return {**known.settings, **tree} if known else given
 
     @pydantic.field_validator("header", "keep", mode="before")
@@ -142,13 +142,20 @@ SOURCES: dict[str, Known] = {
 }
 
 
+def known_source(name: str) -> Known | None:
+    """A published source; a package with an entry point of the group `neuclip.sources` may add its own to SOURCES."""
+    if name not in SOURCES:
+        load_entry_points("neuclip.sources", what="source of URLs")
+    return SOURCES.get(name)
+
+
 def resolve(source: SourceConfig) -> SourceConfig:
     """Check that the source's name is known and that there is a table to read.
 
     Raises:
         UserError: The name is unknown, or no table is given.
     """
-    if source.name not in SOURCES:
+    if known_source(source.name) is None:
         raise UserError(f"source.name = {source.name!r} is not known. {suggest(source.name, tuple(SOURCES))}")
     if source.table is None and source.hub is None:
         raise UserError(

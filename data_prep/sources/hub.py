@@ -45,8 +45,13 @@ def read(source: SourceConfig, columns: list[str], batch_rows: int) -> Iterator[
     """
     import datasets
 
-    # Parquet can leave unwanted columns on the server; other formats cannot.
-    options: dict[str, Any] = {"columns": columns} if source.format == "parquet" else {}
+    options: dict[str, Any] = {}
+    if source.format == "parquet":
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        # Parquet can leave unwanted columns on the server; other formats cannot.
+        checked = ParquetFragmentScanOptions(page_checksum_verification=True)
+        options = {"columns": columns, "fragment_scan_options": checked}
     try:
         rows = datasets.load_dataset(
             source.hub,

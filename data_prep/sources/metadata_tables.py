@@ -118,7 +118,7 @@ def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: permission denied. Change its permissions, or give a copy.") from error
     except (pa.ArrowException, OSError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.files import text_lines
 
 _URL = re.compile(r"^\s*\"?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -33,14 +34,14 @@ class QuoteCheck:
         import pyarrow.compute as pc
 
         for place, column in enumerate(batch.columns):
-            suspects = pc.indices_nonzero(pc.fill_null(pc.match_substring(column, b"\n"), False)).to_pylist()
+            suspects = pc.indices_nonzero(pc.fill_null(pc.match_substring_regex(column, "[\r\n]"), False)).to_pylist()
             for row in suspects:
                 self.check_text(column[row].as_py().decode(errors="replace"), place, row=row)
         self._records += batch.num_rows
 
     def check_text(self, text: str, place: int = 0, *, row: int = 0) -> None:
         """The same for one value in the column at `place`, or for a whole line that could not be split."""
-        first, *rest = text.strip().split("\n")
+        first, *rest = text_lines(text.strip()) or [""]
         held = any(self._is_record(line, 0) for line in rest) or (place < self._url and self._is_record(first, place))
         if rest and (held or place == self._url):  # a URL never holds a line break
             raise UserError(

@@ -10,6 +10,7 @@ from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.open_quotes import QuoteCheck
 from data_prep.sources.text_columns import columns_of, need_columns
 from pipeline.errors import UserError
+from pipeline.files import text_lines
 
 # More lines with a wrong number of fields than this share mean that the settings are wrong, or the file is damaged.
 _ODD_SHARE = 0.1
@@ -28,7 +29,7 @@ def separated_values(
     def leave_out(line: Any) -> str:
         nonlocal skipped, first
         skipped, first = skipped + 1, first or line
-        if quotes is not None and line.text and "\n" in line.text:
+        if quotes is not None and line.text and len(text_lines(line.text)) > 1:
             suspects.append(line.text)
         return "skip"
 

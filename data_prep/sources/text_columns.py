@@ -75,9 +75,14 @@ def _converted(column: Any, kind: Any, good: np.ndarray, what: str) -> Any:
 
 
 def _whole_numbers(column: Any) -> Any:
-    """Ids that became floats in a table with missing values, as integers again; other floats as they are."""
-    import pyarrow as pa
+    """Ids that became floats in a table with missing values, as integers again; other floats as they are.
 
+    NaN, which pandas writes where a value is missing, becomes null.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = pc.if_else(pc.is_nan(column), None, column)
     try:
         return column.cast(pa.int64())
     except pa.ArrowInvalid:

@@ -31,13 +31,14 @@ from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.model.lora import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.precision import true_fp32
 from pipeline.training.build import loader_of, objective_of
-from pipeline.training.recipe import RunConfig, parse_recipe
+from pipeline.training.recipe import RunConfig, parse_recipe, without_consents
 
 SIDES = ("image", "text")
 
@@ -131,13 +132,19 @@ def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice,
 
 
 def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunConfig:
-    """The configuration that a checkpoint was written with, with `changes` (to the path of the data, for example)."""
+    """The configuration that a checkpoint was written with, with `changes` (to the path of the data, for example).
+
+    Consents (`recipe.CONSENTS`) are taken from `changes` only.
+
+    Raises:
+        UserError: The checkpoint holds none.
+    """
     tree = checkpoint.meta.get("config")
     if not tree:
         raise UserError(
             f"{checkpoint.path} does not hold its run's configuration: it was not written by `neuclip train`."
         )
-    return parse_recipe(cfg.merge(tree, changes or {}))
+    return parse_recipe(cfg.merge(without_consents(tree), changes or {}))
 
 
 @torch.no_grad()
@@ -205,7 +212,7 @@ def save_rows(path: Path, rows: Rows) -> None:
 
 
 def _from_scratch(model: ModelConfig) -> ModelConfig:
-    return replace(without_weights(model), patch_dropout=None, compile=False)
+    return replace(without_weights(model), patch_dropout=None, compile=False, lora=LoraConfig())
 
 
 @dataclass(frozen=True)

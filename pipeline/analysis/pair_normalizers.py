@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.objectives.neuclip import NeuClip
+from pipeline.objectives.npn.neuclip import NeuClip
 from pipeline.objectives.npn.prototypes import Anchors
 
 

@@ -11,7 +11,9 @@ Shards are scored one by one, each into a table of its own, so that a stopped jo
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +26,11 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.pair_normalizers import Normalizers
-from pipeline.analysis.shard_pairs import PairBatch, read_pairs
+from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.storage import open_records
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import replacing, write_json
@@ -159,7 +162,8 @@ def score_shards(
     ):
         rows += _rows(scorer, manifest, batch)
         if batch.ends_shard:
-            rows.sort(key=lambda row: int(row["row"]))
+            names = names_in(manifest.url(manifest.shards[batch.shard]))
+            rows = [row | names.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
             path = part_of(output, batch.shard)
             with replacing(path) as temporary:
                 pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary)
@@ -172,18 +176,24 @@ def part_of(output: Path, shard: int) -> Path:
     return output / "parts" / f"{shard:06d}.parquet"
 
 
-def start_output(output: Path, facts: ScoringFacts) -> None:
-    """Create a folder for scores, or check that it holds scores of the same model, data and settings.
+def start_output(path: Path, facts: Any, *, what: str) -> None:
+    """Create a folder for results by its file of facts, or check that it holds those of the same facts.
+
+    Args:
+        path: The file.
+        facts: A dataclass of plain values.
+        what: The results, for messages.
 
     Raises:
         UserError: It holds others.
     """
-    path = output / FACTS_NAME
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))["facts"]
         if other := [name for name, value in asdict(facts).items() if stored.get(name) != value]:
             differing = ", ".join(f"{name} ({stored.get(name)}, now {asdict(facts)[name]})" for name in other)
-            raise UserError(f"{output} holds scores with another {differing}: give another --output, or delete it.")
+            raise UserError(
+                f"{path.parent} holds {what} with another {differing}: give another --output, or delete it."
+            )
         return
     write_json(path, {"facts": asdict(facts)})
 
@@ -203,7 +213,7 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
     problems: dict[str, int] = {}
     with replacing(output / TABLE_NAME) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
         for path in paths:
-            table = pq.read_table(path, schema=SCHEMA)
+            table = pq.read_table(path, schema=SCHEMA, page_checksum_verification=True)
             for problem in table["problem"].drop_null().to_pylist():
                 problems[problem] = problems.get(problem, 0) + 1
             writer.write_table(table)
@@ -213,19 +223,39 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
 
 
 def worst_keys(table: Path, share: float) -> list[str]:
-    """Keys of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
+    """Names of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
+
+    A name is the sample's key, or SHARD:KEY in a dataset where several shards have the same keys.
+    """
+    columns = pq.read_table(table, columns=["shard", "key", "score"], page_checksum_verification=True)
+    order = by_score(columns)
+    keys, shards = columns["key"].to_pylist(), columns["shard"].to_pylist()
+    known = [key for key in keys if key is not None]
+    qualified = len(set(known)) < len(known)
+    return [f"{shards[i]}:{keys[i]}" if qualified else keys[i] for i in order[: int(share * len(order))]]
+
+
+def by_score(table: pa.Table) -> np.ndarray:
+    """Rows of a table of scores in increasing order of the score, without those that have none."""
+    score = table["score"].to_numpy(zero_copy_only=False)
+    order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
+    return order[: int(np.isfinite(score).sum())]
+
+
+def check_uids(manifest: Manifest) -> None:
+    """Check that the first samples of a dataset have uids, which `best_uids` needs, before it is scored.
 
     Raises:
-        UserError: The shards have no keys.
+        UserError: One has none of 32 hexadecimal digits.
     """
-    columns = pq.read_table(table, columns=["key", "score"])
-    score = columns["score"].to_numpy(zero_copy_only=False)
-    keys = columns["key"].to_pylist()
-    order = np.argsort(score, kind="stable")  # nan, of pairs without a score, comes last
-    chosen = order[: int(share * int(np.isfinite(score).sum()))]
-    if any(keys[index] is None for index in chosen):
-        raise UserError("The samples have no JSON member with a key: such shards cannot be filtered by it.")
-    return [keys[index] for index in chosen]
+    shard = manifest.shards[0]
+    with open_records(manifest.url(shard), skip=0, caption_suffix="json") as records:
+        uids = [uid_of(record.caption or b"") for record in itertools.islice(records, 10)]
+    if not all(re.fullmatch(r"[0-9a-fA-F]{32}", uid or "") for uid in uids):
+        raise UserError(
+            f"The samples of {shard.name} have no uids of 32 hexadecimal digits, which --index-best selects by: use "
+            "--list-worst with the rest of the share, and `neuclip verify --remove`."
+        )
 
 
 def best_uids(table: Path, share: float) -> np.ndarray:
@@ -234,7 +264,7 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     Raises:
         UserError: The samples have no uids of 32 hexadecimal digits.
     """
-    columns = pq.read_table(table, columns=["uid", "score"])
+    columns = pq.read_table(table, columns=["uid", "score"], page_checksum_verification=True)
     score = columns["score"].to_numpy(zero_copy_only=False)
     uids = columns["uid"].to_pylist()
     scored = np.flatnonzero(np.isfinite(score))
@@ -242,9 +272,9 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     try:
         halves = [(int(uids[i][:16], 16), int(uids[i][16:], 16)) for i in chosen if len(uids[i]) == 32]
     except (TypeError, ValueError) as error:
-        raise UserError(f"The samples have no uids of 32 hexadecimal digits ({error}).") from error
+        raise UserError(f"Not all samples have uids of 32 hexadecimal digits ({error}).") from error
     if len(halves) < len(chosen):
-        raise UserError("The samples have no uids of 32 hexadecimal digits.")
+        raise UserError("Not all samples have uids of 32 hexadecimal digits.")
     return np.sort(np.array(halves, dtype="u8,u8"))
 
 
@@ -256,6 +286,6 @@ def _rows(scorer: Scorer, manifest: Manifest, batch: PairBatch) -> Iterator[dict
         columns = scorer.columns(batch, encode(scorer.model, batch))
         for at, row in enumerate(batch.rows):
             values = {name: float(column[at]) for name, column in columns.items()}
-            yield fixed | {"sample_id": shard.offset + row, "row": row, **batch.names.get(row, {}), **values}
+            yield fixed | {"sample_id": shard.offset + row, "row": row, **values}
     for row, problem in batch.problems:
-        yield fixed | {"sample_id": shard.offset + row, "row": row, **batch.names.get(row, {}), "problem": problem}
+        yield fixed | {"sample_id": shard.offset + row, "row": row, "problem": problem}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.pair_normalizers import NetworkNormalizers, SampledNormalizers
 from pipeline.analysis.pair_scores import Scorer, ScoringFacts, reference_pairs
 from pipeline.checkpoint.layout import META_NAME
@@ -18,8 +19,7 @@ from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.starting_weights import model_folder_in
 from pipeline.objectives import build_objective
-from pipeline.objectives.neuclip import NeuClip
-from pipeline.training.recipe import parse_recipe
+from pipeline.objectives.npn.neuclip import NeuClip
 
 
 def make_scorer(
@@ -58,7 +58,7 @@ def make_scorer(
         return Scorer(model, network, network.tau), _facts(model, manifest, caption, "network", 0, network.tau)
     if normalizers == "network":
         raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
-    tau = _temperature(model, spec)
+    tau = temperature_of(model, spec)
     image, text, ids = reference_pairs(
         model, manifest, caption=caption, count=reference, batch_size=batch_size, workers=workers
     )
@@ -76,7 +76,7 @@ def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | Non
     if folder is None or not (folder / META_NAME).is_file():
         return None
     checkpoint = open_checkpoint(folder)
-    run, state = parse_recipe(checkpoint.meta["config"]), checkpoint.objective()
+    run, state = run_of(checkpoint), checkpoint.objective()
     if "npn.weight" not in state:
         return None
     objective = build_objective(
@@ -98,7 +98,12 @@ def _facts(
     return ScoringFacts(model.digest, manifest.digest, str(caption), normalizers, reference, tau)
 
 
-def _temperature(model: EvaluationModel, spec: str) -> float:
+def temperature_of(model: EvaluationModel, spec: str) -> float:
+    """The temperature that is stored with a model's weights.
+
+    Raises:
+        UserError: There is none.
+    """
     if model.towers.logit is None:
-        raise UserError(f"{spec} has no logit scale, and so no temperature to score with.")
+        raise UserError(f"{spec} has no logit scale, and so no temperature.")
     return math.exp(-model.towers.logit[0])

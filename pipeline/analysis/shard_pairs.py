@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.thread_map import thread_map
+from pipeline.cores import thread_map
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
-
-NAMES = ("key", "uid")
-"""Fields of a sample's JSON member that are reported."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class PairBatch:
     captions: list[str]
     problems: list[tuple[int, str]]
     """Position and reason of the other pairs."""
-    names: dict[int, dict[str, str]] = field(default_factory=dict)
-    """key and uid by position, where the sample has them."""
     ends_shard: bool = False
 
 
@@ -76,7 +72,6 @@ class _Shards:
 
     def stream(self, number: int, pool: Executor) -> Iterator[PairBatch]:
         shard = self.manifest.shards[number]
-        names = self._names(number)
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
         records = self._records(self.manifest.url(shard), shard.samples)
@@ -86,9 +81,9 @@ class _Shards:
             else:
                 good.append((row, *outcome))
             if len(good) == self.batch_size and row + 1 < shard.samples:
-                yield self._batch(number, good, bad, names)
+                yield self._batch(number, good, bad)
                 good, bad = [], []
-        yield self._batch(number, good, bad, names, ends_shard=True)
+        yield self._batch(number, good, bad, ends_shard=True)
 
     def _records(self, url: str, samples: int) -> Iterator[TarRecord]:
         """As many samples as the manifest counts, in order; after damage they say what it was."""
@@ -114,42 +109,31 @@ class _Shards:
         except CorruptSample as error:
             return str(error)
 
-    def _names(self, number: int) -> dict[int, dict[str, str]]:
-        """key and uid of each sample that has a JSON member."""
-        names = {}
-        try:
-            with open_records(
-                self.manifest.url(self.manifest.shards[number]), skip=0, caption_suffix="json"
-            ) as records:
-                for row, record in enumerate(records):
-                    if record.caption is not None and (found := _fields(record.caption)):
-                        names[row] = found
-        except (DamagedTar, OSError):
-            pass  # reported for the samples themselves
-        return names
-
     def _batch(
-        self,
-        number: int,
-        good: list[tuple[int, Tensor, str]],
-        bad: list[tuple[int, str]],
-        names: dict[int, dict[str, str]],
-        *,
-        ends_shard: bool = False,
+        self, number: int, good: list[tuple[int, Tensor, str]], bad: list[tuple[int, str]], *, ends_shard: bool = False
     ) -> PairBatch:
         offset = self.manifest.shards[number].offset
         rows = [row for row, _, _ in good]
-        kept = {row: names[row] for row in (*rows, *(row for row, _ in bad)) if row in names}
         image = torch.stack([image for _, image, _ in good]) if good else torch.empty(0)
         captions = [caption for _, _, caption in good]
-        return PairBatch(number, rows, [offset + row for row in rows], image, captions, bad, kept, ends_shard)
+        return PairBatch(number, rows, [offset + row for row in rows], image, captions, bad, ends_shard)
 
 
-def _fields(text: bytes) -> dict[str, str]:
+def names_in(url: str) -> dict[int, dict[str, str]]:
+    """By position in a shard: the key, which is the name in the tar, and the uid of those whose JSON member has one."""
+    names = {}
+    with suppress(DamagedTar, OSError), open_records(url, skip=0, caption_suffix="json") as records:
+        for row, record in enumerate(records):
+            names[row] = {"key": record.key}
+            if uid := uid_of(record.caption or b""):
+                names[row]["uid"] = uid
+    return names
+
+
+def uid_of(text: bytes) -> str | None:
+    """The uid in a sample's JSON member, or None."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    if not isinstance(tree, dict):
-        return {}
-    return {name: str(tree[name]) for name in NAMES if tree.get(name) is not None}
+        return None
+    return str(tree["uid"]) if isinstance(tree, dict) and tree.get("uid") is not None else None

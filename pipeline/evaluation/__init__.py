@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.evaluation.datasets.suite import Suite
-    from pipeline.evaluation.runner.evaluator import Evaluation, EvaluationConfig
-    from pipeline.evaluation.runner.processes import Processes
+    from pipeline.evaluation.run.evaluator import Evaluation, EvaluationConfig
+    from pipeline.evaluation.run.session import Processes
     from pipeline.model.evaluation_model import EvaluationModel
 
 Progress = Callable[[str, "Sequence[Evaluation]"], None]
@@ -49,14 +49,13 @@ def evaluate(
     """
     import torch
 
+    from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.datasets.suite import Suite, open_suite
-    from pipeline.evaluation.runner.checkpoint_model import load_checkpoint
-    from pipeline.evaluation.runner.compute import Compute
-    from pipeline.evaluation.runner.evaluator import EvaluationConfig, Evaluator
-    from pipeline.evaluation.runner.output import write_summary
-    from pipeline.evaluation.runner.prepare import prepare
-    from pipeline.evaluation.runner.processes import Alone
-    from pipeline.evaluation.runner.session import Session
+    from pipeline.evaluation.run.checkpoint import load_checkpoint
+    from pipeline.evaluation.run.evaluator import EvaluationConfig, Evaluator
+    from pipeline.evaluation.run.folders import prepare
+    from pipeline.evaluation.run.session import Alone, Session
+    from pipeline.evaluation.run.summary import write_summary
     from pipeline.model.evaluation_model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
@@ -70,7 +69,7 @@ def evaluate(
 
     def summarize() -> None:
         for evaluation in evaluations:
-            evaluation.summary = write_summary(evaluation, opened, settings.settings())
+            evaluation.summary = write_summary(evaluation, opened)
 
     session.on_main(summarize)
     return evaluations

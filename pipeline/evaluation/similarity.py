@@ -11,13 +11,13 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.pixels import eight_bits
+from pipeline.pixels import ImageError, orientation, read_upright, to_rgb, upright
 
 
 def score(
     model: str | EvaluationModel,
-    images: Sequence[Any],
-    texts: Sequence[str],
+    images: Sequence[Any] | Any,
+    texts: Sequence[str] | str,
     *,
     matrix: bool = False,
     batch_size: int = 64,
@@ -26,8 +26,8 @@ def score(
 
     Args:
         model: What `load` takes or returns.
-        images: Paths or PIL images, n in all.
-        texts: Captions, m in all.
+        images: Paths or PIL images, n in all; a single one need not be in a list.
+        texts: Captions, m in all; a single one need not be in a list.
         matrix: Compare every image with every text, instead of image i with text i (n = m).
         batch_size: Images or texts that are encoded at a time.
 
@@ -37,6 +37,9 @@ def score(
     Raises:
         UserError: The numbers of images and texts differ, or an image cannot be read.
     """
+    if isinstance(images, str | Path) or hasattr(images, "convert"):
+        images = [images]
+    texts = [texts] if isinstance(texts, str) else texts
     if not matrix and len(images) != len(texts):
         raise UserError(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
@@ -77,12 +80,9 @@ def _open(image: Any) -> Any:
     Raises:
         UserError: The file cannot be read as an image.
     """
-    from PIL import Image, ImageOps
-
-    if not isinstance(image, str | Path):
-        return eight_bits(ImageOps.exif_transpose(image)).convert("RGB")
     try:
-        with Image.open(image) as opened:
-            return eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
-    except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
+        if isinstance(image, str | Path):
+            return read_upright(Path(image).read_bytes())
+        return upright(to_rgb(image), orientation(image))  # `to_rgb` has loaded it
+    except (OSError, ImageError) as error:
         raise UserError(f"The image {image} cannot be read ({error}).") from error

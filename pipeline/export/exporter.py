@@ -3,6 +3,7 @@
     EXPORT/
         open_clip_config.json, open_clip_model.safetensors   what open_clip loads, by folder or as `pretrained=FILE`
         tokenizer.json ...                                   the tokenizer, if it is one of Hugging Face's
+        adapters/                                            of a run with LoRA, in peft's format; merged in the weights
         README.md, config.yaml                               the model card, and the run's configuration
         image.pt2, text.pt2, image.onnx, text.onnx           on request: towers that run without open_clip
 
@@ -11,6 +12,7 @@ The programs map normalised images [B, 3, H, W] or tokens [B, L] to unit-norm fe
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,13 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.layout import EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
+from pipeline.checkpoint.layout import ADAPTERS_NAME, EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
+from pipeline.model.lora import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.model.tokenizers import save_tokenizer
 
@@ -162,7 +165,7 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
         temporary.replace(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(output, tuple(sorted(path for path in output.iterdir() if path.is_file())), worst)
+    return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
 
 
 def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
@@ -173,6 +176,10 @@ def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         shutil.copyfile(source / name, output / name)
+    if (source / ADAPTERS_NAME).is_dir():
+        (output / ADAPTERS_NAME).mkdir()
+        for name in ADAPTER_FILES:
+            shutil.copyfile(source / ADAPTERS_NAME / name, output / ADAPTERS_NAME / name)
     model = load_for_evaluation(str(source))
     save_tokenizer(model.tokenize, output)
     examples = example_inputs(model)
@@ -227,3 +234,32 @@ def logit_parameters(folder: Path) -> tuple[float, float]:
         scale = float(file.get_tensor("logit_scale").exp())
         bias = float(file.get_tensor("logit_bias")) if "logit_bias" in names else 0.0
     return scale, bias
+
+
+def push(folder: Path, repository: str, *, private: bool = False) -> str:
+    """Create the repository if needed and upload the folder in one commit.
+
+    Uses the hub at `HF_ENDPOINT` (huggingface.co by default) and the account of `HF_TOKEN` or `hf auth login`.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        UserError: The hub refuses the upload or cannot be reached. The folder is unchanged.
+    """
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=str(folder), repo_id=repository, commit_message="Upload by neuclip export"
+        )
+    except Exception as error:  # the client raises many exception types
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        again = f"hf upload {repository} {shlex.quote(str(folder))}"
+        raise UserError(
+            f"{repository} could not be uploaded ({type(error).__name__}: {first}). The export is in {folder}; once "
+            f"the account may write there (hf auth login, or HF_TOKEN), `{again}` does it."
+        ) from error
+    return str(commit.commit_url)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.layout import ADAPTERS_NAME
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.export.siglip_model import is_siglip
@@ -14,8 +15,8 @@ from pipeline.model.architectures import CONFIG_NAME, load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
+from pipeline.run_files import METRICS_NAME, read_records
 
-METRICS_NAME = "metrics.jsonl"
 SHOWN_METRICS = ("loss", "tau", "normalizer_gap", "lr", "samples_per_second", "corrupt_samples")
 
 
@@ -62,6 +63,11 @@ def model_card(
         parts.append(
             f"## Further files\n\n{files}: normalised images [B, 3, H, W] or tokens [B, L] to unit-norm features "
             "[B, d], any batch size."
+        )
+    if form == "open_clip" and checkpoint.meta.get("adapters_of"):
+        parts.append(
+            f"## Adapters\n\nThe LoRA adapters are merged into the weights. `{ADAPTERS_NAME}/` has them alone, in "
+            f"peft's format, for the weights of `{config['model']['pretrained']}`."
         )
     stated = licence or "not stated; that of the training data and of any starting weights applies"
     parts.append(f"## Licence\n\nOf these weights: {stated}.")
@@ -174,14 +180,9 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[s
 def _metrics(path: Path, *, step: int) -> list[tuple[str, str]]:
     """The figures of the last training record up to `step`."""
     last: Mapping[str, Any] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # a line truncated by a crash
-            if record.get("kind") == "train" and record["step"] <= step:
-                last = record
+    for record in read_records(path):
+        if record.get("kind") == "train" and record["step"] <= step:
+            last = record
     return [(name, f"{last[name]:.6g}") for name in SHOWN_METRICS if name in last]
 
 

@@ -19,6 +19,7 @@ from pipeline.errors import UserError
 from pipeline.export.siglip_model import is_siglip, pooled, siglip, why_not_siglip, write_tokenizer
 from pipeline.export.transformers_state import block
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.model.model_folder import allow_by_umask
 
 # Settings of open_clip's towers that transformers' CLIP has no counterpart for -> the value that it implies.
 _IMAGE = {
@@ -88,6 +89,7 @@ def write_transformers(
         siglip(model, logit_scale=logit_scale, logit_bias=logit_bias).save_pretrained(str(folder))
         _write_processor(model, folder, kind="SiglipImageProcessor")
         write_tokenizer(model, folder)
+        allow_by_umask(*folder.glob("*.safetensors"))
         return _difference(model, folder, *examples)
     clip = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model))).eval()
     state = clip_state(model.towers.clip.state_dict())
@@ -99,6 +101,7 @@ def write_transformers(
     clip.save_pretrained(str(folder))
     _write_processor(model, folder, kind="CLIPImageProcessor")
     _write_tokenizer(model, folder)
+    allow_by_umask(*folder.glob("*.safetensors"))
     return _difference(model, folder, *examples)
 
 

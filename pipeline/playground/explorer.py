@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.loading.thread_map import thread_map
+from pipeline.cores import thread_map
 from pipeline.errors import UserError
-from pipeline.evaluation.runner.compute import Compute
-from pipeline.evaluation.runner.texts import class_vectors, encode_texts
+from pipeline.evaluation.compute import Compute
+from pipeline.evaluation.protocols.texts import class_vectors, encode_texts
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.playground.gallery import Dropped, Sample, open_image, thumbnail
 
@@ -130,6 +131,11 @@ class Explorer:
             {"image": k, "name": self.names[k], "caption": self.image_captions[k], "score": score}
             for k, score in _best((self._images @ query.T)[:, 0], count)
         ]
+
+    def some_images(self, *, count: int) -> list[dict[str, Any]]:
+        """Gallery images drawn at random: number, name and caption."""
+        drawn = random.sample(range(len(self.names)), min(count, len(self.names)))
+        return [{"image": k, "name": self.names[k], "caption": self.image_captions[k]} for k in drawn]
 
     def add_upload(self, body: bytes) -> str:
         """Encode an image that was dropped onto the page.

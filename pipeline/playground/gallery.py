@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline import pixels
 from pipeline.data.shards.caption_field import CaptionField
-from pipeline.data.shards.manifest_format import FORMATS
-from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
 from pipeline.errors import UserError
@@ -20,6 +19,11 @@ from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, re
 SIDE = 384
 """Pixels of the longer side of the images that the page shows."""
 LARGEST_PIXELS = 64_000_000
+_WHY = {
+    pixels.NOT_AN_IMAGE: "is not an image that can be read (PNG, JPEG, WebP and others)",
+    pixels.UNDECODABLE: "is damaged: it cannot be decoded to its end",
+    pixels.TRUNCATED: "is damaged: it cannot be decoded to its end",
+}
 
 
 @dataclass
@@ -105,19 +109,13 @@ def open_image(body: bytes, *, name: str) -> Any:
     Raises:
         UserError: It is not an image, damaged, or has too many pixels.
     """
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-            pixels = image.width * image.height
-    except Exception as error:  # PIL raises many exception types for damaged files
-        raise UserError(f"{name} is not an image that can be read (PNG, JPEG, WebP and others).") from error
-    if pixels > LARGEST_PIXELS:
-        raise UserError(f"{name} has {pixels:,} pixels, more than the {LARGEST_PIXELS:,} allowed: make it smaller.")
-    try:
-        return ImageOps.exif_transpose(rgb_image(body))
-    except CorruptSample as error:
-        raise UserError(f"{name} is damaged: it cannot be decoded to its end.") from error
+        return pixels.read_upright(body, max_pixels=LARGEST_PIXELS)
+    except pixels.ImageError as error:
+        if error.reason == pixels.TOO_MANY_PIXELS:
+            limit = f"more than the {LARGEST_PIXELS:,} pixels allowed"
+            raise UserError(f"{name} has {error.detail}, {limit}: make it smaller.") from error
+        raise UserError(f"{name} {_WHY.get(error.reason, f'cannot be read ({error})')}.") from error
 
 
 def thumbnail(image: Any) -> bytes:

@@ -149,6 +149,8 @@ def _search(explorer: Explorer, body: bytes) -> Any:
     if not explorer.names:
         raise UserError("There are no images to search: start with --images FOLDER.")
     asked = _json(body)
+    if asked.get("text", "") is None:
+        return {"results": explorer.some_images(count=_count(asked))}
     return {"results": explorer.search(asked.get("text", ""), count=_count(asked))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import textwrap
 from collections.abc import Iterator, Mapping
 
@@ -12,18 +13,21 @@ from pipeline.distributed.heartbeat import EXIT_STALLED
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from pipeline.planning.node_checks import DoctorFinding
-from pipeline.postmortem.evidence import RunEvidence, StoredCheckpoint
-from pipeline.training.recipe import CONFIG_NAME
+from pipeline.postmortem.evidence import FROZEN_SECONDS, RunEvidence, StoredCheckpoint
+from pipeline.training.recipe import CONFIG_NAME, consents_in
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED
 from pipeline.training.validation import STOPPED_EARLY
 
-FROZEN_SECONDS = 120.0
-"""A heartbeat is written every 10 seconds; one that is this old belongs to a process that does not run."""
 REASON_LENGTH = 400
 
 # From the exit code that says most about the cause to the one that says least.
 CODES: Mapping[int, tuple[str, str]] = {
     EXIT_NOT_SAVED: ("its last checkpoint could not be written", "free some space, or set checkpoint.fallback"),
+    128 + signal.SIGABRT: (
+        "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails or times out",
+        "its last words are above, or in the launcher's log; check that GPU and its links (`nvidia-smi`)",
+    ),
+    128 + signal.SIGSEGV: ("its process crashed (SIGSEGV)", "the stacks name the library"),
     EXIT_BUG: ("an unexpected error", "read the reason; --debug prints the traceback"),
     EXIT_USER_ERROR: ("an error that you can fix", "follow the message"),
     EXIT_STALLED: ("another rank or a loading worker hung or was gone", "check what is named"),
@@ -52,7 +56,9 @@ def _intact(evidence: RunEvidence) -> list[StoredCheckpoint]:
 
 def _is_finished(evidence: RunEvidence) -> bool:
     intact = _intact(evidence)
-    return bool(intact) and (bool(_early_end(evidence)) or 0 < evidence.total_steps <= intact[-1].step)
+    if not intact or _early_end(evidence):  # which is reported after the evaluation
+        return bool(intact)
+    return 0 < evidence.total_steps <= intact[-1].step and not evidence.unscored
 
 
 def _early_end(evidence: RunEvidence) -> str:
@@ -74,6 +80,12 @@ def _outcome(evidence: RunEvidence) -> DoctorFinding:
         return DoctorFinding("run", "good", f"finished: {how}")
     first = _first_cause(evidence)
     killed = _killed(evidence)
+    if 0 < evidence.total_steps <= evidence.steps and (not killed or evidence.unscored):
+        if not _intact(evidence):
+            return DoctorFinding("run", "broken", "trained to its end, but no checkpoint is intact")
+        if evidence.unscored:
+            how = ": it was killed in the evaluation" if killed else ""
+            return DoctorFinding("run", "note", f"trained to its end, but its last weights were not evaluated{how}")
     if killed and (first is None or first.code in (EXIT_STALLED, EXIT_PREEMPTED)):
         return _was_killed(evidence, killed)
     if first is not None:
@@ -121,7 +133,8 @@ def _was_killed(evidence: RunEvidence, killed: list[int]) -> DoctorFinding:
     return DoctorFinding(
         "run",
         "note",
-        f"{ranks} killed from outside (SIGKILL), or the machine was lost{while_writing}{others}",
+        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), or "
+        f"the machine was lost{while_writing}{others}",
         "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
     )
 
@@ -153,7 +166,7 @@ def _checkpoints(evidence: RunEvidence) -> Iterator[DoctorFinding]:
             )
     for name in evidence.unfinished:
         if not evidence.holder:
-            yield DoctorFinding(name, "note", "was never finished; the next start removes it")
+            yield DoctorFinding(name, "note", "was never finished; the next checkpoint removes it")
     if intact:
         names = ", ".join(checkpoint.path.name for checkpoint in intact)
         lost = max(0, evidence.steps - intact[-1].step)
@@ -198,19 +211,21 @@ def _command(evidence: RunEvidence) -> DoctorFinding:
     hosts = {beat.host for beat, _ in evidence.beats} | {record.host for record in evidence.exits}
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
-    recipe = shlex.quote(str(evidence.run / CONFIG_NAME))
-    count = 1 + max(
-        [beat.rank for beat, _ in evidence.beats]
-        + [record.rank for record in evidence.exits]
-        + [checkpoint.ranks - 1 for checkpoint in evidence.checkpoints[-1:]],
-        default=0,
-    )
-    ranks = f" --ranks {count}" if count > 1 else ""
+    if evidence.refusal:
+        return DoctorFinding("next", "broken", f"its {CONFIG_NAME} cannot be continued with: {evidence.refusal}")
+    ranks = f" --ranks {evidence.ranks}" if evidence.ranks > 1 else ""
+    start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / CONFIG_NAME))}{ranks}", ""
+    if evidence.origin is not None:
+        flag = " --new-batch-size" if evidence.origin.new_batch_size else ""
+        origin = f" --resume {shlex.quote(evidence.origin.checkpoint)}{flag}"
     if evidence.checkpoints and not _intact(evidence):
-        return DoctorFinding(
-            "next", "broken", f"no checkpoint is intact: neuclip train --recipe {recipe}{ranks} output={run}-again"
-        )
-    return DoctorFinding("next", "good", f"neuclip train --recipe {recipe}{ranks} --resume latest")
+        again = shlex.quote(f"{evidence.run}-again")
+        return DoctorFinding("next", "broken", f"no checkpoint is intact: {start}{origin} output={again}")
+    resume = " --resume latest" if evidence.checkpoints or not origin else origin
+    if given := consents_in(evidence.config):  # not printed into a command that is copied without reading
+        remedy = f"the run had {' '.join(given)}: add that only if you trust the run and its data"
+        return DoctorFinding("next", "note", f"{start}{resume} output={run}", remedy)
+    return DoctorFinding("next", "good", f"{start}{resume} output={run}")
 
 
 def _ago(seconds: float) -> str:

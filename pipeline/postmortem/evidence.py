@@ -8,23 +8,26 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, checkpoint_folders, fallback_run, step_of
+from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, checkpoint_folders, fallback_runs, step_of
 from pipeline.checkpoint.reader import damage
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
-from pipeline.distributed.exit_record import ExitRecord, read_exit
+from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import DONE, FINISHED
 from pipeline.evaluation.watch.watcher import LEDGER_FOLDER
-from pipeline.metrics.sinks import METRICS_NAME
-from pipeline.training.recipe import CONFIG_NAME
-from pipeline.training.run_folder import LOCK_NAME
+from pipeline.run_files import METRICS_NAME, read_records, read_run_id
+from pipeline.training.recipe import CONFIG_NAME, check_run, load_recipe
+from pipeline.training.run_start import LOCK_NAME, Origin, read_origin
+
+FROZEN_SECONDS, WATCH_SECONDS = 120.0, 12.0
+"""A heartbeat that is older than the former, and does not change during the latter, is a frozen rank's."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,6 @@ class RunEvidence:
     """Who holds the folder's lock now, so trains in it; empty: nobody."""
     steps: int = 0
     """The last step in metrics.jsonl."""
-    last_time: float | None = None
-    """Time of the last record, in seconds since the epoch."""
     events: Sequence[str] = ()
     """Messages of the last start, oldest first."""
     beats: Sequence[tuple[Beat, float]] = ()
@@ -67,6 +68,22 @@ class RunEvidence:
     """Outcome by checkpoint in the watchers' ledgers: `done`, `abandoned` or `unfinished`."""
     free: int = 0
     """Free bytes on the run's disk."""
+    origin: Origin | None = None
+    """The checkpoint with which a fork began; None: the run is none."""
+    unscored: bool = False
+    """The evaluation of the last step is not in metrics.jsonl, although it was due."""
+    refusal: str = ""
+    """Why the stored settings cannot be continued with; empty if they can."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the last start, as far as it is known."""
+        return 1 + max(
+            [beat.rank for beat, _ in self.beats]
+            + [record.rank for record in self.exits]
+            + [checkpoint.ranks - 1 for checkpoint in self.checkpoints[-1:]],
+            default=0,
+        )
 
     @property
     def total_steps(self) -> int:
@@ -88,25 +105,39 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
     if not (run / CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no {CONFIG_NAME} and no {FOLDER_NAME}/.")
     config = _read_config(run / CONFIG_NAME)
-    records = _read_records(run / METRICS_NAME)
+    records = read_records(run / METRICS_NAME)
     fallback = (config.get("checkpoint") or {}).get("fallback")
-    runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
-    exits = [read_exit(path) for path in sorted((run / HEARTBEATS).glob("exit-*.json"))]
+    runs = [run, *fallback_runs(fallback, run)]
     steps = [record["step"] for record in records if record.get("kind") == "train"]
-    return RunEvidence(
+    found = RunEvidence(
         run=run,
         config=config,
-        holder=_holder(run / LOCK_NAME),
+        holder=(holder := _holder(run / LOCK_NAME)),
         steps=max(steps, default=0),
-        last_time=max((record["time"] for record in records if "time" in record), default=None),
         events=_last_start(records),
-        beats=_beats(run / HEARTBEATS),
-        exits=[record for record in exits if record is not None],
+        beats=_beats(run, running=bool(holder)),
+        exits=read_ends(run / HEARTBEATS),
         checkpoints=sorted(_stored(runs, verify=verify), key=lambda checkpoint: checkpoint.step),
         unfinished=[path.name.removeprefix(".") for path in sorted((run / FOLDER_NAME).glob(f".{PREFIX}*"))],
         evaluations=_evaluations(run),
         free=shutil.disk_usage(run).free,
+        origin=read_origin(run),
     )
+    evaluated = {record.get("step") for record in records if record.get("kind") == "evaluation"}
+    due = bool((config.get("evaluation") or {}).get("suite"))
+    return replace(found, unscored=due and found.total_steps not in evaluated, refusal=_refusal(found))
+
+
+def _refusal(found: RunEvidence) -> str:
+    """Try the stored settings, as `neuclip train --dry-run` does."""
+    if not found.config:
+        return ""
+    try:
+        run = load_recipe(found.run / CONFIG_NAME, [f"output={json.dumps(str(found.run))}"])
+        check_run(run, world_size=found.ranks)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -117,23 +148,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line that was cut off is skipped."""
-    found = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
-
-
 def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Messages since the run was last resumed."""
     messages = [str(record["message"]) for record in records if record.get("kind") == "event" and "message" in record]
@@ -141,12 +155,22 @@ def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return messages[starts[-1] :] if starts else messages
 
 
-def _beats(folder: Path) -> list[tuple[Beat, float]]:
-    found, now = [], time.time()
-    for path in sorted(folder.glob("rank-*.json")):
+def _beats(run: Path, *, running: bool) -> list[tuple[Beat, float]]:
+    """The last heartbeats with their ages. In a run that trains, one that changes is new, whatever the clocks say."""
+    found = _read_beats(run)
+    if running and any(abs(age) > FROZEN_SECONDS for _, age in found):
+        time.sleep(WATCH_SECONDS)
+        before = {beat for beat, _ in found}
+        found = [(beat, age if beat in before else 0.0) for beat, age in _read_beats(run)]
+    return found
+
+
+def _read_beats(run: Path) -> list[tuple[Beat, float]]:
+    found, now, run_id = [], time.time(), read_run_id(run)
+    for path in sorted((run / HEARTBEATS).glob("rank-*.json")):
         with suppress(FileNotFoundError):  # a rank that has ended since
             beat, age = read_beat(path), now - path.stat().st_mtime
-            if beat is not None:
+            if beat is not None and beat.run_id in ("", run_id):
                 found.append((beat, age))
     return found
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from pipeline.config import load_entry_points
 from pipeline.report.figures import SERIES, SMALL, Line, line_chart, short
 from pipeline.report.quantities import quantity, rounded
-from pipeline.report.run_data import Run
+from pipeline.report.run_data import RECALLS, Run
 from pipeline.report.stored_scores import Score
 
 MAIN = ("loss", "tau", "samples_per_second", "data_wait", "lr", "gradient_norm")
@@ -51,22 +52,43 @@ class Bars:
     note: str = ""
 
 
+CHARTS: list[Callable[[Run], Chart | None]] = []
+C = TypeVar("C", bound=Callable[[Run], Chart | None])
+
+
+def register_chart(make: C) -> C:
+    """Decorator of a further chart of a run's page; None is not drawn.
+
+    A package of a user's own has an entry point of the group `neuclip.charts`.
+    """
+    CHARTS.append(make)
+    return make
+
+
 def training_charts(run: Run) -> list[Chart]:
-    """Curves of all logged values that change, the most useful ones first."""
+    """Curves of all logged values that change, the most useful ones first, and registered charts."""
+    load_entry_points("neuclip.charts", what="chart")
     gap = _curves(run, "normalizer_gap", {"normalizer_gap": "in use", COLD: "cold"} if _has(run, COLD) else None)
-    first = [_curves(run, MAIN[0]), _validation(run), _curves(run, MAIN[1])]
+    first = [_curves(run, MAIN[0]), *_validation(run), _curves(run, MAIN[1])]
     rest = [_curves(run, key) for key in MAIN[2:]]
     shown = {*MAIN, "normalizer_gap", COLD}
     others = [_curves(run, key) for key in _varying(run) if key not in shown]
-    return [chart for chart in (*first, gap, *rest, *others) if chart is not None]
+    return [chart for chart in (*first, gap, *rest, *others, *(make(run) for make in CHARTS)) if chart is not None]
 
 
-def _validation(run: Run) -> Chart | None:
-    x, y = run.validation_loss()
-    if not len(x):
-        return None
+def _validation(run: Run) -> list[Chart]:
+    loss = Line(*run.validation("loss"), marked=True)
+    labels = ("image → text", "text → image")
+    recalls = [
+        Line(*run.validation(key), label=label, colour=colour, marked=True)
+        for key, label, colour in zip(RECALLS, labels, SERIES, strict=False)
+    ]
     note = "The contrastive loss of held-out pairs against each other, at a fixed temperature."
-    return chart("Validation loss", [Line(x, y, colour=SERIES[0], marked=True)], note=note)
+    found = [chart("Validation loss", [loss], note=note)] if len(loss.x) else []
+    if all(len(line.x) for line in recalls):
+        note = "The share of held-out pairs whose other half ranks first."
+        found.append(chart("Validation R@1", recalls, note=note, percent=True, zero=True))
+    return found
 
 
 def constants(run: Run) -> list[tuple[str, str]]:
@@ -115,13 +137,13 @@ def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = 
 
 
 def _value(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f} %" if percent else rounded(float(value))
+    return f"{100 * value:.1f}%" if percent else rounded(float(value))
 
 
 def score_chart(scores: Sequence[Score]) -> Bars:
     """Scores of tasks on one scale, each with a tick at chance level."""
     best = sorted(scores, key=lambda s: (-(s.times_chance or 0), s.task))
-    bars = [Bar(s.label, s.score, f"{100 * s.score:.1f} %", remark=_times(s.times_chance), mark=s.chance) for s in best]
+    bars = [Bar(s.label, s.score, f"{100 * s.score:.1f}%", remark=_times(s.times_chance), mark=s.chance) for s in best]
     return Bars("Zero-shot accuracy", tuple(bars), 1.0, "The tick marks chance: what guessing would score.")
 
 
@@ -158,7 +180,7 @@ def retrieval_chart(score: Score, *, named: bool = False) -> Bars:
             value = score.metrics.get(f"{prefix}_retrieval_recall@{k}")
             if value is not None:
                 times = _times(value * score.samples / k)
-                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f} %", remark=times, colour=colour))
+                bars.append(Bar(f"{direction}, R@{k}", value, f"{100 * value:.1f}%", remark=times, colour=colour))
     title = f"{score.label}: retrieval" if named else "Retrieval"
     note = "R@k: the right one is among the best k. Chance is k / number of images."
     return Bars(f"{title} among {score.samples:,} pairs", tuple(bars), 1.0, note)
@@ -171,7 +193,7 @@ def failure_chart(run: Run) -> Bars | None:
         return None
     tried = sum(manifest.attempted for manifest in run.manifests)
     bars = [
-        Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.2g} %", colour="bad")
+        Bar(reason, count, f"{count:,}", remark=f"{100 * count / tried:.2g}%", colour="bad")
         for reason, count in failures
     ]
     note = f"Count, and share of all {run.counted}."
@@ -184,7 +206,7 @@ def stage_chart(run: Run) -> Bars | None:
         return None
     total = sum(run.stages.values()) or 1.0
     bars = [
-        Bar(name, seconds, duration(seconds), remark=f"{100 * seconds / total:.0f} %")
+        Bar(name, seconds, duration(seconds), remark=f"{100 * seconds / total:.0f}%")
         for name, seconds in run.stages.items()
     ]
     return Bars("Time by stage", tuple(bars), max(run.stages.values()) or 1.0, f"Together {duration(total)}.")

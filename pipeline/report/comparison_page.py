@@ -116,7 +116,7 @@ def _summary(comparison: Comparison) -> list[dict[str, Any]]:
                 "label": label,
                 "colour": colour,
                 "method": run.setting("objective.name", "–"),
-                "arch": run.setting("model.arch", "–"),
+                "arch": run.architecture or "–",
                 "batch": run.setting("batch_size", "–"),
                 "seed": run.setting("seed", "–"),
                 "samples": short(run.rows[-1]["samples"]) if run.rows else "–",

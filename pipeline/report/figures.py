@@ -6,6 +6,7 @@ One unit of the SVG is about one pixel on a phone, so that text of 12 units can 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ COLOURS = {
 }
 SERIES = [name for name in COLOURS if name.startswith("series-")]
 MAX_POINTS = 300
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 SIZE, SMALL = (326, 190), (216, 118)
 """Width and height of a chart and of a small multiple, in units of the SVG."""
 
@@ -80,12 +82,7 @@ def line_chart(
         drawn = [_draw_line(axes, line) for line in lines]
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
-        _style(axes, small=size[0] < SIZE[0])
-        if log:
-            axes.set_yscale("log")
-        if zero:
-            axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %" if percent else short(value))
+        _style(axes, drawn, small=size[0] < SIZE[0], percent=percent, log=log, zero=zero)
         labels = [line.label for line in lines if line.label]
         if labels:
             _legend_above(axes, labels, width=size[0])
@@ -137,19 +134,67 @@ def smoothed(y: np.ndarray, span: float = 0.05) -> np.ndarray:
 
 def short(value: float) -> str:
     """A number in short form: 1234567 -> 1.23M."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for size, suffix in UNITS:
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}"
 
 
-def _style(axes: Axes, *, small: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
+def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
+    """Labels of an axis with one unit and as few digits as tell its ticks apart: 1.015, 1.02 -> "1.015", "1.020"."""
+    if not len(values):
+        return []
+    largest = max(map(abs, values))
+    scale, suffix = (0.01, "%") if percent else next(((s, u) for s, u in UNITS if largest >= s), (1.0, ""))
+    scaled = [value / scale for value in values]
+    step = min((b - a for a, b in itertools.pairwise(sorted(set(scaled)))), default=abs(scaled[0]) or 1.0)
+    form = "e" if not percent and largest < 1e-3 else "f"
+    digits = next(d for d in range(9) if _fits(scaled, step, f".{d}{form}") or d == 8)
+    return [f"{value:.{digits}{form}}{suffix}".replace("e-0", "e-") if value else "0" for value in scaled]
 
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
-    axes.xaxis.set_major_locator(MaxNLocator(3 if small else 5))
-    axes.yaxis.set_major_locator(MaxNLocator(3 if small else 5))
+
+def _fits(values: Sequence[float], step: float, form: str) -> bool:
+    """Whether numbers in this format are exact to a twentieth of the distance between ticks."""
+    return all(abs(float(f"{value:{form}}") - value) <= 0.05 * step for value in values)
+
+
+def _style(
+    axes: Axes,
+    drawn: Sequence[tuple[np.ndarray, np.ndarray]],
+    *,
+    small: bool,
+    percent: bool,
+    log: bool,
+    zero: bool,
+) -> None:
+    """Scales, ticks and grid; `drawn` has the points of every curve."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    class Labels(FuncFormatter):
+        """All ticks of an axis get their labels together."""
+
+        def format_ticks(self, values: Sequence[float]) -> list[str]:
+            return tick_labels(values, percent=percent and self.axis is axes.yaxis)
+
     axes.margins(x=0.02)
+    axes.xaxis.set_major_formatter(Labels(lambda value, _: short(value)))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    ends = sorted({float(end) for x, _ in drawn if len(x) for end in (x.min(), x.max())})
+    if small and len(ends) > 1:
+        axes.set_xticks([ends[0], ends[-1]])
+        first, last = axes.get_xticklabels()
+        first.set_horizontalalignment("left")
+        last.set_horizontalalignment("right")
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))
+        axes.yaxis.set_major_locator(MaxNLocator(3 if small else 5))
+    if zero:
+        axes.set_ylim(bottom=0)
+    if small and not log:  # the highest value lies below a line of the grid
+        ticks = axes.get_yticks()
+        axes.set_ylim(top=max(ticks[-1], axes.get_ylim()[1]))
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

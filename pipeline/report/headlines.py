@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.report.charts import duration
 from pipeline.report.figures import short
-from pipeline.report.run_data import Run
+from pipeline.report.run_data import RECALLS, Run, is_finite
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Tile:
 
 def tiles(run: Run) -> list[Tile]:
     """The headline figures whose inputs are available."""
-    found = [*_scores(run), *_training(run), *_data(run)]
+    found = [*_scores(run), *_validation(run), *_training(run), *_data(run)]
     if run.stages:
         found.append(Tile("Wall time", duration(sum(run.stages.values())), f"{len(run.stages)} stages"))
     return found
@@ -39,13 +39,13 @@ def _scores(run: Run) -> list[Tile]:
     for name, mean_of in latest.aggregates.items():
         if mean_of.get("complete"):
             note = "" if mean_of.get("official") else ", not the official data"
-            found.append(Tile(name, f"{100 * mean_of['score']:.1f} %", f"mean of {mean_of['tasks']} tasks{note}"))
+            found.append(Tile(name, f"{100 * mean_of['score']:.1f}%", f"{_mean_of(mean_of['tasks'])}{note}"))
     zero_shot = latest.of("classification")
     if zero_shot and not found:
         mean = math.fsum(s.score for s in zero_shot) / len(zero_shot)
         chances = [s.chance for s in zero_shot if s.chance is not None]
-        against = f", chance {100 * math.fsum(chances) / len(chances):.1f} %" if len(chances) == len(zero_shot) else ""
-        found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f} %", f"mean of {len(zero_shot)} tasks{against}"))
+        against = f", chance {100 * math.fsum(chances) / len(chances):.1f}%" if len(chances) == len(zero_shot) else ""
+        found.append(Tile("Zero-shot accuracy", f"{100 * mean:.1f}%", f"{_mean_of(len(zero_shot))}{against}"))
     retrieval = latest.of("retrieval")
     for score in retrieval[:1]:
         of = f"{score.label}: " if len(retrieval) > 1 else ""
@@ -53,7 +53,28 @@ def _scores(run: Run) -> list[Tile]:
             value = score.metrics.get(f"{side}_retrieval_recall@1")
             if value is not None:
                 times = f"{value * score.samples:.0f}× chance, {score.samples:,} pairs"
-                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f} %", times))
+                found.append(Tile(label[:1].upper() + label[1:], f"{100 * value:.1f}%", times))
+    return found
+
+
+def _mean_of(tasks: int) -> str:
+    return f"mean of {tasks} tasks" if tasks > 1 else "one task"
+
+
+def _validation(run: Run) -> list[Tile]:
+    """The lowest loss on held-out pairs, and the retrieval of that step."""
+    finite = [row for row in run.validations if is_finite(row.get("loss"))]
+    if not finite:
+        return []
+    best, last = min(finite, key=lambda row: row["loss"]), finite[-1]
+    where = f"at step {best['step']:,}, the lowest of {len(finite)}"
+    end = "" if best is last else f"; {last['loss']:.3f} at step {last['step']:,}"
+    found = [Tile("Validation loss", f"{best['loss']:.3f}", where + end)]
+    recalls = [float(best[key]) for key in RECALLS if is_finite(best.get(key))]
+    if len(recalls) == len(RECALLS):
+        pairs = f"{best['pairs']:,.0f} held-out pairs" if is_finite(best.get("pairs")) else "held-out pairs"
+        both = " and ".join(f"{100 * value:.1f}%" for value in recalls)
+        found.append(Tile("Validation R@1", f"{50 * sum(recalls):.1f}%", f"mean of {both} among {pairs}"))
     return found
 
 
@@ -66,14 +87,14 @@ def _training(run: Run) -> list[Tile]:
     found.append(Tile("Samples seen", short(last["samples"]), f"{epochs}{last['step']:,} steps"))
     in_use, cold = (tail_mean(run, key) for key in ("normalizer_gap", "normalizer_gap_cold"))
     if in_use is not None:
-        detail = "nats between predicted and batch normalizer"
+        detail = f"nats: normalizers differ from the batch's by a factor of {math.exp(in_use):.2f}; 0 nats is equal"
         found.append(
             Tile("Normalizer gap", f"{in_use:.3f}", f"{detail}; cold {cold:.3f}" if cold is not None else detail)
         )
     _, speed = run.curve("samples_per_second")
     if len(speed):
         _, wait = run.curve("data_wait")
-        detail = f"{100 * float(wait.mean()):.1f} % waiting for data" if len(wait) else "median"
+        detail = f"{100 * float(wait.mean()):.1f}% waiting for data" if len(wait) else "median"
         found.append(Tile("Throughput", f"{short(float(np.median(speed)))} /s", detail))
     return found
 
@@ -82,7 +103,7 @@ def _data(run: Run) -> list[Tile]:
     if not run.manifests:
         return []
     n, tried = sum(m.n for m in run.manifests), sum(m.attempted for m in run.manifests)
-    return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f} % of {tried:,} {run.counted}")]
+    return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f}% of {tried:,} {run.counted}")]
 
 
 def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:
@@ -100,8 +121,8 @@ def score_rows(run: Run) -> list[dict[str, str]]:
             {
                 "task": score.label,
                 "metric": score.main_metric,
-                "score": f"{100 * score.score:.1f} %",
-                "chance": f"{100 * score.chance:.3g} %" if score.chance is not None else "–",
+                "score": f"{100 * score.score:.1f}%",
+                "chance": f"{100 * score.chance:.3g}%" if score.chance is not None else "–",
                 "times": times,
                 "samples": f"{score.samples:,}",
             }

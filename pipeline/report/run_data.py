@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +18,11 @@ import yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
+from pipeline.run_files import record_of
 
 Row = dict[str, Any]
+RECALLS = ("image_to_text_r1", "text_to_image_r1")
+"""The retrieval scores of a validation, as fractions."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Run:
             the last line is used).
         validations: The validations, one per step, with the samples seen by then.
         events: The other lines that have a message.
-        stages: Seconds by stage name.
+        stages: Seconds by stage name; only `neuclip demo` records them.
         manifests: The manifests of the data sources.
         evaluations: The evaluations in order of samples seen.
         notes: What is missing or damaged.
@@ -75,17 +80,26 @@ class Run:
             value = value[part]
         return value
 
+    @property
+    def architecture(self) -> str | None:
+        """The architecture's name: not the path of its file, nor `pretrained`, where a checkpoint has the name."""
+        given = self.setting("model.arch")
+        for path in sorted(self.folder.glob("checkpoints/step-*/open_clip_config.json")) if given else []:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return str(json.loads(path.read_text(encoding="utf-8"))["architecture"])
+        return given
+
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Samples seen and the values of a scalar, from the training lines where it is a finite number."""
         return _points(self.rows, key)
 
-    def validation_loss(self) -> tuple[np.ndarray, np.ndarray]:
-        """Samples seen and the loss on held-out pairs."""
-        return _points(self.validations, "loss")
+    def validation(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Samples seen and a score on held-out pairs: "loss", or one of `RECALLS`."""
+        return _points(self.validations, key)
 
     def scalars(self) -> list[str]:
         """The names of all numeric values in the training lines, in order of appearance."""
-        names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _is_finite(value))
+        names = dict.fromkeys(key for row in self.rows for key, value in row.items() if is_finite(value))
         return [name for name in names if name not in ("step", "samples", "time", "epoch")]
 
 
@@ -100,7 +114,10 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(f"There is no run at {folder}: give the folder that `neuclip train` or `neuclip demo` wrote.")
     known = ("config.yaml", "metrics.jsonl", "stages.json", "evaluation")
     if not any((folder / name).exists() for name in known):
-        raise UserError(f"{folder} is not a run's folder: it holds none of {', '.join(known)}.")
+        raise UserError(
+            f"{folder} is not a run's folder: it holds none of {', '.join(known)}. Nor is it a data set with a "
+            f"manifest.json; `neuclip manifest {shlex.quote(str(folder))}` writes one for webdataset shards."
+        )
     notes: list[str] = []
     config = _read_config(folder / "config.yaml", notes)
     rows, validations, events = _read_metrics(folder / "metrics.jsonl", notes)
@@ -153,8 +170,8 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[Row], list[Row], l
     validations: dict[int, Row] = {}
     events, damaged = [], 0
     for line in lines:
+        row: Any = record_of(line)
         try:
-            row = json.loads(line)
             if row["kind"] == "train":
                 train[int(row["step"])] = {**row, "samples": int(row["samples"])}
             elif row["kind"] == "validation":
@@ -172,6 +189,8 @@ def _read_stages(path: Path, notes: list[str]) -> dict[str, float]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(seconds) for name, seconds in tree.items()}
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         notes.append(f"No timings of the stages: {_reason(error, path)}.")
         return {}
@@ -188,7 +207,8 @@ def _read_manifests(folder: Path, config: Mapping[str, Any], notes: list[str]) -
         given = str(source["manifest"]) if isinstance(source, Mapping) else str(source)
         places = [Path(given), _started_in(folder, config) / given, folder / given]
         try:
-            found.append(load_manifest(next((place for place in places if place.exists()), places[0])))
+            place = next((place for place in places if place.exists()), places[0])
+            found.append(load_manifest(place, allow_commands=True, allow_outside=True))  # a report reads no shards
         except UserError as error:
             notes.append(f"No ingestion figures of {given}: {error}")
     return tuple(found)
@@ -204,12 +224,13 @@ def _started_in(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _points(rows: Iterable[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [(row["samples"], row[key]) for row in rows if _is_finite(row.get(key))]
+    pairs = [(row["samples"], row[key]) for row in rows if is_finite(row.get(key))]
     points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return points[:, 0], points[:, 1]
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether a value of a record is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 

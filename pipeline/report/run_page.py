@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+import io
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.storage import is_local, open_records
+from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.headlines import flat, score_rows, tiles
 from pipeline.report.run_data import Run
-from pipeline.report.sample_pairs import sample_pairs
 from pipeline.report.stored_scores import Classes, Described, Example
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 WHOLE_MATRIX, CONFUSIONS = 16, 15
 """Up to how many classes a confusion matrix is shown in full, and how many confusions are listed otherwise."""
+COUNT, SIDE = 12, 160
+"""Training pairs that are shown, and the longest side of their images in pixels."""
 
 
 def write_page(run: Run, output: Path) -> Path:
@@ -50,6 +58,7 @@ def _context(run: Run) -> dict[str, Any]:
     latest = run.latest
     zero_shot = latest.of("classification") if latest else []
     retrieval = latest.of("retrieval") if latest else []
+    progress = charts.progress_charts(run)
     return {
         "run": run,
         "title": run.name,
@@ -57,7 +66,8 @@ def _context(run: Run) -> dict[str, Any]:
         "tiles": tiles(run),
         "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
         "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
-        "progress": charts.progress_charts(run),
+        "progress": progress,
+        "columns": columns(len(progress)),
         "confusions": [_confusions(classes) for classes in latest.classes] if latest else [],
         "score_rows": score_rows(run),
         "examples": [_embedded(example) for example in latest.examples] if latest else [],
@@ -71,8 +81,22 @@ def _context(run: Run) -> dict[str, Any]:
         "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
         "provenance": _provenance(run),
         "settings": flat(run.config),
+        "evaluate": f"neuclip evaluate {shlex.quote(str(run.folder))} --suite FOLDER",
         "duration": charts.duration,
     }
+
+
+def columns(tiles: int) -> str:
+    """CSS variables for a grid of tiles: its columns where three or four fit, so that no row has a single tile.
+
+    If no number of columns avoids that, the last tile is as wide as the grid.
+    """
+    found = []
+    for name, most in (("three", 3), ("four", 4)):
+        fitting = [n for n in range(most, 1, -1) if tiles % n != 1]
+        number = next(iter(fitting), most) if tiles > most else max(1, tiles)
+        found += [f"--{name}: {number}", f"--{name}-last: {'auto' if fitting or tiles <= most else '1 / -1'}"]
+    return "; ".join(found)
 
 
 def _confusions(classes: Classes) -> dict[str, Any]:
@@ -84,7 +108,7 @@ def _confusions(classes: Classes) -> dict[str, Any]:
     worst = classes.names[classes.accuracy.index(lowest)] if known else ""
     return {
         "label": classes.task,
-        "summary": f"{len(classes.names):,} classes, lowest {worst} with {100 * lowest:.0f} %",
+        "summary": f"{len(classes.names):,} classes, lowest “{worst}” with {100 * lowest:.0f}%",
         "names": classes.names,
         "matrix": matrix,
         "pairs": [
@@ -105,10 +129,9 @@ def _described(example: Described) -> dict[str, Any]:
 
 
 def _subtitle(run: Run) -> Iterable[str]:
-    for key, text in (("objective.name", "{}"), ("model.arch", "{}"), ("engine.deepspeed", "{}")):
-        value = run.setting(key)
+    for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
         if value is not None:
-            yield text.format(value)
+            yield str(value)
     if run.setting("batch_size") is not None:
         yield f"global batch {run.setting('batch_size')}"
     if run.latest is not None:
@@ -122,7 +145,7 @@ def _data_facts(run: Run) -> list[tuple[str, str]]:
         rows += [
             ("shards of", str(manifest.root)),
             (f"{manifest.counted} tried", f"{manifest.attempted:,}"),
-            ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f} %)"),
+            ("pairs", f"{manifest.n:,} ({100 * manifest.n / manifest.attempted:.2f}%)"),
             ("shards", f"{len(manifest.shards):,}, {manifest.bytes / 1e6:,.1f} MB"),
             ("digest", manifest.digest[:16]),
         ]
@@ -160,3 +183,54 @@ def _data_uri(path: Path) -> str | None:
         return f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class SamplePair:
+    """A caption and its image as a data URI."""
+
+    caption: str
+    image: str
+
+
+def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: int = COUNT) -> list[SamplePair]:
+    """Pairs sampled at even intervals from all local shards; unreadable ones are skipped.
+
+    Args:
+        manifests: The manifests of the data sources.
+        caption: `data.caption` of the run.
+        count: Maximum number of pairs.
+    """
+    try:
+        field = CaptionField.parse(caption)
+    except (UserError, ValueError):
+        return []
+    places = [
+        (manifest, shard, row)
+        for manifest in manifests
+        for shard in range(len(manifest.shards))
+        for row in (0, manifest.shards[shard].samples // 2)
+    ]
+    chosen = [places[k * len(places) // count] for k in range(count)] if len(places) > count else places
+    found = [_read(manifest.url(manifest.shards[shard]), row, field) for manifest, shard, row in chosen]
+    return [pair for pair in found if pair is not None][:count]
+
+
+def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
+    from pipeline.data.shards.rgb_image import rgb_image
+
+    if not is_local(url) or not Path(url).is_file():
+        return None
+    try:
+        with open_records(url, skip=row, caption_suffix=field.suffix) as records:
+            record = next(iter(records), None)
+        if record is None or record.image is None or record.caption is None:
+            return None
+        text = field.read(record)
+        image = rgb_image(record.image)
+        image.thumbnail((SIDE, SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=80)
+    except (OSError, ValueError, UserError):
+        return None
+    return SamplePair(text, f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")

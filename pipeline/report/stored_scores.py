@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.task_score import TaskScore
+from pipeline.evaluation.run.results import ANOTHER_SUITE, TaskScore, is_intact, is_named_after, part_of, read_tree
+from pipeline.files import path_below
 
 SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
 AVERAGE = "ema"
 """The folder of the average of the weights in a checkpoint."""
-ANOTHER_SUITE = "it is a task of another suite"
 NEEDED = ("task", "protocol", "main_metric", "score", "metrics", "samples")
 
 
@@ -128,8 +128,6 @@ def read_evaluations(
         evaluation = _read_checkpoint(path, step, samples_at(step), notes)
         if evaluation.scores or evaluation.failures:
             found.append(evaluation)
-    if not found:
-        notes.append("No scores: no checkpoint has been evaluated.")
     averages = [evaluation.checkpoint for evaluation in found if evaluation.average]
     if 0 < len(averages) < len(found):
         notes.append(
@@ -140,18 +138,20 @@ def read_evaluations(
 
 
 def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes: list[str]) -> StoredEvaluation:
-    scores, summary, timings = [], _read_json(folder / SUMMARY), _read_json(folder / TIMINGS)
-    weights, left_out = summary.get("checkpoint"), _part(summary, "left_out")
+    scores, summary, timings = [], read_tree(folder / SUMMARY), read_tree(folder / TIMINGS)
+    weights, left_out = summary.get("checkpoint"), part_of(summary, "left_out")
     for path in sorted(folder.glob("*.json")):
         if path.name in (SUMMARY, TIMINGS, LOCK):
             continue
-        tree = _read_json(path)
+        tree = read_tree(path)
         reason = left_out.get(str(tree.get("task")), ANOTHER_SUITE)
         if reason != ANOTHER_SUITE:
             notes.append(f"{folder.name}/{path.name} is skipped: {reason}.")
             continue
         if weights and tree.get("inputs", {}).get("checkpoint", weights) != weights:
             notes.append(f"{folder.name}/{path.name} scores other weights than its summary's and is skipped.")
+        elif not is_intact(tree) or not is_named_after(path, str(tree.get("task"))):
+            notes.append(f"{folder.name}/{path.name} was edited or copied since it was written, and is skipped.")
         elif (score := _score(tree, path)) is not None:
             scores.append(score)
         else:
@@ -165,9 +165,9 @@ def _read_checkpoint(folder: Path, step: int | None, samples: int | None, notes:
         step=step,
         samples=samples,
         scores=tuple(scores),
-        failures=_part(summary, "failures"),
-        aggregates=_part(summary, "aggregates"),
-        timings=_part(timings, "tasks"),
+        failures=part_of(summary, "failures"),
+        aggregates=part_of(summary, "aggregates"),
+        timings=part_of(timings, "tasks"),
         average=Path(str(timings.get("source", ""))).name == AVERAGE,
         examples=tuple(example for path in sorted(folder.glob("*.examples")) for example in _examples(path, notes)),
         described=tuple(one for path in sorted(folder.glob("*.examples")) for one in _described(path, notes)),
@@ -204,16 +204,21 @@ def _examples(folder: Path, notes: list[str]) -> list[Example]:
                 caption=entry["caption"],
                 rank=int(entry["rank"]),
                 images=tuple(
-                    Retrieved(folder / image["file"], image.get("score"), bool(image["right"]))
+                    Retrieved(_image(folder, image["file"]), image.get("score"), bool(image["right"]))
                     for image in entry["images"]
                 ),
-                own=folder / f"{entry['right']}.jpg",
+                own=_image(folder, f"{entry['right']}.jpg"),
             )
             for entry in entries
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         notes.append(f"The retrieval examples in {folder.name} cannot be read ({error!r}).")
         return []
+
+
+def _image(folder: Path, name: object) -> Path:
+    """An image beside the examples. The report contains it, and results may come from others."""
+    return path_below(folder, name, what="An example's image")
 
 
 def _described(folder: Path, notes: list[str]) -> list[Described]:
@@ -223,7 +228,7 @@ def _described(folder: Path, notes: list[str]) -> list[Described]:
     try:
         return [
             Described(
-                image=folder / entry["file"],
+                image=_image(folder, entry["file"]),
                 rank=int(entry["rank"]),
                 captions=tuple((one["caption"], bool(one["right"])) for one in entry["captions"]),
                 own=" / ".join(entry["own"]),
@@ -252,17 +257,3 @@ def _classes(folder: Path, score: Score, notes: list[str]) -> Classes | None:
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         notes.append(f"The classes of {score.task} cannot be read ({error!r}).")
         return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _part(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A mapping within a stored file; empty when it is missing or something else."""
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}

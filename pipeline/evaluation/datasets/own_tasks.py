@@ -29,28 +29,24 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.csv_table import CsvTable
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.rows import (
-    AnyTable,
     LabelColumns,
+    check_split,
     class_names,
     find_table,
     labelled_rows,
     retrieval_rows,
 )
-from pipeline.evaluation.datasets.task import ProtocolName, Task
+from pipeline.evaluation.datasets.tables import CsvTable, Table
+from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, plain
+from pipeline.evaluation.protocol import PROTOCOLS
 
 TASKS_NAME = "tasks.yaml"
+HUB = ".hub"
+"""Beside a `tasks.yaml`: what was fetched from the hub."""
 KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
-METRICS: dict[ProtocolName, tuple[str, ...]] = {
-    "classification": ("acc1", "acc5", "mean_per_class_recall", "F1-macro_all"),
-    "retrieval": (
-        "mean_recall@1",
-        *(f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in (1, 5, 10)),
-    ),
-}
 TEMPLATES = ("a photo of a {c}.",)
 
 
@@ -75,20 +71,22 @@ class OwnTask:
     label: str | None = None
     """The column of labels, numbers or names: makes it a classification task."""
     split: str = "test"
-    """With `dataset`: which split."""
+    """Which split of a `dataset`. A column `split` of a table must say the same in every row."""
     revision: str | None = None
     """With `dataset` on the hub: the commit, tag or branch."""
     classnames: dict[str, str] | list[str] | None = None
     """Names for the prompts: by class folder or label, or a list in the order of the labels (class folders: sorted)."""
     templates: list[str] = Field(default_factory=lambda: list(TEMPLATES), min_length=1)
     """Prompts, each with `{c}` for the class name."""
+    protocol: str | None = None
+    """How it is scored: retrieval with `caption`, else classification, or a protocol of your own."""
     metric: str | None = None
     """The score: acc1 (default), acc5, mean_per_class_recall or F1-macro_all; for captions mean_recall@1 (default),
     or image_retrieval_recall@K or text_retrieval_recall@K with K 1, 5 or 10."""
 
     @property
-    def protocol(self) -> ProtocolName:
-        return "retrieval" if self.caption else "classification"
+    def scored_by(self) -> str:
+        return self.protocol or ("retrieval" if self.caption else "classification")
 
 
 def read_own_tasks(path: Path) -> dict[str, OwnTask]:
@@ -126,23 +124,29 @@ def _checked(own: OwnTask, where: str) -> OwnTask:
     wrong = next((template for template in own.templates if "{c}" not in template), None)
     if wrong is not None:
         raise UserError(f"{where}: the template {wrong!r} needs {{c}} where the class name goes.")
-    allowed = METRICS[own.protocol]
-    if own.metric is not None and own.metric not in allowed:
-        raise UserError(f"{where}: metric = {own.metric!r} is not known. Allowed: {', '.join(allowed)}.")
+    try:
+        protocol = PROTOCOLS[own.scored_by]
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    rows = "captions" if own.caption else "labels"
+    if protocol.rows != rows:
+        raise UserError(f"{where}: the protocol {own.scored_by} scores {protocol.rows}, but the task has {rows}.")
+    if own.metric is not None and own.metric not in protocol.scores:
+        raise UserError(f"{where}: metric = {own.metric!r} is not known. Allowed: {', '.join(protocol.scores)}.")
     return own
 
 
 def task_of(key: str, own: OwnTask) -> Task:
     """The task that an entry of the YAML describes."""
-    metric = own.metric or METRICS[own.protocol][0]
-    return Task(key, own.name or key, protocol=own.protocol, main_metric=metric)
+    metric = own.metric or PROTOCOLS[own.scored_by].scores[0]
+    return Task(key, own.name or key, protocol=own.scored_by, main_metric=metric)
 
 
 def place_of(own: OwnTask, base: Path) -> Path:
     """The folder or file that the data is in, or is fetched to."""
     given = own.folder or own.csv or own.dataset or ""
     if own.dataset and not (base / given).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        return base / ".hub" / given.replace("/", "--")
+        return base / HUB / given.replace("/", "--")
     return base / given
 
 
@@ -154,18 +158,19 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     """
     if own.folder:
         return _class_folders(own, place)
-    table: AnyTable
+    table: Table
     if own.csv:
         if not place.is_file():
             raise TaskError(f"There is no CSV {place}.")
         table = CsvTable(place, images=base / own.images if own.images else place.parent)
     else:
-        if place.parent.name == ".hub" and not place.is_dir():
+        if place.parent.name == HUB and not place.is_dir():
             _fetch(own, place)
         if not place.is_dir():
             raise TaskError(f"There is no data set {place}: give a folder, or owner/name on the hub.")
         table = find_table(place, needs=(), split=own.split)
     folder = place.parent if own.csv else place
+    check_split(table, own.split)
     if own.caption:
         return retrieval_rows(table, folder, image=own.image, caption=own.caption)
     columns = LabelColumns(own.image, own.label or "", tuple(own.templates), own.classnames)

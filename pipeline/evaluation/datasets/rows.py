@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.evaluation.datasets.csv_table import CsvTable, Needs, find_csv
-from pipeline.evaluation.datasets.dataset_table import DatasetTable, open_cached, open_saved
-from pipeline.evaluation.datasets.parquet_table import ParquetTable, parquet_files
-from pipeline.evaluation.datasets.tables import Place, TableImages, as_list
+from pipeline.evaluation.datasets.hub_tables import ParquetTable, open_cached, open_saved, parquet_files
+from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, find_csv
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
 
-AnyTable = ParquetTable | DatasetTable | CsvTable
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
 MOST_CLASSES = 1_000_000
@@ -27,6 +25,8 @@ CSV_NEEDS: dict[str, Needs] = {
     "retrieval": (IMAGES, CAPTIONS),
     "association": (("candidates",), ("cue",), ("associations",)),
 }
+CANDIDATES = (5, 6, 10, 12)
+"""How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
 STATED_COUNTS = {"num_candidates": "candidates", "num_associations": "associations"}
 """WinoGAViL's columns that say how many names a list must have."""
 
@@ -42,7 +42,7 @@ class LabelColumns:
     """Class names by label, or in the order of the labels; None takes those of the data set, or the labels."""
 
 
-def find_table(folder: Path, *, needs: Needs, split: str = "test") -> AnyTable:
+def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
     """Find the table in a folder, in any supported layout.
 
     Raises:
@@ -70,10 +70,49 @@ def open_rows(protocol: str, folder: Path) -> TaskData:
         TaskError: It is missing, partial or damaged.
     """
     table = find_table(folder, needs=CSV_NEEDS[protocol])
+    check_split(table, "test")
     return retrieval_rows(table, folder) if protocol == "retrieval" else association_rows(table, folder)
 
 
-def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
+def check_split(table: Table, split: str) -> None:
+    """Compare the column `split`, where there is one, with the split that is scored.
+
+    Raises:
+        TaskError: A row is of another split.
+    """
+    if "split" not in table.columns:
+        return
+    for row, value in enumerate(table.values("split")):
+        if isinstance(value, str) and value.strip().lower() != split.lower():
+            raise TaskError(
+                f"{table.row_name(row)} is of the split {value!r}, and {split!r} is scored: remove the rows of other "
+                "splits, or set split if all rows are of another."
+            )
+
+
+def check_repeated(images: TableImages, about: Sequence[object]) -> None:
+    """Check that no row was copied: the same image with the same label or captions counts once.
+
+    Images are compared by name in a CSV, and by content elsewhere, where label or captions are the same.
+
+    Raises:
+        TaskError: Two rows are the same; the message names them.
+    """
+    seen: dict[object, int] = {}
+    often = Counter(about)
+    for index, what in enumerate(about):
+        if often[what] == 1:
+            continue
+        fact = (images.file_name(index) or hashlib.sha256(images.read(index)).digest(), what)
+        if fact in seen:
+            raise TaskError(
+                f"{images.name(index)} and {images.name(seen[fact])} are the same image with the same label or "
+                "captions, which would count twice: remove one of the rows."
+            )
+        seen[fact] = index
+
+
+def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str = "") -> TaskData:
     """Images with captions.
 
     Args:
@@ -100,19 +139,23 @@ def retrieval_rows(table: AnyTable, folder: Path, *, image: str = "", caption: s
                 by_name[name] = len(places)
             places.append((row, None))
             captions.append(own)
+        elif set(own) <= set(captions[by_name[name]]):
+            raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
         else:
             captions[by_name[name]] += own
+    found = TableImages(table, column, _some(places, folder))
+    check_repeated(found, [tuple(own) for own in captions])
     return TaskData(
         folder,
         table.layout,
-        TableImages(table, column, _some(places, folder)),
+        found,
         (*table.files, *table.image_files(column)),
         columns=(image, caption) if caption else (),
         captions=tuple(tuple(own) for own in captions),
     )
 
 
-def association_rows(table: AnyTable, folder: Path) -> TaskData:
+def association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
     lists = {name: _lists(table, name, folder) for name in ("candidates", "associations")}
     cues = table.values(_column(table, ("cue",), folder))
@@ -124,6 +167,11 @@ def association_rows(table: AnyTable, folder: Path) -> TaskData:
     instances = []
     for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
         _check_instance(table.row_name(row), own, str(cue or ""), truth)
+        if table.images_in(column, row) != len(own):
+            raise TaskError(
+                f"{table.row_name(row)} has {table.images_in(column, row)} images, but {len(own)} candidates. The row "
+                "is damaged: fetch the table again."
+            )
         positions = []
         for position in range(len(own)):
             place = (row, position)
@@ -139,7 +187,7 @@ def association_rows(table: AnyTable, folder: Path) -> TaskData:
     return TaskData(folder, table.layout, images, files, instances=tuple(instances))
 
 
-def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskData:
+def labelled_rows(table: Table, folder: Path, columns: LabelColumns) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
     column, label = (_column(table, (name,), folder) for name in (columns.image, columns.label))
     values = [_label(value) for value in table.values(label)]
@@ -150,10 +198,12 @@ def labelled_rows(table: AnyTable, folder: Path, columns: LabelColumns) -> TaskD
     found, labels = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
     classnames = class_names(found, columns.names, stored=stored, where=str(folder))
     places: list[Place] = [(row, None) for row in range(len(table))]
+    images = TableImages(table, column, _some(places, folder))
+    check_repeated(images, labels)
     return TaskData(
         folder,
         table.layout,
-        TableImages(table, column, _some(places, folder)),
+        images,
         (*table.files, *table.image_files(column)),
         columns=(columns.image, columns.label),
         labels=np.array(labels, dtype=np.int64),
@@ -171,6 +221,15 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
+def _is_number(label: str) -> bool:
+    """Whether a label is a number or stands for a missing one, and is no name."""
+    try:
+        float(label)
+    except ValueError:
+        return label.lower() in ("none", "null", "na", "n/a", "<na>")
+    return True
+
+
 def _labels(
     values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
 ) -> tuple[list[str], list[int]]:
@@ -181,9 +240,9 @@ def _labels(
     """
     if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
         names = sorted(set(values))
-        if all(re.fullmatch(r"-?[0-9]+|nan", name, re.IGNORECASE) for name in names):
-            row = next(row for row, value in enumerate(values) if value.lower() == "nan")
-            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class.")
+        if any(re.fullmatch(r"-?[0-9]+", name) for name in names) and all(map(_is_number, names)):
+            row = next(row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value))
+            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class, as the other labels are.")
         position = {name: number for number, name in enumerate(names)}
         return names, [position[value] for value in values]
     most = len(stored) or MOST_CLASSES
@@ -216,7 +275,7 @@ def class_names(
     return tuple(map(str, given))
 
 
-def _lists(table: AnyTable, column: str, folder: Path) -> list[list[str]]:
+def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
     """A column of lists; where another column says how long each must be, it is."""
     values = table.values(_column(table, (column,), folder))
     found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
@@ -240,6 +299,12 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
             f"{where}: the association {strange[0]!r} is not among its {len(candidates)} candidates. The row is "
             "incomplete: fetch the table again."
         )
+    if len(candidates) not in CANDIDATES or len(set(candidates)) < len(candidates):
+        twice = "" if len(set(candidates)) == len(candidates) else ", some of them twice"
+        raise TaskError(
+            f"{where} has {len(candidates)} candidates{twice}, but WinoGAViL's instances have "
+            f"{', '.join(map(str, CANDIDATES))}. The row is damaged: fetch the table again."
+        )
 
 
 def _some(places: list[Place], folder: Path) -> list[Place]:
@@ -248,7 +313,7 @@ def _some(places: list[Place], folder: Path) -> list[Place]:
     return places
 
 
-def _column(table: AnyTable, names: tuple[str, ...], folder: Path) -> str:
+def _column(table: Table, names: tuple[str, ...], folder: Path) -> str:
     found = next((name for name in names if name in table.columns), None)
     if found is None:
         where, hint = folder, "This is another data set, or another version of it."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,71 @@ from typing import Any
 from pipeline.config import suggest
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS
-from pipeline.evaluation.datasets.own_tasks import TASKS_NAME, OwnTask, open_own, place_of, read_own_tasks, task_of
+from pipeline.evaluation.datasets.own_tasks import (
+    HUB,
+    TASKS_NAME,
+    OwnTask,
+    open_own,
+    place_of,
+    read_own_tasks,
+    task_of,
+)
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
-from pipeline.evaluation.datasets.suite_folders import find_folders, index_folders, own_folders
 from pipeline.evaluation.datasets.task import Task, folder_names
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
+from pipeline.evaluation.datasets.task_data import CheckedImages, TaskData, TaskError, Unchanged, plain
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
+
+TABLE_FILES = ("state.json", "dataset_dict.json", "*.arrow", "*.parquet", "*.csv")
+Index = Mapping[str, list[Path]]
+
+
+def index_folders(folder: Path) -> Index:
+    """Normalised name -> folders, for the suite itself, its folders and those one level deeper."""
+    found: dict[str, list[Path]] = {}
+    tops = _folders(folder)
+    for path in (folder, *tops, *(deep for top in tops for deep in _folders(top))):
+        for name in {_normal(path.name), _normal(path.relative_to(folder).as_posix())}:
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def find_folders(task: Task, index: Index) -> list[Path]:
+    """Every folder that holds the task; folders without data count only if there is no other."""
+    named = [path for name in map(_normal, folder_names(task)) for path in index.get(name, ())]
+    if task.protocol != "classification":
+        # Hub downloads carry their owner's name in front: nlphuji___winogavil, datasets--nlphuji--winogavil.
+        ending = "-" + _normal(task.key.split("/", 1)[-1])
+        named += [path for name, paths in sorted(index.items()) if name.endswith(ending) for path in paths]
+    distinct = list(dict.fromkeys(named))
+    filled = [path for path in distinct if _has_data(task, path)]
+    # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
+    return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
+
+
+def own_folders(index: Index, taken: Iterable[Path]) -> list[Path]:
+    """Folders in the benchmark's layout that are none of its tasks, in the order of their paths."""
+    return sorted(path for path in {p for paths in index.values() for p in paths} - set(taken) if is_webdataset(path))
+
+
+def _has_data(task: Task, path: Path) -> bool:
+    if is_webdataset(path):
+        return True
+    if task.protocol == "classification":
+        return False
+    return any(next(path.rglob(pattern), None) is not None for pattern in TABLE_FILES)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except PermissionError:
+        return []
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
 
 DATA_VARIABLE = "NEUCLIP_EVALUATION_DATA"
 OFFICIAL = "datacomp"
@@ -43,6 +102,11 @@ class Entry:
     base: Path | None = None
     """The folder that the paths of a `tasks.yaml` are relative to."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the place of the data exists; a data set on the hub, which is fetched when it is opened, counts."""
+        return self.folder is not None and (self.folder.exists() or self.folder.parent.name == HUB)
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -52,12 +116,31 @@ class Suite:
     folder: Path
     entries: tuple[Entry, ...]
     """The tasks to evaluate."""
-    keys: tuple[str, ...] = ()
+    whole: tuple[Entry, ...] = ()
     """The tasks of the whole suite, of which `entries` may be a part."""
 
     def __post_init__(self) -> None:
-        if not self.keys:
-            object.__setattr__(self, "keys", tuple(entry.task.key for entry in self.entries))
+        if not self.whole:
+            object.__setattr__(self, "whole", self.entries)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the whole suite."""
+        return tuple(entry.task.key for entry in self.whole)
+
+    def check_places(self) -> None:
+        """Check that the data of all tasks of a `tasks.yaml` is where it says, before any of them is evaluated.
+
+        Raises:
+            UserError: Some place does not exist; it may be misspelt.
+        """
+        missing = [entry for entry in self.entries if entry.own is not None and not entry.is_there]
+        if missing:
+            shown = "; ".join(f"{entry.task.key}: {entry.folder}" for entry in missing[:5])
+            raise UserError(
+                f"The data of {len(missing)} of {len(self.entries)} tasks is not where their {TASKS_NAME} says "
+                f"({shown}). Paths are relative to the YAML file. Nothing was evaluated."
+            )
 
     def only(self, keys: Sequence[str]) -> Suite:
         """The named tasks, in the order of the suite.
@@ -77,8 +160,8 @@ class Suite:
     def with_lost(self, keys: Sequence[str]) -> Suite:
         """The suite, extended by tasks that it once had and whose data is gone."""
         problem = "was a task of this suite when it was first evaluated here, but its data is no longer there"
-        lost = (Entry(Task(key, key), None, problem=f"{key} {problem}. Restore it.") for key in keys)
-        return replace(self, entries=(*self.entries, *lost), keys=(*self.keys, *keys))
+        lost = tuple(Entry(Task(key, key), None, problem=f"{key} {problem}. Restore it.") for key in keys)
+        return replace(self, entries=(*self.entries, *lost), whole=(*self.whole, *lost))
 
 
 def open_suite(suite: str | Path, *, data: str | Path | None = None) -> Suite:
@@ -130,7 +213,9 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
         names = ", ".join(folder_names(entry.task)[:3])
         raise TaskError(f"There is no data for {entry.task.key}: none of the folders {names} exists.")
     try:
+        unchanged = Unchanged(path for _, path in files_of(entry))
         data = _open(entry, entry.folder, blank_class)
+        data = replace(data, images=CheckedImages(data.images, unchanged), unchanged=unchanged)
     except OSError as error:
         raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error
     for what in COUNTS:
@@ -148,7 +233,9 @@ def _open(entry: Entry, folder: Path, blank_class: BlankClass) -> TaskData:
     if entry.own is not None:
         return open_own(entry.own, folder, base=entry.base or folder.parent)
     if is_webdataset(folder):
-        return open_webdataset(folder, columns=len(entry.task.fields), blank_class=blank_class)
+        task = entry.task
+        groups = [task.fields.index(name) for name in (task.group, *task.secondary_groups) if name]
+        return open_webdataset(folder, columns=len(task.fields), groups=groups, blank_class=blank_class)
     if entry.task.protocol == "classification":
         raise TaskError(f"{folder} has no supported layout for {entry.task.key}: expected test/nshards.txt and tars.")
     return open_rows(entry.task.protocol, folder)
@@ -231,3 +318,19 @@ def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
         else:
             checked.append(entry)
     return checked
+
+
+def files_of(entry: Entry) -> Iterator[tuple[str, Path]]:
+    """Name and path of every file in the places of a task, in a fixed order."""
+    place = entry.folder
+    if place is None or not place.exists():
+        return
+    images = [entry.base / entry.own.images] if entry.own and entry.base and entry.own.images else []
+    for root in (place, *images):
+        if root.is_file():
+            yield root.name, root
+            continue
+        for path in sorted(root.rglob("*")):
+            name = path.relative_to(root)
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                yield name.as_posix(), path

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
-
-ProtocolName = Literal["classification", "retrieval", "association"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +14,8 @@ class Task:
     """Unique name, for example `vtab/pets`."""
     name: str
     """Name in tables and reports."""
-    protocol: ProtocolName = "classification"
+    protocol: str = "classification"
+    """The name of a registered protocol."""
     samples: int | None = None
     """Official number of samples; None when there is no official number."""
     classes: int | None = None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.pixels import eight_bits
+from pipeline.files import text_lines
+from pipeline.pixels import ImageError, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
+CLOCK_TICK = 0.02
+"""Seconds within which two changes of a file may get the same date: a file so new is not noted before they are over."""
 
 
 class TaskError(UserError):
@@ -36,6 +39,68 @@ class ImageSource(Protocol):
 
     def name(self, index: int) -> str:
         """Where the image is, for messages."""
+
+    def files_of(self, index: int) -> Iterable[Path]:
+        """The files that it is read from."""
+
+
+def file_facts(path: Path) -> tuple[int, ...]:
+    """What changes with every change of a file's content, whoever sets its modification time."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+class Unchanged:
+    """The files at `paths` as they are now; others are noted when they are first checked.
+
+    A task's data is read three times: what is not an image, all bytes for their digests, and the images. Size, inode
+    and dates of the files are noted before the first reading and compared after each: the bytes that are decoded are
+    then the bytes that are hashed.
+    """
+
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._noted = {path: file_facts(path) for path in paths}
+        age = time.time() - max((facts[2] for facts in self._noted.values()), default=0) / 1e9
+        if 0 <= age < CLOCK_TICK:
+            time.sleep(CLOCK_TICK - age)
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Compare files with what was noted.
+
+        Raises:
+            TaskError: One of them was changed, or is gone.
+        """
+        for path in paths:
+            try:
+                facts = file_facts(path)
+            except OSError as error:
+                raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
+            if self._noted.setdefault(path, facts) != facts:
+                raise TaskError(
+                    f"{path} was changed while it was evaluated, so a score would be over mixed data. Evaluate again "
+                    "when the data is complete."
+                )
+
+
+class CheckedImages:
+    """Images whose files are checked after every reading."""
+
+    def __init__(self, images: ImageSource, unchanged: Unchanged) -> None:
+        self._images, self._unchanged = images, unchanged
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> bytes:
+        blob = self._images.read(index)
+        self._unchanged.check(self._images.files_of(index))
+        return blob
+
+    def name(self, index: int) -> str:
+        return self._images.name(index)
+
+    def files_of(self, index: int) -> Iterable[Path]:
+        return self._images.files_of(index)
 
 
 @dataclass(frozen=True)
@@ -69,6 +134,8 @@ class TaskData:
     captions: tuple[tuple[str, ...], ...] = ()
     """Per image, for retrieval."""
     instances: tuple[Instance, ...] = ()
+    unchanged: Unchanged = field(default_factory=Unchanged)
+    """What the files were like before they were read."""
 
     @property
     def samples(self) -> int:
@@ -87,22 +154,6 @@ class TaskData:
         return {name: count for name, count in found.items() if count}
 
 
-class MemoryImages:
-    """Encoded images held in memory, for what is small or cannot be read by position."""
-
-    def __init__(self, blobs: Sequence[bytes], names: Sequence[str]) -> None:
-        self._blobs, self._names = list(blobs), list(names)
-
-    def __len__(self) -> int:
-        return len(self._blobs)
-
-    def read(self, index: int) -> bytes:
-        return self._blobs[index]
-
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-
 class FileImages:
     """Images that are files of their own."""
 
@@ -118,6 +169,9 @@ class FileImages:
     def name(self, index: int) -> str:
         return str(self._paths[index])
 
+    def files_of(self, index: int) -> Iterable[Path]:
+        return (self._paths[index],)
+
 
 def decode(blob: bytes, *, name: str) -> Any:
     """Decode the image as the benchmark does: RGB by PIL, EXIF rotation ignored, alpha dropped.
@@ -125,14 +179,11 @@ def decode(blob: bytes, *, name: str) -> Any:
     16-bit grey, which the benchmark does not have and PIL clips to white, is scaled to 8 bits, as in training.
 
     Raises:
-        TaskError: PIL cannot decode all of the image; the message names it.
+        TaskError: The image cannot be decoded to its end; the message names it.
     """
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(blob)) as image:
-            return eight_bits(image).convert("RGB")
-    except Exception as error:  # PIL raises many exception types for damaged files
+        return read_rgb(blob)
+    except ImageError as error:
         raise TaskError(
             f"Corrupt image {name} ({len(blob):,} bytes): {plain(error)}. Fetch this file of the task again."
         ) from error
@@ -148,7 +199,7 @@ def read_lines(path: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8-sig")  # some editors write a mark of three bytes first
         if "\0" in text:
             raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
-        return tuple(line.strip() for line in text.splitlines())
+        return tuple(line.strip() for line in text_lines(text))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or plain(error)
         raise TaskError(f"Cannot read {path}: {reason}. The task's folder is incomplete or damaged.") from error

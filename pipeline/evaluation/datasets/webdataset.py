@@ -5,15 +5,80 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from pipeline.evaluation.datasets.tar_index import read_members
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
+from pipeline.files import text_lines
+
+PADDING = 2 * tarfile.RECORDSIZE
+"""Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
+
+
+class TarMember(NamedTuple):
+    """A regular file in a tar and where its content is."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def read_members(path: Path) -> Iterator[TarMember]:
+    """The regular files of a tar in order.
+
+    Raises:
+        TaskError: The tar is damaged, cut short, followed by anything but zeros, holds links, or is not a tar at all.
+    """
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                if not member.isfile() or member.issparse():
+                    raise TaskError(
+                        f"The shard {path}: {member.name} is a link or a sparse file: its content is elsewhere. "
+                        "Write the shard again with the files themselves."
+                    )
+                yield TarMember(member.name, member.offset_data, member.size)
+            end = archive.offset
+        with path.open("rb") as file:
+            _check_end(path, file, end)
+    except (tarfile.TarError, OSError) as error:
+        raise TaskError(f"The shard {path} is damaged or cut short ({plain(error)}): fetch it again.") from error
+
+
+def _check_end(path: Path, file: BinaryIO, end: int) -> None:
+    """Only zeros follow the last member, at least one block of them: otherwise some samples were not read.
+
+    Python's tarfile stops silently at the first block of zeros, at a damaged header and at the end of the file.
+    """
+    remaining = os.fstat(file.fileno()).st_size - end
+    if remaining < tarfile.BLOCKSIZE:
+        raise TaskError(f"The shard {path} has no end-of-archive mark: it was cut short. Fetch it again.")
+    file.seek(end)
+    if any(file.read(tarfile.BLOCKSIZE)):
+        raise TaskError(f"The shard {path} is damaged: there is no valid header at byte {end:,}. Fetch it again.")
+    position = end + tarfile.BLOCKSIZE
+    while block := file.read(1 << 20):
+        if any(block):
+            start = position + next(index for index, byte in enumerate(block) if byte)
+            raise TaskError(
+                f"The shard {path} has zeros where a member should begin (byte {end:,}) and goes on at byte {start:,}: "
+                "a part of it was overwritten, or two archives were joined. Readers stop at the zeros and miss what "
+                "follows. Fetch it again, or write joined archives as separate shards."
+            )
+        position += len(block)
+    if remaining > PADDING:
+        raise TaskError(
+            f"The shard {path} ends in {remaining:,} zero bytes, more than any padding: was its download not "
+            "finished, or its end overwritten? Fetch it again."
+        )
+
 
 SMALL_SUFFIXES = ("cls", "npy", "txt")
 MOST_MISSING = 10_000
@@ -58,6 +123,9 @@ class TarImages:
     def name(self, index: int) -> str:
         return f"{self._keys[index]} in {self.shards[int(self._at[index][0])]}"
 
+    def files_of(self, index: int) -> Iterable[Path]:
+        return (self.shards[int(self._at[index][0])],)
+
 
 def is_webdataset(folder: Path) -> bool:
     """Whether a folder is of this layout."""
@@ -70,12 +138,15 @@ def is_retrieval(folder: Path) -> bool:
     return kind.is_file() and read_lines(kind)[:1] == ("retrieval",)
 
 
-def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass = "keep") -> TaskData:
+def open_webdataset(
+    folder: Path, *, columns: int = 0, groups: Sequence[int] = (), blank_class: BlankClass = "keep"
+) -> TaskData:
     """Open a `wds_*_test` folder.
 
     Args:
         folder: The task's folder.
         columns: How many columns every sample's `.npy` must have at least; 0 when the task uses none.
+        groups: Which of them are numbers of groups, 0 or more.
         blank_class: What a blank line of classnames.txt is: a class whose name is empty (`keep`), or nothing at all
             (`drop`), as in the benchmark's pinned stack. Labels behind a dropped line mean other names; this is only
             for comparison with published numbers.
@@ -105,7 +176,7 @@ def open_webdataset(folder: Path, *, columns: int = 0, blank_class: BlankClass =
         (*files, *prompts),
         blank_classes=blank,
         labels=np.array([_label(sample, shards) for sample in samples], dtype=np.int64),
-        metadata=_metadata(samples, shards, columns) if columns else None,
+        metadata=_metadata(samples, shards, columns, groups) if columns else None,
         classnames=classnames,
         templates=templates,
     )
@@ -206,7 +277,7 @@ def _label(sample: TarSample, shards: tuple[Path, ...]) -> int:
 
 def _captions(sample: TarSample, shards: tuple[Path, ...]) -> tuple[str, ...]:
     try:
-        captions = tuple(_member(sample, "txt", shards).decode("utf-8").splitlines())
+        captions = tuple(text_lines(_member(sample, "txt", shards).decode("utf-8")))
     except UnicodeDecodeError as error:
         raise TaskError(f"Sample {sample.key} in {shards[sample.shard]}: .txt is not UTF-8 ({error}).") from error
     if not captions or not all(caption.strip() for caption in captions):
@@ -214,7 +285,7 @@ def _captions(sample: TarSample, shards: tuple[Path, ...]) -> tuple[str, ...]:
     return captions
 
 
-def _metadata(samples: list[TarSample], shards: tuple[Path, ...], columns: int) -> np.ndarray:
+def _metadata(samples: list[TarSample], shards: tuple[Path, ...], columns: int, groups: Sequence[int]) -> np.ndarray:
     """[n, columns or more] int64, paired by sample and never by a second reading."""
     rows: list[np.ndarray] = []
     for sample in samples:
@@ -227,6 +298,12 @@ def _metadata(samples: list[TarSample], shards: tuple[Path, ...], columns: int) 
             raise TaskError(
                 f"{where}: .npy has shape {row.shape}, "
                 f"but the task needs {columns} columns, the same number for every sample."
+            )
+        group, numbers = row[list(groups)], np.issubdtype(row.dtype, np.number)
+        if not (numbers and np.isfinite(row[:columns]).all()) or (group < 0).any() or (group % 1).any():
+            raise TaskError(
+                f"{where}: .npy holds {row.tolist()}, but the numbers of groups must be whole and not negative "
+                f"(columns {', '.join(map(str, groups))}). The shard is of another version: fetch it again."
             )
         rows.append(row.astype(np.int64))
     return np.stack(rows)

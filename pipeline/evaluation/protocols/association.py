@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.runner.texts import TextSide
+from pipeline.evaluation.protocol import Outcomes, Protocol, register
+from pipeline.evaluation.protocols.texts import TextSide
 
 MANY = 10
 
@@ -80,18 +81,19 @@ def chance(data: TaskData) -> float:
     return float(np.mean(values))
 
 
-class Association:
+@register("association")
+class Association(Protocol):
     """The protocol on one task's data."""
+
+    rows = "instances"
+    scores = ("jaccard_score_10-12",)
 
     def __init__(self, task: Task, data: TaskData) -> None:
         check(data)
         self.task, self.data = task, data
         self.texts = TextSide([prompt(instance.cue) for instance in data.instances])
 
-    def keep(self, features: Tensor, texts: Tensor, *, start: int) -> dict[str, np.ndarray]:
-        return {"features": features.cpu().numpy()}
-
-    def finish(self, kept: dict[str, np.ndarray], texts: Tensor) -> dict[str, np.ndarray]:
+    def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
         return outcomes(torch.from_numpy(kept["features"]), texts[self.texts.rows], self.data)
 
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -5,7 +5,10 @@ Shape legend: n images, C classes, M micro-batch, d feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +16,17 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
+from pipeline.evaluation.protocol import Outcomes, Protocol, register
 from pipeline.evaluation.protocols import groups
-from pipeline.evaluation.runner.texts import TextSide
+from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.files import write_text
 
-Outcomes = dict[str, np.ndarray]
 LOGIT_SCALE = 100.0
 """The benchmark's scale. A checkpoint's own is never used; predictions and ranks do not depend on it."""
+FOLDER = "classes"
+FULL_MATRIX = 64
+"""Up to this many classes the file holds the whole matrix; beyond, the most frequent confusions."""
+CONFUSIONS = 100
 
 
 def check(task: Task, data: TaskData) -> None:
@@ -84,8 +92,52 @@ def chance(task: Task, *, classes: int) -> float | None:
     return min(1.0, (5 if "top5" in task.main_metric or task.main_metric == "acc5" else 1) / classes)
 
 
-class ZeroShot:
+def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
+    """Samples and accuracy of every class, and which classes are confused.
+
+    Args:
+        outcomes: `target` and `prediction` per image.
+        names: Class names by label. A label beyond them belongs to a class whose blank name was dropped.
+
+    Returns:
+        `classes`: a list of name, samples and accuracy (None without samples), by label. `matrix`: rows are true
+        labels, columns predictions; None with more than 64 classes. `confusions`: the most frequent wrong
+        predictions as true label, predicted label and count.
+    """
+    target, prediction = outcomes["target"], outcomes["prediction"]
+    classes = max(len(names), int(target.max()) + 1)
+    matrix = np.zeros((classes, classes), dtype=np.int64)
+    np.add.at(matrix, (target, prediction), 1)
+    totals, right = matrix.sum(1), matrix.diagonal()
+    wrong = matrix.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:CONFUSIONS]
+    pairs = [(int(k) // classes, int(k) % classes) for k in order]
+    return {
+        "classes": [
+            {
+                "name": names[k] if k < len(names) else "",
+                "samples": int(totals[k]),
+                "accuracy": float(right[k] / totals[k]) if totals[k] else None,
+            }
+            for k in range(classes)
+        ],
+        "matrix": matrix.tolist() if classes <= FULL_MATRIX else None,
+        "confusions": [
+            {"true": row, "predicted": column, "count": int(wrong[row, column])}
+            for row, column in pairs
+            if wrong[row, column]
+        ],
+    }
+
+
+@register("classification")
+class ZeroShot(Protocol):
     """The protocol on one task's data."""
+
+    rows = "labels"
+    scores = ("acc1", "acc5", "mean_per_class_recall", "F1-macro_all")
+    stores_texts = True
 
     def __init__(self, task: Task, data: TaskData) -> None:
         check(task, data)
@@ -95,12 +147,10 @@ class ZeroShot:
         self._labels = torch.from_numpy(data.labels)
 
     def keep(self, features: Tensor, texts: Tensor, *, start: int) -> Outcomes:
-        """What to keep of a micro-batch whose first image is number `start`."""
         labels = self._labels[start : start + len(features)].to(features.device)
         return keep(LOGIT_SCALE * self.texts.similarities(features, texts), labels=labels)
 
     def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
-        """Everything per image that the metrics are a function of."""
         columns = {}
         if self.data.metadata is not None:
             columns = {f"field:{name}": self.data.metadata[:, k] for k, name in enumerate(self.task.fields)}
@@ -111,3 +161,8 @@ class ZeroShot:
 
     def chance(self) -> float | None:
         return chance(self.task, classes=len(self.data.classnames))
+
+    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
+        details = class_details(found, self.data.classnames)
+        path = place.parent / FOLDER / f"{place.name}.json"
+        write_text(path, json.dumps(details, ensure_ascii=False) + "\n")

@@ -5,19 +5,30 @@ Shape legend: n images, m captions, d feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import json
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.task import Task
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.runner.texts import TextSide
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, decode
+from pipeline.evaluation.protocol import Outcomes, Protocol, register
+from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.files import write_text
 
 KS = (1, 5, 10)
 BLOCK = 256
 """Rows of the similarity matrix at a time. It is fixed, because the last bits of a product depend on its shape."""
+TOP = 5
+THUMBNAIL = 160
+CAPTIONS_NAME, IMAGES_NAME = "examples.json", "images.json"
 
 
 def check(data: TaskData) -> None:
@@ -97,18 +108,19 @@ def chance(data: TaskData) -> float:
     return float(0.5 * (1 / len(own) + np.mean(own / own.sum())))
 
 
-class Retrieval:
+@register("retrieval")
+class Retrieval(Protocol):
     """The protocol on one task's data."""
+
+    rows = "captions"
+    scores = ("mean_recall@1", *(f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in KS))
 
     def __init__(self, task: Task, data: TaskData) -> None:
         check(data)
         self.task, self.data = task, data
         self.texts = TextSide([caption for own in data.captions for caption in own])
 
-    def keep(self, features: Tensor, texts: Tensor, *, start: int) -> dict[str, np.ndarray]:
-        return {"features": features.cpu().numpy()}
-
-    def finish(self, kept: dict[str, np.ndarray], texts: Tensor) -> dict[str, np.ndarray]:
+    def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
         images = torch.from_numpy(kept["features"])
         return outcomes(images, texts, side=self.texts, owner=owners(self.data))
 
@@ -117,3 +129,69 @@ class Retrieval:
 
     def chance(self) -> float | None:
         return chance(self.data) if self.task.main_metric == "mean_recall@1" else None
+
+    def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
+        if examples:
+            features = (torch.from_numpy(kept["features"]), texts[self.texts.rows])
+            write_examples(place.with_name(f"{place.name}.examples"), self.data, features=features, count=examples)
+
+
+def write_examples(folder: Path, data: TaskData, *, features: tuple[Tensor, Tensor], count: int) -> None:
+    """Write a few captions with their best images and images with their best captions.
+
+    They are chosen by position, so that two evaluations show the same. The files are `examples.json` (text to image),
+    `images.json` (image to text) and JPEG thumbnails.
+
+    Args:
+        folder: Output folder; existing files are replaced.
+        data: The task's images and captions.
+        features: [n, d] of the images and [m, d] of the captions, unit norm.
+        count: How many captions and how many images, evenly spaced.
+    """
+    images, captions = features
+    flat = [(caption, image) for image, own in enumerate(data.captions) for caption in own]
+    by_caption = [_best_images(flat[k], captions[k] @ images.T) for k in _spaced(len(flat), count)]
+    by_image = [_best_captions(k, flat, captions @ images[k]) for k in _spaced(len(images), count)]
+    shown = {example["right"] for example in by_caption} | {example["image"] for example in by_image}
+    shown |= {image["image"] for example in by_caption for image in example["images"]}
+    made = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        made.mkdir(parents=True)
+        for index in sorted(shown):
+            image = decode(data.images.read(index), name=data.images.name(index))
+            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            image.save(made / f"{index}.jpg", quality=85)
+        for name, examples in ((CAPTIONS_NAME, by_caption), (IMAGES_NAME, by_image)):
+            write_text(made / name, json.dumps(examples, indent=1, ensure_ascii=False) + "\n", durable=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another evaluation has just written the same
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _spaced(total: int, count: int) -> list[int]:
+    """`count` numbers below `total`, evenly spaced and without repetition."""
+    return list(dict.fromkeys(round(k * (total - 1) / max(1, count - 1)) for k in range(min(count, total))))
+
+
+def _best_images(caption: tuple[str, int], scores: Tensor) -> dict[str, Any]:
+    text, right = caption
+    order = torch.sort(scores, descending=True, stable=True).indices
+    best = [
+        {"image": k, "file": f"{k}.jpg", "score": round(float(scores[k]), 4), "right": k == right}
+        for k in order[:TOP].tolist()
+    ]
+    return {"caption": text, "right": right, "rank": int((order == right).nonzero()), "images": best}
+
+
+def _best_captions(image: int, flat: Sequence[tuple[str, int]], scores: Tensor) -> dict[str, Any]:
+    order = torch.sort(scores, descending=True, stable=True).indices.tolist()
+    best = [
+        {"caption": flat[k][0], "score": round(float(scores[k]), 4), "right": flat[k][1] == image} for k in order[:TOP]
+    ]
+    rank = next(position for position, k in enumerate(order) if flat[k][1] == image)
+    own = [text for text, owner in flat if owner == image]
+    return {"image": image, "file": f"{image}.jpg", "rank": rank, "own": own, "captions": best}

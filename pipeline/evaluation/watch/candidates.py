@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -9,9 +11,14 @@ from pathlib import Path
 
 from pipeline.checkpoint.layout import PREFIX, finished_checkpoints
 from pipeline.evaluation.datasets.suite import Suite
-from pipeline.evaluation.runner.checkpoint_model import is_complete
-from pipeline.evaluation.runner.output import SUMMARY_NAME, default_folder
-from pipeline.evaluation.runner.results import read_result
+from pipeline.evaluation.datasets.task_data import file_facts
+from pipeline.evaluation.identity import Digests
+from pipeline.evaluation.run.checkpoint import is_complete, stated_files
+from pipeline.evaluation.run.folders import default_folder
+from pipeline.evaluation.run.results import read_result
+from pipeline.evaluation.run.summary import SUMMARY_NAME
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME
 
 NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
 LEDGER_FOLDER = "evaluation-ledger"
@@ -22,7 +29,8 @@ class Candidates:
 
     def __init__(self, run: Path, *, every: int) -> None:
         self.run, self._every = run, every
-        self._complete: set[Path] = set()
+        self._complete: dict[Path, tuple[object, ...]] = {}
+        self._weights = Digests(run / LEDGER_FOLDER / "weights.json")
         self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
 
     def ready(self) -> list[Path]:
@@ -44,7 +52,7 @@ class Candidates:
         except OSError:
             return False
         if self._checked.get(folder, (None,))[0] != changed:
-            found = (read_result(file) for file in sorted(folder.glob("*.json")))
+            found = (read_result(file, undigested=True) for file in sorted(folder.glob("*.json")))
             self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
         return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
 
@@ -53,10 +61,29 @@ class Candidates:
         found = [path for path in finished_checkpoints(self.run) if NAME.match(path.name)]
         return [path for path in sorted(found, key=step) if step(path) % self._every == 0]
 
+    def weights(self, path: Path) -> str:
+        """What tells a checkpoint from another one that takes its name: the digests of its files, stated or computed.
+
+        Empty while a file cannot be read.
+        """
+        try:
+            stated = {name: facts.get("sha256") for name, facts in stated_files(path).items()}
+            if not stated or not all(stated.values()):
+                stated = {name: self._weights.of(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+                self._weights.write()
+        except (OSError, ValueError, AttributeError):
+            return ""
+        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:16]
+
     def _is_complete(self, path: Path) -> bool:
-        if path not in self._complete and is_complete(path):
-            self._complete.add(path)
-        return path in self._complete
+        """Whether all files are there; looked at again when one was replaced."""
+        try:
+            facts = tuple(file_facts(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME))
+        except OSError:
+            return False
+        if self._complete.get(path) != facts and is_complete(path):
+            self._complete[path] = facts
+        return self._complete.get(path) == facts
 
 
 def step(path: Path) -> int:

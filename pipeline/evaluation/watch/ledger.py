@@ -156,6 +156,11 @@ class Ledger:
         """Whether a checkpoint was evaluated, according to the ledger."""
         return _read_json(self.folder / name / DONE).get("outcome") == FINISHED
 
+    def was_replaced(self, name: str, weights: str) -> bool:
+        """Whether a checkpoint's outcome is that of other weights, which had its name before."""
+        before = _read_json(self.folder / name / DONE).get("weights")
+        return bool(before and weights) and before != weights
+
     def reopen(self, name: str, reason: str) -> None:
         """Set an outcome aside, so that the checkpoint is evaluated again; this is not counted as an attempt."""
         folder = self.folder / name
@@ -166,8 +171,13 @@ class Ledger:
         with contextlib.suppress(FileNotFoundError):  # another watcher was faster
             os.replace(folder / DONE, folder / f"superseded-{number:04d}.json")
 
-    def claim(self, name: str) -> Lease | None:
-        """A lease on a checkpoint; None when it is done, held by a live watcher, or taken by another one first."""
+    def claim(self, name: str, *, weights: str = "") -> Lease | None:
+        """A lease on a checkpoint; None when it is done, held by a live watcher, or taken by another one first.
+
+        Args:
+            name: The checkpoint.
+            weights: What tells it from another checkpoint of the same name; attempts at others are not counted.
+        """
         folder = self.folder / name
         if self.done(name):
             return None
@@ -176,11 +186,11 @@ class Ledger:
         number = self._highest(folder)
         if number and not self._is_over(folder, number):
             return None
-        spent = number - self._released(folder)
-        if spent >= self.attempts:
-            self._abandon(name, folder, number)
+        if self._spent(folder, weights) >= self.attempts:
+            self._abandon(name, folder, number, weights)
             return None
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex, "at": _now()}
+        owner["weights"] = weights
         path = folder / f"lease-{number + 1:04d}.json"
         if not create_once(path, json.dumps(owner, indent=1) + "\n"):
             return None
@@ -209,9 +219,10 @@ class Ledger:
             self._seen[beat] = (value, now)
         return now - self._seen[beat][1] >= self.ttl
 
-    def _abandon(self, name: str, folder: Path, number: int) -> None:
+    def _abandon(self, name: str, folder: Path, number: int, weights: str) -> None:
         reasons = [_read_json(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]
         outcome = {"checkpoint": name, "outcome": ABANDONED, "attempts": number, "reasons": reasons, "at": _now()}
+        outcome["weights"] = weights
         create_once(folder / DONE, json.dumps(outcome, indent=1) + "\n")
 
     @staticmethod
@@ -220,8 +231,11 @@ class Ledger:
         return max((int(match[1]) for match in found if match), default=0)
 
     @staticmethod
-    def _released(folder: Path) -> int:
-        return sum(_read_json(path).get("how") == RELEASED for path in folder.glob("end-*.json"))
+    def _spent(folder: Path, weights: str) -> int:
+        """Attempts at these weights that were not released."""
+        released = {path.stem[4:] for path in folder.glob("end-*.json") if _read_json(path).get("how") == RELEASED}
+        leases = (path for path in folder.glob("lease-*.json") if path.stem[6:] not in released)
+        return sum(_read_json(path).get("weights", weights) == weights for path in leases)
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """The outcome of every checkpoint that has one, by name."""

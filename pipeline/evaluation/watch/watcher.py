@@ -15,14 +15,13 @@ from pydantic import Field
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import plain
-from pipeline.evaluation.runner.checkpoint_model import load_checkpoint
-from pipeline.evaluation.runner.processes import Processes
-from pipeline.evaluation.runner.session import EvaluationConfig, attempt
+from pipeline.evaluation.identity import suite_identity
+from pipeline.evaluation.run.checkpoint import load_checkpoint
+from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
 from pipeline.evaluation.watch.candidates import LEDGER_FOLDER as LEDGER_FOLDER
 from pipeline.evaluation.watch.candidates import Candidates, step
 from pipeline.evaluation.watch.candidates import forget_after as forget_after
 from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, RELEASED, Lease, Ledger
-from pipeline.evaluation.watch.suite_identity import suite_identity
 
 Say = Callable[[str], None]
 SHOWN_FAILURES = 3
@@ -87,7 +86,7 @@ class Watcher:
         self._mentioned: set[Path] = set()
         self.candidates = {run: Candidates(run, every=config.every) for run in self.runs}
         known = self.runs[0] / LEDGER_FOLDER / "digests.json"
-        mine = suite_identity(suite, evaluation.settings(), known=known) if processes[0].rank == 0 else ""
+        mine = suite_identity(suite, evaluation, known=known) if processes[0].rank == 0 else ""
         self.identity: str = processes[0].gather_objects(mine)[0]
         self.ledgers = {
             run: Ledger(run / LEDGER_FOLDER / self.identity, ttl=config.ttl, attempts=config.attempts)
@@ -152,12 +151,15 @@ class Watcher:
             (run, path)
             for run, candidates in self.candidates.items()
             for path in candidates.ready()
-            if not self.ledgers[run].done(path.name) or self._is_lost(run, path)
+            if not self.ledgers[run].done(path.name) or self._is_lost(run, path) or self._was_replaced(run, path)
         ]
         return sorted(found, key=lambda item: step(item[1]), reverse=self.config.order == "newest")
 
     def _is_lost(self, run: Path, path: Path) -> bool:
         return self.ledgers[run].finished(path.name) and not self.candidates[run].has_results(path, self.suite)
+
+    def _was_replaced(self, run: Path, path: Path) -> bool:
+        return self.ledgers[run].was_replaced(path.name, self.candidates[run].weights(path))
 
     def _claimed(self, mine: list[WatchItem]) -> list[WatchItem]:
         """The items that all processes work on now; leases are appended to `mine` as they are taken."""
@@ -177,7 +179,10 @@ class Watcher:
             if self._is_lost(run, path):
                 self._log(f"{path.name}: its results are missing, although it was evaluated; it is evaluated again.")
                 self.ledgers[run].reopen(path.name, "results were missing")
-            lease = self.ledgers[run].claim(path.name)
+            elif self._was_replaced(run, path):
+                self._log(f"{path.name} was replaced by other weights since it was evaluated; it is evaluated again.")
+                self.ledgers[run].reopen(path.name, "the checkpoint was replaced")
+            lease = self.ledgers[run].claim(path.name, weights=self.candidates[run].weights(path))
             if lease is not None:
                 items.append(WatchItem(path, lease))
                 if alone or len(items) == self.config.together:

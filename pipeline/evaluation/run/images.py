@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
+from pipeline.evaluation.compute import microbatches
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
-from pipeline.evaluation.runner.compute import microbatches
-from pipeline.evaluation.runner.pixel_cache import PixelCache, split_transform, to_tensors
+from pipeline.evaluation.run.caches import PixelCache, split_transform, to_tensors
 from pipeline.model.evaluation_model import EvaluationModel
 
 Transform = Callable[[Any], Tensor]
-WORKER_IMPORTS = ("pipeline.evaluation.runner.images", "open_clip")
+WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
 Batch = tuple[int, np.ndarray]
 """The number of a loader item, and the images in it."""
@@ -67,8 +67,7 @@ class _CachedBatches(_Batches):
         self.parts = {key: split_transform(transform) for key, transform in transforms.items()}
 
     def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
-        paths = {key: self.cache.path(key, number) for key in self.transforms}
-        loaded = {key: self.cache.load(path, len(images)) for key, path in paths.items()}
+        loaded = {key: self.cache.load(key, number) for key in self.transforms}
         found = {key: pixels for key, pixels in loaded.items() if pixels is not None}
         missing = [key for key in self.transforms if key not in found]
         if missing:
@@ -78,7 +77,7 @@ class _CachedBatches(_Batches):
                 rows.append([self.parts[key][0](image) for key in missing])
             for key, column in zip(missing, zip(*rows, strict=True), strict=True):
                 found[key] = np.stack(column)
-                self.cache.store(paths[key], found[key])
+                self.cache.store(key, number, found[key])
         return tuple(to_tensors(self.parts[key][1], found[key]) for key in self.transforms)
 
 

@@ -9,30 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
-from pipeline.evaluation.datasets.suite_facts import check_copies, check_digests
+from pipeline.evaluation.datasets.suite_facts import check_copies, check_digests, file_digests
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
-from pipeline.evaluation.protocols.association import Association
-from pipeline.evaluation.protocols.classification import ZeroShot
-from pipeline.evaluation.protocols.retrieval import Retrieval
-from pipeline.evaluation.runner import results
-from pipeline.evaluation.runner.checkpoint_evaluation import Evaluation as Evaluation
-from pipeline.evaluation.runner.class_details import class_details, write_class_details
-from pipeline.evaluation.runner.encode import ClassifierCache, Kept, image_pass, text_features
-from pipeline.evaluation.runner.examples import write_examples
-from pipeline.evaluation.runner.results import TaskResult
-from pipeline.evaluation.runner.session import EvaluationConfig as EvaluationConfig
-from pipeline.evaluation.runner.session import Session
-from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.evaluation.identity import data_digest, definition, identity_of
+from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
+from pipeline.evaluation.run.features import ClassifierCache, image_pass, text_features
+from pipeline.evaluation.run.results import TaskResult, read_outcomes, read_result, write_result
+from pipeline.evaluation.run.session import EvaluationConfig as EvaluationConfig
+from pipeline.evaluation.run.session import Session
+from pipeline.evaluation.run.summary import Evaluation as Evaluation
 
-PROTOCOLS: dict[str, Callable[..., Any]] = {
-    "classification": ZeroShot,
-    "retrieval": Retrieval,
-    "association": Association,
-}
 CLASSIFIERS = "classifiers"
 
 
@@ -44,7 +33,12 @@ class OpenedTask:
     data: TaskData
     files: Mapping[str, str]
     """Digests of the data's files, by name."""
-    protocol: Any
+    protocol: Protocol
+
+    @property
+    def digest(self) -> str:
+        """Of the data, as results and locks record it."""
+        return data_digest(self.files, self.data.columns)
 
 
 class Evaluator:
@@ -67,16 +61,18 @@ class Evaluator:
                     progress(entry.task.key, self.evaluations)
 
     def _task(self, entry: Entry, suite: Suite) -> None:
+        self.session.world.progress()
         started = time.perf_counter()
         opened = self._open(entry)
-        inputs = [self._inputs(evaluation.model, opened) for evaluation in self.evaluations]
+        identities = (identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations)
+        inputs = list(identities)
         wanted = self._wanted(opened, inputs, self._unlocked(opened))
         encoded = {index: self._texts(index, opened) for index in wanted}
         texts = {index: features for index, features in encoded.items() if features is not None}
         if texts:
             models = {index: self.evaluations[index].model for index in texts}
-            data = results.data_digest(opened.files, opened.data.columns)
-            kept, failed = image_pass(self.session, opened.protocol, models, texts, data=data)
+            task = (opened.protocol, opened.data.images, opened.digest)
+            kept, failed = image_pass(self.session, task, models, texts)
             for index, message in failed.items():
                 self._fail(self.evaluations[index], entry, message)
             for index, found in kept.items():
@@ -101,7 +97,16 @@ class Evaluator:
         """SHA-256 of every file of a task by its name within the folder; the processes share the hashing."""
         world, merged = self.session.world, {}
         mine = data.files[world.rank :: world.size]
-        for part in world.gather_objects(self.session.together(lambda: results.file_digests(mine, data.folder))):
+
+        def digests() -> dict[str, str]:
+            found: dict[str, str] = {}
+            for file in mine:
+                found |= file_digests([file], data.folder)
+                world.progress()
+            data.unchanged.check(data.files)
+            return found
+
+        for part in world.gather_objects(self.session.together(digests)):
             merged.update(part)
         return dict(sorted(merged.items()))
 
@@ -129,10 +134,6 @@ class Evaluator:
 
         self.session.on_main(write)
 
-    def _inputs(self, model: EvaluationModel, opened: OpenedTask) -> dict[str, Any]:
-        settings = {**self.session.config.settings(), "device": self.session.compute.name()}
-        return results.inputs_of(model, opened.data, files=opened.files, settings=settings)
-
     def _wanted(self, opened: OpenedTask, inputs: Sequence[Mapping[str, Any]], allowed: Sequence[int]) -> list[int]:
         """Which checkpoints need this task; the first process decides, so that all agree."""
 
@@ -145,8 +146,7 @@ class Evaluator:
         for index, (result, wished) in enumerate(zip(self.session.on_main(look), inputs, strict=True)):
             if index not in allowed:
                 continue
-            same = result is not None and (result.task, result.main_metric) == (task.key, task.main_metric)
-            if result is not None and same and result.inputs == wished:
+            if result is not None and result.task == task.key and result.inputs == wished:
                 self.evaluations[index].results[task.key] = result
                 self.evaluations[index].reused.add(task.key)
             else:
@@ -156,16 +156,19 @@ class Evaluator:
     def _texts(self, index: int, opened: OpenedTask) -> Tensor | None:
         evaluation, protocol = self.evaluations[index], opened.protocol
         try:
-            if opened.entry.task.protocol != "classification":  # captions and cues belong to one task only
+            if not protocol.stores_texts:
                 return text_features(self.session, evaluation.model, protocol.texts)
             return self._classifiers.get(evaluation.model, protocol.texts, folder=evaluation.folder / CLASSIFIERS)
         except TaskError as error:
             self._fail(evaluation, opened.entry, str(error))
             return None
 
-    def _score(self, evaluation: Evaluation, opened: OpenedTask, parts: tuple[Kept, Tensor, Mapping[str, Any]]) -> None:
+    def _score(
+        self, evaluation: Evaluation, opened: OpenedTask, parts: tuple[Outcomes, Tensor, Mapping[str, Any]]
+    ) -> None:
+        self.session.world.progress()
         kept, texts, inputs = parts
-        task, protocol = opened.entry.task, opened.protocol
+        task, protocol, path = opened.entry.task, opened.protocol, evaluation.path(opened.entry)
 
         def score() -> TaskResult:
             outcomes = protocol.finish(kept, texts)
@@ -182,14 +185,10 @@ class Evaluator:
                 official=is_official(opened.entry, opened.data),
                 inputs=inputs,
             )
-            if task.protocol == "classification":
-                write_class_details(evaluation.folder, task.stem, class_details(outcomes, opened.data.classnames))
-            if task.protocol == "retrieval" and self.session.config.examples:
-                features = (torch.from_numpy(kept["features"]), texts[protocol.texts.rows])
-                folder = evaluation.folder / f"{task.stem}.examples"
-                write_examples(folder, opened.data, features=features, count=self.session.config.examples)
-            results.write_result(evaluation.path(opened.entry), result, outcomes)
-            return result
+            protocol.write_details(
+                path.with_suffix(""), found=outcomes, kept=kept, texts=texts, examples=self.session.config.examples
+            )
+            return write_result(path, result, outcomes)
 
         try:
             evaluation.results[task.key] = self.session.on_main(score)
@@ -197,17 +196,26 @@ class Evaluator:
             self._fail(evaluation, opened.entry, str(error))
 
     def _fail(self, evaluation: Evaluation, entry: Entry, message: str) -> None:
-        """Record a failure. An older result that could not be confirmed is renamed, not deleted."""
+        """Record a failure. An older result that could not be confirmed is renamed, not deleted.
+
+        A result of the same task in another suite, which only has the same key, stays as it is. So does one of a task
+        whose data is not where a `tasks.yaml` says: the place may be misspelt.
+        """
         evaluation.failures[entry.task.key] = plain(message, longest=1200)
         path = evaluation.path(entry)
-        if self.session.world.rank == 0 and path.exists():
-            with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
-                path.replace(path.with_suffix(".json.stale"))
+        if self.session.world.rank != 0 or (entry.own is not None and not entry.is_there):
+            return
+        stored = read_result(path)
+        if stored is not None and entry.folder is not None and stored.inputs.get("task") != definition(entry):
+            return
+        with suppress(OSError):  # then the summary cannot be written either, which ends all processes alike
+            path.replace(path.with_suffix(".json.stale"))
 
 
-def _stored_result(path: Path, protocol: Any) -> TaskResult | None:
-    """The result in a file, if its metrics are those of the outcomes beside it; a changed digit is noticed."""
-    result, outcomes = results.read_result(path), results.read_outcomes(path)
+def _stored_result(path: Path, protocol: Protocol) -> TaskResult | None:
+    """The result in a file, if its metrics are those of the outcomes beside it."""
+    result = read_result(path)
+    outcomes = read_outcomes(path, result.outcomes) if result is not None else None
     if result is None or outcomes is None:
         return None
     try:

@@ -9,22 +9,19 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.evaluation.datasets.task_data import TaskError
-from pipeline.evaluation.runner import results
-from pipeline.evaluation.runner.array_file import load_array, store_array
-from pipeline.evaluation.runner.images import ImagePass, preprocessing_key
-from pipeline.evaluation.runner.pixel_cache import PixelCache
-from pipeline.evaluation.runner.session import Session
-from pipeline.evaluation.runner.texts import TextSide, check_finite
+from pipeline.evaluation.datasets.task_data import ImageSource, TaskError
+from pipeline.evaluation.identity import code_version, model_config_digest, package_versions
+from pipeline.evaluation.protocol import Outcomes, Protocol
+from pipeline.evaluation.protocols.texts import TextSide, check_finite
+from pipeline.evaluation.run.caches import PixelCache, load_array, store_array
+from pipeline.evaluation.run.images import ImagePass, preprocessing_key
+from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
-
-Kept = dict[str, np.ndarray]
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
@@ -36,9 +33,11 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
     world = session.world
 
     def encode() -> dict[int, Tensor]:
-        mine = range(world.rank, len(side.units), world.size)
-        micro_batch = session.config.micro_batch
-        return {unit: side.encode(model, unit, compute=session.compute, micro_batch=micro_batch) for unit in mine}
+        found: dict[int, Tensor] = {}
+        for unit in range(world.rank, len(side.units), world.size):
+            found[unit] = side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
+            world.progress()
+        return found
 
     merged: dict[int, Tensor] = {}
     for part in world.gather_objects(session.together(encode)):
@@ -62,42 +61,44 @@ class ClassifierCache:
         key = self._key(model, side)
         if key not in self._memory:
             path = folder / f"{key[:32]}.npy"
-            stored = self._session.on_main(lambda: load_array(path))
+            stored = self._session.on_main(lambda: load_array(path, key))
             if stored is None:
                 features = text_features(self._session, model, side)
-                self._session.on_main(lambda: store_array(path, features.numpy()))
+                self._session.on_main(lambda: store_array(path, features.numpy(), key))
             else:
                 features = torch.from_numpy(stored)
             self._memory[key] = features
         return self._memory[key]
 
     def _key(self, model: EvaluationModel, side: TextSide) -> str:
-        versions = [results.code_version(), results.package_versions()]
+        versions = [code_version(), package_versions()]
         compute = self._session.compute
         settings = [compute.name(), compute.precision, self._session.config.micro_batch]
-        facts = [model.digest, results.model_config_digest(model), side.digest, settings, versions]
+        facts = [model.digest, model_config_digest(model), side.digest, settings, versions]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def image_pass(
-    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor], *, data: str
-) -> tuple[dict[int, Kept], dict[int, str]]:
+    session: Session,
+    task: tuple[Protocol, ImageSource, str],
+    models: Mapping[int, EvaluationModel],
+    texts: Mapping[int, Tensor],
+) -> tuple[dict[int, Outcomes], dict[int, str]]:
     """What the protocol keeps of every image, in the images' order, for every model; and the models that failed.
 
     Args:
         session: Settings, processes and device.
-        protocol: The task's protocol on its data.
+        task: The task's protocol, its images, and the digest of its data for the cache of decoded images.
         models: By number.
         texts: Every model's text features.
-        data: Digest of the task's data, for the cache of decoded images.
 
     Raises:
         TaskError: On every process, when an image cannot be read.
     """
-    parts = session.together(lambda: _my_images(session, protocol, models, texts, data=data))
+    parts = session.together(lambda: _my_images(session, task, models, texts))
     gathered = (piece for part in session.world.gather_objects(parts) for piece in part)
     pieces = [found for _, found in sorted(gathered, key=lambda piece: piece[0])]
-    kept: dict[int, Kept] = {}
+    kept: dict[int, Outcomes] = {}
     failed: dict[int, str] = {}
     for index in models:
         mine = [found[index] for found in pieces]
@@ -110,16 +111,20 @@ def image_pass(
 
 
 def _my_images(
-    session: Session, protocol: Any, models: Mapping[int, EvaluationModel], texts: Mapping[int, Tensor], *, data: str
-) -> list[tuple[int, dict[int, Kept | str]]]:
+    session: Session,
+    task: tuple[Protocol, ImageSource, str],
+    models: Mapping[int, EvaluationModel],
+    texts: Mapping[int, Tensor],
+) -> list[tuple[int, dict[int, Outcomes | str]]]:
     """This process's micro-batches: their numbers, and per model the values to keep or the error.
 
     A work item is one micro-batch for one model, so that several checkpoints keep all threads busy on small tasks.
     """
-    source, device, config = protocol.data.images, session.compute.device, session.config
+    protocol, source, data = task
+    device, config = session.compute.device, session.config
     on_device = {index: texts[index].to(device) for index in models}
     keys = {index: preprocessing_key(model) for index, model in models.items()}
-    images = ImagePass(
+    reading = ImagePass(
         source,
         {keys[index]: model.preprocess for index, model in models.items()},
         micro_batch=config.micro_batch,
@@ -129,13 +134,14 @@ def _my_images(
     )
 
     def work() -> Iterator[tuple[int, int, int, Tensor]]:
-        for number, valid, tensors in images.run(
+        for number, valid, tensors in reading.run(
             rank=session.world.rank, size=session.world.size, pin=device.type == "cuda"
         ):
+            session.world.progress()
             moved = {key: tensor.to(device, non_blocking=True) for key, tensor in tensors.items()}
             yield from ((number, valid, index, moved[keys[index]]) for index in models)
 
-    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Kept | str]:
+    def encode(number: int, valid: int, index: int, pixels: Tensor) -> tuple[int, int, Outcomes | str]:
         start = number * config.micro_batch
         with session.compute.encoding():
             features = models[index].encode_image(pixels)[:valid]
@@ -145,7 +151,8 @@ def _my_images(
         except TaskError as error:
             return number, index, str(error)
 
-    found: dict[int, dict[int, Kept | str]] = {}
+    found: dict[int, dict[int, Outcomes | str]] = {}
     for number, index, kept in session.compute.map(encode, work()):
+        session.world.progress()
         found.setdefault(number, {})[index] = kept
     return list(found.items())

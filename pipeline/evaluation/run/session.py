@@ -1,22 +1,28 @@
-"""What an evaluation runs with: its settings, its processes and its device."""
+"""What an evaluation runs with: its settings, its processes and its device.
+
+Inside a training run the processes are its ranks (`pipeline.distributed.world`). Elsewhere `accelerate` starts and
+connects them; one process needs neither.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from pydantic import Field
 
 from pipeline.config import section
+from pipeline.cores import usable_cores
 from pipeline.distributed.world import ranks_here
 from pipeline.errors import UserError, is_out_of_memory
+from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.task_data import TaskError, plain
 from pipeline.evaluation.datasets.webdataset import BlankClass
-from pipeline.evaluation.runner.compute import Compute
-from pipeline.evaluation.runner.processes import Processes
-from pipeline.evaluation.runner.results import code_version
 
 T = TypeVar("T")
 
@@ -46,20 +52,11 @@ class EvaluationConfig:
     relock: bool = False
     """Accept data other than in `suite.lock.json`, and lock that."""
 
-    def settings(self) -> dict[str, Any]:
-        """What all results of one summary have in common: every setting that can change a score, and the code."""
-        return {
-            "blank_class": self.blank_class,
-            "micro_batch": self.micro_batch,
-            "precision": self.precision,
-            "code": code_version(),
-        }
-
     def loader_workers(self, processes: int) -> int:
         """How many loader workers one of the evaluation's `processes` processes starts."""
         if self.workers is not None:
             return self.workers
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_PER_TASK" in os.environ:
             own = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))  # srun has already divided them
         else:
@@ -113,3 +110,70 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
         if is_out_of_memory(error):
             return None, f"{plain(error)} Lower micro_batch, or for a watcher `together`."
         return None, f"Unexpected {type(error).__name__}: {plain(error)}. This is probably a bug in neuclip."
+
+
+class Processes(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One value per process, in rank order, on every process."""
+
+    def progress(self) -> None:
+        """Note that work goes on; called at least once per micro-batch, file and task."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    rank: int = 0
+    size: int = 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def progress(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Accelerated:
+    """Several processes, connected by `accelerate`."""
+
+    state: Any
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", int(self.state.process_index))
+        object.__setattr__(self, "size", int(self.state.num_processes))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        from accelerate.utils import gather_object
+
+        return list(gather_object([value]))
+
+    def progress(self) -> None: ...
+
+
+@contextmanager
+def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.device]]:
+    """The processes that the launcher started (`accelerate launch`, `torchrun`), and this one's device.
+
+    Raises:
+        UserError: The device is not available.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device = {device!r} is not known. Allowed: auto, cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Alone(), torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        return
+    from accelerate import PartialState
+
+    # The first process may score a large retrieval task, or a watcher may wait, while the others are in a collective.
+    state = PartialState(cpu=device == "cpu", timeout=timedelta(hours=4))
+    try:
+        yield Accelerated(state), state.device
+    finally:
+        state.destroy_process_group()

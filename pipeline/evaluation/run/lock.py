@@ -18,7 +18,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.suite_facts import check_digests
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
-from pipeline.evaluation.runner.results import data_digest
+from pipeline.evaluation.identity import data_digest
 from pipeline.files import write_text
 
 LOCK_NAME = "suite.lock.json"

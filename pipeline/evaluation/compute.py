@@ -17,15 +17,15 @@ import contextlib
 import functools
 import hashlib
 import platform
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pipeline.cores import thread_map
 from pipeline.errors import UserError
 from pipeline.precision import true_fp32
 
@@ -90,14 +90,8 @@ class Compute:
         """`function(*item)` for every item, in order, several at a time, with a bounded number in flight."""
         if self._pool is None:
             yield from (function(*item) for item in items)
-            return
-        flying: deque[Future[T]] = deque()
-        for item in items:
-            flying.append(self._pool.submit(function, *item))
-            if len(flying) > 2 * self.threads:
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
+        else:
+            yield from thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
 
     def encoding(self) -> contextlib.AbstractContextManager[object]:
         """The context in which encoders run."""

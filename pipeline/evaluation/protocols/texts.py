@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.evaluation.compute import Compute, microbatches
 from pipeline.evaluation.datasets.task_data import TaskError
-from pipeline.evaluation.runner.compute import Compute, microbatches
 from pipeline.model.evaluation_model import EvaluationModel
 
 TEXTS_PER_UNIT = 1024

@@ -1,0 +1,112 @@
+"""Pairs with their scores on one HTML page, to look at before the worst are removed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from pipeline.analysis.pair_scores import by_score
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.files import write_text
+
+SIDE = 192
+_STYLE = """
+:root { color-scheme: light dark; --muted: #5c6169; --line: #d9dce1 }
+@media (prefers-color-scheme: dark) { :root { --muted: #a2a8b1; --line: #3a4049 } }
+body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem }
+.pairs { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)) }
+figure { border: 1px solid var(--line); border-radius: 6px; margin: 0; overflow: hidden }
+figure div { align-items: center; background: #8881; display: flex; height: 10rem; justify-content: center }
+img { max-height: 100%; max-width: 100%; object-fit: contain }
+figcaption { overflow-wrap: anywhere; padding: .5rem }
+small, .note { color: var(--muted) } small { display: block; font-variant-numeric: tabular-nums }
+"""
+
+
+def write_contact_sheet(
+    path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float, shown: int = 48
+) -> None:
+    """Write a page with the worst pairs, those on both sides of the cut, and for comparison the best.
+
+    Args:
+        path: The page.
+        table: Scores of the dataset, `scores.parquet`.
+        manifest: The dataset.
+        caption: Where captions are.
+        share: Of the pairs, the worst of which may be removed; where the cut is.
+        shown: Number of the worst pairs; half as many of the others.
+    """
+    rows = pq.read_table(table, columns=["shard", "row", "key", "score", "cosine"], page_checksum_verification=True)
+    order = by_score(rows)
+    cut, half = int(share * len(order)), shown // 2
+    parts = {
+        "The worst pairs": order[:shown],
+        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(0, cut - half) : cut],
+        "Just above the cut: the first that would be kept": order[cut : cut + half],
+        "The best pairs, for comparison": order[::-1][:half],
+    }
+    chosen = {int(index) for part in parts.values() for index in part}
+    picked = {index: rows.slice(index, 1).to_pylist()[0] for index in sorted(chosen)}
+    pairs = _read(manifest, list(picked.values()), caption)
+    body = [f"<p class=note>{len(order):,} pairs have a score. A score is how much better a pair fits than chance."]
+    for title, part in parts.items():
+        figures = (_figure(picked[int(index)], pairs) for index in part)
+        body.append(f"<h2>{escape(title)}</h2><div class=pairs>{''.join(figures)}</div>")
+    title = f"Scores of {escape(Path(manifest.root).resolve().name)}"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    page = f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head>"
+    write_text(path, f"{page}<body><h1>{title}</h1>{''.join(body)}</body></html>\n")
+
+
+def _read(
+    manifest: Manifest, wanted: Sequence[dict[str, Any]], caption: CaptionField
+) -> dict[tuple[str, int], tuple[str, str]]:
+    """The thumbnail, as a data URL, and the caption of samples, by shard and row."""
+    rows: dict[str, set[int]] = {}
+    for row in wanted:
+        rows.setdefault(row["shard"], set()).add(row["row"])
+    found: dict[tuple[str, int], tuple[str, str]] = {}
+    for shard in (shard for shard in manifest.shards if shard.name in rows):
+        left = set(rows[shard.name])
+        with open_records(manifest.url(shard), skip=0, caption_suffix=caption.suffix) as records:
+            for number, record in enumerate(records):
+                if number in left:
+                    left.discard(number)
+                    found[shard.name, number] = _thumbnail(record.image or b""), caption.read(record)
+                if not left:
+                    break
+    return found
+
+
+def _thumbnail(body: bytes) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = rgb_image(body)
+    except CorruptSample:  # it has a score, so it was readable a moment ago
+        return ""
+    image.thumbnail((2 * SIDE, SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _figure(row: dict[str, Any], pairs: dict[tuple[str, int], tuple[str, str]]) -> str:
+    source, caption = pairs.get((row["shard"], row["row"]), ("", ""))
+    numbers = f"score {row['score']:.2f}, cosine {row['cosine']:.3f}"
+    name = f"{row['shard']}:{row['key']}"
+    return (
+        f'<figure><div><img src="{source}" alt="{escape(caption, quote=True)}" loading=lazy></div>'
+        f"<figcaption>{escape(caption)}<small>{numbers}</small><small>{escape(name)}</small></figcaption></figure>"
+    )

@@ -1,0 +1,232 @@
+"""What a score is a function of, and what a suite is: the only place that says which scores are comparable.
+
+The identity of a result is a flat mapping that the result records. It has three parts: the conditions (weights,
+architecture, settings, device, code and packages), the task (protocol, metric, groups, columns and prompts of a
+`tasks.yaml`), and the data (files and prompts). A stored result is reused, and an earlier one belongs to a summary,
+only if its identity is the one that an evaluation would have now.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
+from pipeline.evaluation.datasets.task_data import TaskData, file_facts, plain
+from pipeline.evaluation.protocol import PROTOCOLS
+from pipeline.files import sha256_of, write_text
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.run.session import EvaluationConfig, Session
+    from pipeline.model.evaluation_model import EvaluationModel
+
+ROOT = Path(__file__).parents[2]
+SCORED_BY = ("pipeline.evaluation", "pipeline.model")
+"""The packages that compute scores. Their code, and all code of this project that they import, is part of a score."""
+PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
+SETTINGS = ("blank_class", "micro_batch", "precision")
+"""The settings of `EvaluationConfig` that can change a score."""
+TASK_FIELDS = ("protocol", "main_metric", "fields", "group", "secondary_groups")
+OWN_FIELDS = ("image", "caption", "label", "split", "revision", "classnames", "templates")
+"""What a `tasks.yaml` says about a task beside where its data is."""
+
+
+def conditions(model: EvaluationModel, session: Session) -> dict[str, Any]:
+    """What all results of one summary have in common."""
+    return {
+        "checkpoint": model.digest,
+        "architecture": model.architecture.name,
+        "model_config": model_config_digest(model),
+        **{name: getattr(session.config, name) for name in SETTINGS},
+        "device": session.compute.name(),
+        "code": code_version(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+    }
+
+
+def definition(entry: Entry) -> str:
+    """Digest of what is asked of a task's data: protocol and metric, and the prompts and columns of a `tasks.yaml`."""
+    facts = {name: getattr(entry.task, name) for name in TASK_FIELDS}
+    if entry.own is not None:
+        facts |= {name: asdict(entry.own)[name] for name in OWN_FIELDS}
+    module = PROTOCOLS[entry.task.protocol].__module__
+    if not _below(module, "pipeline"):  # a package of the user's own; ours are part of the code's version
+        facts["source"] = sha256_of(str(sys.modules[module].__file__))
+    return _digest(facts)
+
+
+def identity_of(
+    conditions: Mapping[str, Any], entry: Entry, data: TaskData, *, files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything that determines a result. `files` holds the digests of the data, by name."""
+    return {
+        **conditions,
+        "task": definition(entry),
+        "task_data": data_digest(files, data.columns),
+        "layout": data.layout,
+        "prompts": hashlib.sha256(
+            json.dumps([data.classnames, data.templates], ensure_ascii=False).encode()
+        ).hexdigest(),
+    }
+
+
+def misfit(inputs: Mapping[str, Any], entry: Entry, *, conditions: Mapping[str, Any], data: str | None) -> str:
+    """Why a stored result is not what an evaluation would give now; empty when it is.
+
+    Args:
+        inputs: The identity that the result records.
+        entry: The task.
+        conditions: Those of the current evaluation.
+        data: The digest of the task's data; None if that is not known.
+    """
+    other = [name for name, value in conditions.items() if inputs.get(name) != value]
+    if other:
+        shown = (f"{name}={plain(inputs.get(name), longest=80)}" for name in other)
+        return f"it has other settings: {', '.join(shown)}"
+    if inputs.get("task") != definition(entry):
+        return "it has another metric, or other prompts or columns"
+    if data is not None and inputs.get("task_data") != data:
+        return "it is of other data"
+    return ""
+
+
+def data_digest(files: Mapping[str, str], columns: Sequence[str] = ()) -> str:
+    """One digest for a task's data, from those of its files by name, and the columns that are read, where chosen."""
+    lines = [f"{digest}  {name}" for name, digest in files.items()] + [f"column {name}" for name in columns]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def model_config_digest(model: EvaluationModel) -> str:
+    """SHA-256 of the architecture and preprocessing, which the weights do not determine."""
+    architecture = model.architecture
+    towers = {key: value for key, value in architecture.model_cfg.items() if key != "init_logit_bias"}
+    return _digest({"model_cfg": towers, "preprocess_cfg": dict(architecture.preprocess_cfg)})
+
+
+@functools.cache
+def code_version() -> str:
+    """Version of this project, and a digest of all of its code that scores depend on."""
+    return f"{importlib.metadata.version('neuclip')} {code_digest(ROOT)}"
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def code_digest(root: Path, packages: Sequence[str] = SCORED_BY) -> str:
+    """Digest of the modules of `packages`, and of the modules below `root` that they import, directly or not."""
+    digest = hashlib.sha256()
+    for name, path in sorted(imported_modules(root, packages).items()):
+        digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def imported_modules(root: Path, packages: Sequence[str] = SCORED_BY) -> dict[str, Path]:
+    """The files of the modules below `root` that `packages` have or import anywhere, by the modules' names."""
+    waiting = [name for package in packages for name in _modules_of(root, package)]
+    found: dict[str, Path] = {}
+    while waiting:
+        name = waiting.pop()
+        base = root.joinpath(*name.split("."))
+        path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+        if name not in found and path is not None:
+            found[name] = path
+            waiting += _imports(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _modules_of(root: Path, package: str) -> list[str]:
+    paths = root.joinpath(*package.split(".")).rglob("*.py")
+    return [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(source: str) -> tuple[str, ...]:
+    """Every name that a module's source may import, with those of the packages around it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(
+        {".".join(parts[:k]) for parts in (name.split(".") for name in names) for k in range(1, len(parts) + 1)}
+    )
+
+
+def _below(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()
+
+
+def suite_identity(suite: Suite, config: EvaluationConfig, *, known: Path) -> str:
+    """The suite's name with a digest of its tasks, their files' contents and the settings that can change a score.
+
+    A renamed folder gives another name but the same digest; other data under the same name gives another digest. The
+    code is not part of it: after an update, watchers do not score again what has scores.
+
+    Args:
+        suite: The tasks; the ledger treats a part of a suite as another suite.
+        config: The settings.
+        known: A file that caches digests by path, size and dates, so that unchanged files are not read again. The
+            evaluation itself always reads them.
+
+    Raises:
+        UserError: A file of the suite cannot be read.
+    """
+    digests = Digests(known)
+    digest = hashlib.sha256(json.dumps([getattr(config, name) for name in SETTINGS]).encode())
+    try:
+        for entry in suite.entries:
+            digest.update(f"{entry.task.key} {entry.task.main_metric} {entry.own}\n".encode())
+            for name, path in files_of(entry):
+                digest.update(f"{digests.of(path)}  {name}\n".encode())
+    except OSError as error:
+        raise UserError(
+            f"{plain(error.filename)} of the suite {suite.name} cannot be read: {error.strerror}."
+        ) from error
+    digests.write()
+    return f"{suite.name}-{digest.hexdigest()[:12]}"
+
+
+class Digests:
+    """SHA-256 of files, remembered by path, size, dates and inode in the file `known`."""
+
+    def __init__(self, known: Path) -> None:
+        self._path, self._changed = known, False
+        try:
+            self._known: dict[str, list[Any]] = dict(json.loads(known.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            self._known = {}
+
+    def of(self, path: Path) -> str:
+        facts, key = [*file_facts(path)], str(path.resolve())
+        stored = self._known.get(key)
+        if isinstance(stored, list) and stored[:-1] == facts:
+            return str(stored[-1])
+        digest = sha256_of(path)
+        self._known[key], self._changed = [*facts, digest], True
+        return digest
+
+    def write(self) -> None:
+        if not self._changed:
+            return
+        try:
+            write_text(self._path, json.dumps(self._known) + "\n")
+        except OSError as error:
+            raise UserError(f"{error.filename or self._path} cannot be written: {error.strerror}.") from error

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
+import importlib.metadata
+import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Generic, TypeVar, cast, dataclass_transform
 
 import pydantic
 import yaml
@@ -22,9 +26,14 @@ import yaml
 from pipeline.errors import UserError
 
 T = TypeVar("T")
+Added = TypeVar("Added")
 
 # An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
 _MANY, _NEAR = 40, 6
+_MOST_VALUES = 1_000_000
+"""In a YAML file, aliases written out."""
+_DEEPEST = 20
+"""Dots in the key of an override."""
 Tree = dict[str, Any]
 
 
@@ -47,8 +56,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        counts = Counter(str(key.value) for key in keys)
         for key in keys:
-            if sum(str(key.value) == str(other.value) for other in keys) > 1:
+            if counts[str(key.value)] > 1:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice in one mapping", key.start_mark
                 )
@@ -60,6 +70,37 @@ _Loader.add_implicit_resolver(
 )
 
 
+def parse_yaml(text: str) -> Any:
+    """The value that a YAML text describes.
+
+    Raises:
+        ValueError: The text is not YAML, or it is a trap: aliases that stand for millions of values or for themselves,
+            thousands of nested values, numbers with thousands of digits.
+    """
+    try:
+        loader = _Loader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        if _count_values(node, {}) > _MOST_VALUES:
+            raise ValueError(f"its aliases (*name) stand for more than {_MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply, or an alias (*name) stands for itself") from error
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """The number of values in a node when its aliases are written out."""
+    if id(node) not in counts:
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        else:
+            parts = node.value if isinstance(node, yaml.SequenceNode) else []
+        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
+    return counts[id(node)]
+
+
 def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
@@ -68,12 +109,12 @@ def read_yaml(path: str | Path) -> Tree:
     """
     path = Path(path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(
             f"Cannot read the recipe {path}: {error.strerror}. The shipped recipes are in jobs/recipes/."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a mapping of sections, but is a {type(tree).__name__}.")
@@ -85,16 +126,21 @@ def parse_overrides(overrides: Iterable[str]) -> Tree:
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not key or not all(key.split(".")):
-            raise UserError(f"Override {text!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
+        if not equals or not key or not all(key.split(".")) or key.count(".") > _DEEPEST:
+            shown = _shortened(text)
+            raise UserError(f"Override {shown!r} is not of the form section.key=value, for example optimizer.lr=1e-3.")
         try:
-            leaf: Any = yaml.load(value, _Loader) if value else None
-        except yaml.YAMLError as error:
-            raise UserError(f"The value in override {text!r} is not valid YAML: {error}") from error
-        for part in reversed(key.split(".")):
-            leaf = {part: leaf}
-        tree = merge(tree, leaf)
+            leaf: Any = parse_yaml(value) if value else None
+            for part in reversed(key.split(".")):
+                leaf = {part: leaf}
+            tree = merge(tree, leaf)
+        except ValueError as error:
+            raise UserError(f"The value in override {_shortened(text)!r} is not valid YAML: {error}") from error
     return tree
+
+
+def _shortened(text: str) -> str:
+    return f"{text[:200]}..." if len(text) > 200 else text
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
@@ -168,7 +214,7 @@ def _section_in(hint: Any) -> Any:
 
 
 # What people call a setting -> its name here.
-_SYNONYMS = {
+SYNONYMS = {
     "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "warmup": "warmup_steps", "batch": "batch_size",
     "global_batch_size": "batch_size", "num_workers": "workers", "temperature": "tau_init", "architecture": "arch",
     "checkpoint_every": "every", "loss": "name", "accum_freq": "micro_batch", "grad_clip_norm": "gradient_clipping",
@@ -179,19 +225,25 @@ _SYNONYMS = {
 def _nearest(key: str, valid: list[str]) -> str | None:
     """The valid key that was meant: one of the same name in another section, a synonym's, or the closest spelling."""
     last = key.rpartition(".")[2]
-    same = [name for name in valid if name.rpartition(".")[2] == _SYNONYMS.get(last, last)]
+    same = [name for name in valid if name.rpartition(".")[2] == SYNONYMS.get(last, last)]
     found = difflib.get_close_matches(key, same or valid, n=1, cutoff=0.0)
     return found[0] if found else None
+
+
+def explain_unknown(key: str, value: Any, *, valid: list[str]) -> str:
+    """A sentence about a dotted key that is not among the valid ones: the nearest of these, and all of its section."""
+    nearest = _nearest(key, valid)
+    siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
+    hint = f" The nearest valid key is {nearest}." if nearest else ""
+    allowed = ", ".join(sibling.rpartition(".")[2] for sibling in siblings)
+    here = f" Valid here: {allowed}." if allowed else ""
+    return f"Unknown key {key} (given {value!r}).{hint}{here}"
 
 
 def _explain(problem: Any, *, dot: str, valid: list[str]) -> str:
     key = dot + ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "unexpected_keyword_argument":
-        nearest = _nearest(key, valid)
-        siblings = [v for v in valid if v.rpartition(".")[0] == key.rpartition(".")[0]]
-        hint = f" The nearest valid key is {nearest}." if nearest else ""
-        allowed = ", ".join(sibling.rpartition(".")[2] for sibling in siblings)
-        return f"Unknown key {key} (given {problem['input']!r}).{hint} Valid here: {allowed}."
+        return explain_unknown(key, problem["input"], valid=valid)
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is required and was not given."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -212,3 +264,86 @@ def suggest(given: str, allowed: tuple[str, ...]) -> str:
     if len(allowed) > _MANY:
         return f"{hint}Near it are {', '.join(near[1:])}, out of {len(allowed)} allowed names."
     return f"{hint}Allowed: {', '.join(allowed)}."
+
+
+def load_entry_points(group: str, *, what: str) -> None:
+    """Import what installed packages offer to a registry.
+
+    Args:
+        group: Of the entry points.
+        what: What they offer, in a message.
+
+    Raises:
+        UserError: One of them cannot be imported.
+    """
+    for point in importlib.metadata.entry_points(group=group):
+        try:
+            point.load()
+        except UserError:
+            raise
+        except Exception as error:  # anything may be wrong with a package of a user's own
+            raise UserError(
+                f"The {what} {point.name!r} ({point.value}, an entry point of {group}) cannot be imported: "
+                f"{type(error).__name__}: {error}. Mend or uninstall its package."
+            ) from error
+
+
+class Registry(Generic[T]):
+    """Classes that a setting selects by name: those of a package, and those that installed packages add.
+
+    Args:
+        kind: What is registered, for messages.
+        setting: The setting that selects one.
+        package: All its modules are imported before the first look-up, so that one new file there adds a class.
+        group: Entry points of installed packages (`name = "module"`), whose modules are imported then, too.
+    """
+
+    def __init__(self, kind: str, *, setting: str, package: str, group: str) -> None:
+        self.kind = kind
+        self.setting = setting
+        self.package = package
+        self.group = group
+        self.registered: dict[str, T] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[Added], Added]:
+        """Class decorator: make a class selectable by a name.
+
+        Raises:
+            UserError: Another class has the name.
+        """
+
+        def add(item: Added) -> Added:
+            present: Any = self.registered.get(name, item)
+            old, new = (f"{each.__module__}.{each.__qualname__}" for each in (present, cast(Any, item)))
+            if old != new:
+                raise UserError(f"{new} is called {name!r}, but the {self.kind} {old} has this name: choose another.")
+            self.registered[name] = cast(T, item)
+            return item
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        if not self._loaded:
+            path = importlib.import_module(self.package).__path__
+            for module in pkgutil.walk_packages(path, prefix=f"{self.package}."):
+                importlib.import_module(module.name)
+            load_entry_points(self.group, what=self.kind)
+            self._loaded = True
+        return tuple(sorted(self.registered))
+
+    def known(self, name: str) -> str:
+        """The name itself, if it is registered: a validator of the setting.
+
+        Raises:
+            UserError: It is not.
+        """
+        if name not in self.names():
+            raise UserError(f"no such {self.kind}. {suggest(name, self.names())}")
+        return name
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self.names():
+            raise UserError(f"{self.setting} = {name!r}: no such {self.kind}. {suggest(name, self.names())}")
+        return self.registered[name]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import unicodedata
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from pipeline.errors import UserError
+
+LONGEST_NAME = 255
+"""Bytes; what file systems allow."""
 
 
 @contextmanager
@@ -35,7 +41,8 @@ def replacing(path: str | Path, *, durable: bool = False, unique: bool = True) -
             flush(temporary)
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the error of the block says more
+            temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)  # a write to a full disk raises an error without a name
         raise
@@ -54,6 +61,28 @@ def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
     return write_text(path, json.dumps(tree, indent=1) + "\n", durable=durable)
 
 
+def check_writable(path: str | Path) -> Path:
+    """Check the path of a result, before the hour-long work that produces it.
+
+    Raises:
+        UserError: Its folder does not exist or cannot be written to, or it is a folder.
+    """
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"Cannot write {path}: its folder does not exist. Create it, or name another file.")
+    if path.is_dir():
+        raise UserError(f"Cannot write {path}: it is a folder. Name a file.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"Cannot write {path}: permission denied. Name another file, or change its permissions.")
+    return path
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text: `str.splitlines` would also split at U+2028 and others, which occur inside names."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def sha256_of(path: str | Path) -> str:
     """The SHA-256 of a file's contents, as hex."""
     with open(path, "rb") as file:
@@ -67,3 +96,39 @@ def flush(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def plain_name(name: object, *, what: str) -> str:
+    """Check that a name which was read from a file, a mirror or a server names something directly in a folder.
+
+    Every such name passes here, or through `path_below`, before it is joined to a path: otherwise `../../x` or an
+    absolute path would be read, written or deleted outside the folder.
+
+    Args:
+        name: The name as it was read.
+        what: Whose name it is, for the message.
+
+    Raises:
+        UserError: It is not text, is empty, `.` or `..`, has a separator, a control character or a drive, or is longer
+            than file systems allow.
+    """
+    if isinstance(name, str) and name not in ("", ".", "..") and name[1:2] != ":":
+        strange = any(c in "/\\" or unicodedata.category(c) in ("Cc", "Cs") for c in name)
+        if not strange and len(name.encode()) <= LONGEST_NAME:
+            return name
+    shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:80] + "..."
+    raise UserError(
+        f"{what} is named {shown}: only plain names within the folder are allowed, without '..', a leading '/', "
+        "backslashes or control characters. Its source is damaged or not to be trusted."
+    )
+
+
+def path_below(folder: Path, name: object, *, what: str) -> Path:
+    """`folder`/`name`, where `name` may have subfolders, each a `plain_name`.
+
+    Raises:
+        UserError: As for `plain_name`.
+    """
+    for part in name.split("/") if isinstance(name, str) else [name]:
+        plain_name(part, what=f"{what} {name!r:.80}" if part != name else what)
+    return folder / str(name)

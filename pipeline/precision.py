@@ -88,3 +88,11 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError:
         return None
+
+
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Neither TF32 nor autocast inside, even if the surrounding training loop uses them."""
+    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
+    with true_fp32(), torch.autocast(kind, enabled=False):
+        yield

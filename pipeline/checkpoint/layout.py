@@ -8,6 +8,7 @@
         rows-R-I.safetensors      per-sample state of rank R, one block of rows per file
         checkpoint.json           step, samples, data position, recipe, versions; size and SHA-256 of every file, its
                                   own included
+    RUN/run_id                    the run's id, which its checkpoints, mirror and heartbeats carry, too
     RUN/checkpoints/latest        name of the newest checkpoint
     RUN/checkpoints/best          name of the checkpoint with the lowest validation loss, if there is validation
 
@@ -18,18 +19,33 @@ alone. Nothing in a checkpoint is ever unpickled.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from pipeline.errors import UserError
+from pipeline.files import path_below, write_json
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.lora import ADAPTER_FILES
+from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import RUN_ID, read_run_id, valid_run_id
 
 FOLDER_NAME = "checkpoints"
 META_NAME = "checkpoint.json"
 LATEST_NAME = "latest"
 MOMENTS_NAME = "moments.safetensors"
 OBJECTIVE_NAME = "objective.safetensors"
-EMA_NAME = "ema"
+EMA_NAME, ADAPTERS_NAME = "ema", "adapters"
 BEST_NAME = "best"
+REPLACED = ".replaced"
+"""Of hidden names: a checkpoint of the same step takes its place."""
 FORMAT, VERSION = "neuclip-checkpoint", 1
 PREFIX = "step-"
 
@@ -44,14 +60,43 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def fallback_run(fallback: str, run: Path) -> Path:
-    """The folder in `checkpoint.fallback` that stands in for a run's folder."""
-    return Path(fallback) / run.name
+def run_id_of(run: Path) -> str:
+    """A run's id, from its folder or else from its newest checkpoint; empty if neither has one."""
+    if known := read_run_id(run):
+        return known
+    return next(filter(None, (id_in(path) for path in reversed(finished_checkpoints(run)))), "")
+
+
+def id_in(path: Path) -> str | None:
+    """The id of the run that wrote a checkpoint; empty: older versions recorded none; None: it cannot be read."""
+    try:
+        found = read_meta(path).get("run_id") or ""
+    except (OSError, ValueError):
+        return None
+    return (valid_run_id(found) or None) if found else ""
+
+
+def is_foreign(found: str | None, run_id: str) -> bool:
+    """Whether a checkpoint with the id `found` was written by another run than `run_id`."""
+    return bool(found) and found != run_id
+
+
+def fallback_runs(fallback: str | None, run: Path) -> list[Path]:
+    """The folders in `checkpoint.fallback` that may hold checkpoints of a run, the second one of older versions."""
+    if not fallback:
+        return []
+    own = [fallback_run(fallback, run, run_id)] if (run_id := run_id_of(run)) else []
+    return own + ([Path(fallback) / run.resolve().name] if finished_checkpoints(run) else [])
+
+
+def fallback_run(fallback: str, run: Path, run_id: str) -> Path:
+    """The folder in `checkpoint.fallback` to write to. Other runs' folders may have the same name, so it has the id."""
+    return Path(fallback) / f"{run.resolve().name}-{run_id}"
 
 
 def is_name(name: str) -> bool:
     """Whether `name_of` makes such names; a copy that somebody has made beside a checkpoint has another one."""
-    return re.fullmatch(rf"{re.escape(PREFIX)}\d+", name) is not None
+    return re.fullmatch(rf"{re.escape(PREFIX)}[0-9]+", name) is not None
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
@@ -68,10 +113,174 @@ def finished_checkpoints(run: Path) -> list[Path]:
 def best_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; None if there is none on disk."""
     try:
-        path = run / FOLDER_NAME / (run / FOLDER_NAME / BEST_NAME).read_text(encoding="utf-8").strip()
-    except OSError:
+        name = (run / FOLDER_NAME / BEST_NAME).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
         return None
-    return path if (path / META_NAME).is_file() else None
+    path = run / FOLDER_NAME / name
+    return path if is_name(name) and (path / META_NAME).is_file() else None
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Rows(_Strict):
+    table: str
+    first: NonNegativeInt
+    count: NonNegativeInt
+
+
+class _File(_Strict):
+    bytes: NonNegativeInt
+    sha256: str
+    rows: _Rows | None = None
+
+
+class _Position(_Strict):
+    epoch: NonNegativeInt
+    batch: NonNegativeInt
+    order_hash: str = Field(pattern="^[0-9a-f]+$")
+    corrupt: list[tuple[str, str, NonNegativeInt]] = Field(strict=False)
+    proof: str
+    order: dict[str, Any]
+    pixels: dict[str, Any]
+
+
+class _Config(_Strict):
+    batch_size: PositiveInt
+
+
+class _Faults(_Strict):
+    skipped: NonNegativeInt
+    rollbacks: NonNegativeInt
+    in_a_row: NonNegativeInt
+
+
+class _History(_Strict):
+    best_loss: float | None
+    best_step: int | None
+    since_best: int
+
+
+class _Meta(_Strict):
+    """What a run needs of `checkpoint.json` to continue."""
+
+    format: Literal["neuclip-checkpoint"]
+    version: Literal[1]
+    step: NonNegativeInt
+    counter: NonNegativeInt
+    samples: NonNegativeInt
+    files: dict[str, _File]
+    data: _Position
+    config: _Config
+    faults: _Faults | None = None
+    validation: _History | None = None
+    ema_updates: NonNegativeInt | None = None
+    adapters_of: str | None = None
+    run_id: str | None = Field(default=None, pattern=f"^({RUN_ID})?$")
+
+
+def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
+    """What is wrong with the contents of a `checkpoint.json`; empty if nothing is.
+
+    Args:
+        meta: The contents.
+        name: Name of the checkpoint's folder.
+    """
+    if meta.get("format") != FORMAT or meta.get("version") != VERSION:
+        return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
+    if "digest" in meta and meta["digest"] != digest_of(meta):  # version 0.1.0 wrote none
+        return f"the contents of {META_NAME} do not match their SHA-256."
+    try:
+        found = _Meta.model_validate(dict(meta))
+        for file in found.files:
+            path_below(Path(), file, what=f"A file in {META_NAME}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"in {META_NAME}, {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}."
+    except UserError as error:
+        return str(error)
+    needed = [CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]
+    needed += [] if found.ema_updates is None else [f"{EMA_NAME}/{WEIGHTS_NAME}"]
+    needed += [] if found.adapters_of is None else [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES]
+    if missing := [file for file in needed if file not in found.files]:
+        return f"{META_NAME} does not list {', '.join(missing)}."
+    if found.samples != found.step * found.config.batch_size or (is_name(name) and name != name_of(found.step)):
+        return f"{META_NAME} is of step {found.step} and {found.samples} samples, which {name} cannot be."
+    return ""
+
+
+def outdated(
+    names: Iterable[str],
+    *,
+    written: str,
+    is_good: Callable[[str], bool],
+    keep_last: int,
+    keep_every: int | None,
+    held: set[str],
+) -> list[str]:
+    """The checkpoints to remove after one was written.
+
+    Args:
+        names: All finished checkpoints of the run.
+        written: The one that was written. Later ones, which a run leaves behind when it goes on from an older one, are
+            left alone.
+        is_good: Whether a checkpoint is intact. Only the newest ones are asked.
+        keep_last: How many of the newest intact ones stay.
+        keep_every: Those whose step is a multiple of this stay, too.
+        held: These stay in any case.
+    """
+    steps = {name: step_of(Path(name)) for name in names}
+    past = sorted((name for name, step in steps.items() if step <= step_of(Path(written))), key=steps.__getitem__)
+    good, removed = 0, []
+    for name in reversed(past):
+        if good < keep_last:
+            good += name == written or is_good(name)
+        elif name not in held and (keep_every is None or steps[name] % keep_every):
+            removed.append(name)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, so that a kill meanwhile leaves no part of it that looks like a damaged one."""
+    hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    if path.exists():
+        os.replace(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def publish(temporary: Path, path: Path, run_id: str, on_event: Callable[[str], None]) -> None:
+    """Rename a checkpoint of the run `run_id` into place. One of its own is removed then, another run's is renamed."""
+    old = path.with_name(f".{path.name}{REPLACED}")
+    if os.path.lexists(path):
+        if is_foreign(found := id_in(path), run_id):
+            names = (f"{path.name}.run-{found}{f'.{number}' * (number > 1)}" for number in itertools.count(1))
+            old = next(other for other in map(path.with_name, names) if not other.exists())
+            on_event(f"Checkpoint {path.name} was written by another run ({found}) and is {old.name} now.")
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+    os.replace(temporary, path)
+    if old.name.endswith(REPLACED):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_replaced(run: Path) -> None:
+    """Take back a checkpoint whose replacement was killed between its two renames."""
+    for old in (run / FOLDER_NAME).glob(f".{PREFIX}*{REPLACED}"):
+        path = old.with_name(old.name[1:].removesuffix(REPLACED))
+        if is_name(path.name) and not os.path.lexists(path):
+            os.replace(old, path)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what failed or killed writes have left behind in a run's folder of checkpoints."""
+    for leftover in folder.glob(".*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -81,13 +290,27 @@ def read_meta(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
         ValueError: It is not a JSON mapping.
     """
-    meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
+    return parse_meta((path / META_NAME).read_bytes())
+
+
+def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
+    """Write a checkpoint's `checkpoint.json`, with the format and its own digest."""
+    meta = {"format": FORMAT, "version": VERSION, **meta}
+    write_json(path / META_NAME, {**meta, "digest": digest_of(meta)}, durable=True)
+
+
+def parse_meta(text: bytes) -> dict[str, Any]:
+    """The contents of a `checkpoint.json`, as `read_meta`."""
+    try:
+        meta = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(meta, dict):
         raise ValueError("not a mapping")
     return meta
 
 
-def digest_of(meta: dict[str, Any]) -> str:
+def digest_of(meta: Mapping[str, Any]) -> str:
     """SHA-256 of the contents of a `checkpoint.json` without its own entry `digest`."""
-    rest = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != "digest"}
+    rest = {key: value for key, value in json.loads(json.dumps(dict(meta))).items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -8,19 +8,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from pipeline.checkpoint.layout import FOLDER_NAME, LATEST_NAME, META_NAME, PREFIX, is_name
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.checkpoint.layout import (
+    FOLDER_NAME,
+    LATEST_NAME,
+    META_NAME,
+    PREFIX,
+    is_name,
+    parse_meta,
+    publish,
+    wrong_meta,
+)
 from pipeline.checkpoint.reader import damage
+from pipeline.config import Tree, flatten
 from pipeline.errors import UserError
-from pipeline.files import flush, write_text
+from pipeline.files import flush, plain_name, write_json, write_text
+from pipeline.run_files import valid_run_id
 
 BLOCK = 1 << 20
-CHECK_NAME = "write-test"
+CHECK_NAME, OWNER_NAME = "write-test", "owner.json"
+ADVICE = "Choose another name for the folder `output`, or another checkpoint.mirror."
+RECIPE = ("seed", "model.arch", "objective.", "optimizer.", "schedule.", "ema.")
+"""Settings by which a new machine recognizes its run."""
 WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "adl", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"})
 """Protocols of object stores. Asked for a folder, their clients would create a bucket whose name is misspelt."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes to a run's folder in the mirror; `owner.json` there."""
+
+    run_id: str
+    holder: str
+    """Machine and process; empty after its orderly end."""
+    beat: str
+    """Changes every few seconds while the process lives."""
 
 
 class MirrorStore:
@@ -29,17 +58,26 @@ class MirrorStore:
     Args:
         url: The setting `checkpoint.mirror`. The run's checkpoints are in URL/NAME-OF-RUN/checkpoints/.
         run: The run's folder.
+        progress: Called now and then while a checkpoint is downloaded.
 
     Raises:
         UserError: There is no such kind of storage, or the package for it is not installed.
     """
 
-    def __init__(self, url: str, run: Path) -> None:
+    def __init__(self, url: str, run: Path, *, progress: Callable[[], None] = lambda: None) -> None:
         import fsspec
 
-        self.url = f"{url.rstrip('/')}/{run.name}/{FOLDER_NAME}"
+        class Downloaded(fsspec.Callback):
+            def call(self, *args: Any, **kwargs: Any) -> None:
+                progress()
+
+        self._downloaded = Downloaded()
+
+        name = plain_name(run.resolve().name, what="The run's folder")
+        self.url = f"{url.rstrip('/')}/{name}/{FOLDER_NAME}"
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+            self._files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            self._root = f"{root.rstrip('/')}/{name}/{FOLDER_NAME}"
         except (ImportError, ValueError) as error:
             raise UserError(
                 f"checkpoint.mirror = {url!r} cannot be used ({error}). For s3://, pip install 'neuclip[s3]'."
@@ -64,6 +102,52 @@ class MirrorStore:
             return []
         return sorted(filter(is_name, (str(path).rstrip("/").split("/")[-2] for path in found)))
 
+    def owner(self) -> Owner | None:
+        """Who writes here; None if nobody has, or only a version that recorded no ids."""
+        try:
+            tree = json.loads(self.read(OWNER_NAME) or "null")
+            owner = Owner(**{key: str(tree[key]) for key in ("run_id", "holder", "beat")})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return owner if valid_run_id(owner.run_id) else None
+
+    def claim(self, owner: Owner) -> None:
+        """Record who writes here."""
+        self._make_folder(self._root)
+        self._write(OWNER_NAME, json.dumps(asdict(owner)).encode())
+
+    def _write(self, file: str, body: bytes) -> None:
+        """Write a small file at once, as object stores do: a folder's readers must not find it empty."""
+        path = f"{self._root}/{file}"
+        if isinstance(self._files, LocalFileSystem):
+            write_text(path, body.decode())
+        else:
+            self._files.pipe_file(path, body)
+
+    def meta(self, name: str) -> dict[str, Any]:
+        """The contents of a checkpoint's `checkpoint.json`; empty if they cannot be read."""
+        try:
+            return parse_meta(self.read(f"{name}/{META_NAME}").encode())
+        except ValueError:
+            return {}
+
+    def problem(self, name: str) -> str:
+        """What is wrong with a checkpoint by its `checkpoint.json` and the sizes of its files; empty: nothing."""
+        meta = self.meta(name)
+        if problem := wrong_meta(meta, name):
+            return problem
+        for file, entry in meta["files"].items():
+            try:
+                if self._files.info(f"{self._root}/{name}/{file}")["size"] != entry["bytes"]:
+                    return f"{file} has another size."
+            except FileNotFoundError:
+                return f"{file} is missing."
+        return ""
+
+    def run_id(self, name: str) -> str:
+        """The id of the run that wrote a checkpoint; empty if older versions did, or it cannot be read."""
+        return valid_run_id(self.meta(name).get("run_id"))
+
     def read(self, name: str) -> str:
         """A small file's contents; empty if there is none."""
         self._files.invalidate_cache()
@@ -78,9 +162,13 @@ class MirrorStore:
         Raises:
             OSError: It could not be copied, or the copy differs.
         """
-        self.remove(path.name)
         meta = (path / META_NAME).read_bytes()
-        for name, entry in json.loads(meta)["files"].items():
+        files = json.loads(meta)["files"]
+        if self.meta(path.name).get("files") == files and not self.problem(path.name):
+            files = {}  # written again, with the validation that had been prevented
+        else:
+            self.remove(path.name)
+        for name, entry in files.items():
             target = f"{self._root}/{path.name}/{name}"
             self._make_folder(target.rpartition("/")[0])
             self._files.put_file(str(path / name), target)
@@ -91,7 +179,7 @@ class MirrorStore:
 
     def point(self, file: str, name: str) -> None:
         """Write the name of a checkpoint into `latest` or `best`."""
-        self._files.pipe_file(f"{self._root}/{file}", f"{name}\n".encode())
+        self._write(file, f"{name}\n".encode())
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, `checkpoint.json` first, so that no part of it looks complete."""
@@ -100,24 +188,27 @@ class MirrorStore:
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
 
-    def download(self, name: str, folder: Path) -> str:
+    def download(self, name: str, folder: Path, on_event: Callable[[str], None]) -> str:
         """Copy a checkpoint to `folder`/`name`, and return what is wrong with it, or an empty string."""
         temporary, final = folder / f".{name}", folder / name
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            meta = json.loads(self.read(f"{name}/{META_NAME}"))
+            meta = self.meta(name)
+            if wrong := wrong_meta(meta, name):
+                return wrong
             for file in meta["files"]:
-                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._root}/{name}/{file}", str(temporary / file))
-                flush(temporary / file)
-            write_text(temporary / META_NAME, json.dumps(meta, indent=1) + "\n", durable=True)
+                target = temporary / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/{name}/{file}", str(target), callback=self._downloaded)
+                flush(target)
+                self._downloaded.call()
+            write_json(temporary / META_NAME, meta, durable=True)
             if problem := damage(temporary):
                 return problem
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(temporary, final)
+            publish(temporary, final, valid_run_id(meta.get("run_id")), on_event)
             flush(folder)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -134,3 +225,23 @@ class MirrorStore:
             while block := file.read(BLOCK):
                 digest.update(block)
         return digest.hexdigest()
+
+
+def check_recipe(store: MirrorStore, name: str, settings: Tree) -> None:
+    """Check that a run whose folder is empty has the recipe of the checkpoint that it would continue.
+
+    Raises:
+        UserError: It has not: it is another run, in a folder with the same name.
+    """
+    stored, own = flatten(store.meta(name).get("config") or {}), flatten(settings)
+    changed = [
+        f"{key} {stored[key]} -> {own[key]}"
+        for key in sorted(stored.keys() & own.keys())
+        if key.startswith(RECIPE) and stored[key] != own[key]
+    ]
+    if changed:
+        raise UserError(
+            f"The mirror {store.url} has {name} of another run in a folder with the same name: {'; '.join(changed)}. "
+            f"{ADVICE} If it is the same run, continue it with the settings it had; they can be changed by the start "
+            "after that."
+        )

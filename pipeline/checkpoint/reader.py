@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +13,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
+    ADAPTERS_NAME,
     BEST_NAME,
     EMA_NAME,
     FOLDER_NAME,
-    FORMAT,
     LATEST_NAME,
     META_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
-    VERSION,
     best_checkpoint,
     checkpoint_folders,
-    digest_of,
-    fallback_run,
+    fallback_runs,
+    id_in,
+    is_foreign,
     name_of,
     read_meta,
+    remove,
+    run_id_of,
     step_of,
+    wrong_meta,
 )
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import flush, sha256_of, write_text
+from pipeline.model.lora import read_adapters
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME
 
 
@@ -49,6 +52,11 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.meta["step"])
 
+    @property
+    def run_id(self) -> str:
+        """The run that wrote it; empty if that was a version that recorded no ids."""
+        return str(self.meta.get("run_id") or "")
+
     def weights(self) -> dict[str, Tensor]:
         """fp32 weights by open_clip's names, without the logit scale and bias."""
         return _weights_in(self.path)
@@ -56,6 +64,10 @@ class Checkpoint:
     def ema(self) -> dict[str, Tensor] | None:
         """The average of the weights, like `weights`; None if the run kept none."""
         return _weights_in(self.path / EMA_NAME) if (self.path / EMA_NAME).is_dir() else None
+
+    def adapters(self) -> dict[str, Tensor] | None:
+        """LoRA's matrices by the names of the parameters; None if the run trains the weights themselves."""
+        return read_adapters(self.path / ADAPTERS_NAME) if "adapters_of" in self.meta else None
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
         """The optimizer's state by (parameter name, key), for example `("visual.proj", "exp_avg")`."""
@@ -149,12 +161,8 @@ def _damage_of_share(path: Path, *, rank: int, ranks: int, contents: bool) -> st
         meta = read_meta(path)
     except (OSError, ValueError) as error:
         return f"{META_NAME} cannot be read ({error})."
-    if meta.get("format") != FORMAT or meta.get("version") != VERSION:
-        return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
-    if "digest" in meta and meta["digest"] != digest_of(meta):  # older checkpoints have none
-        return f"the contents of {META_NAME} do not match their SHA-256."
-    if not isinstance(meta.get("files"), dict):
-        return f"{META_NAME} does not list the files."
+    if problem := wrong_meta(meta, path.name):
+        return problem
     for name, entry in _share(meta["files"], rank=rank, ranks=ranks).items():
         file = path / name
         if not file.is_file():
@@ -209,19 +217,33 @@ def find_checkpoint(
             return open_checkpoint(Path(which), world=world)
         except UserError as error:
             raise UserError(f"Cannot resume from {which}: {error}") from error
-    runs = [run, *([fallback_run(fallback, run)] if fallback else [])]
-    found = [path for folder in runs for path in checkpoint_folders(folder)]
+    folders = [run, *fallback_runs(fallback, run)]
+    found = [path for folder in folders for path in checkpoint_folders(folder)]
     found.sort(key=step_of, reverse=True)
     found = [path for path in found if not_after is None or step_of(path) <= not_after]
-    found = world.gather_objects(found)[0]  # a rank may see another state of a shared folder for a moment
+    # A rank may see another state of a shared folder for a moment.
+    found, run_id = world.gather_objects((found, run_id_of(run)))[0]
     for path in found:
         try:
-            return open_checkpoint(path, world=world)
+            checkpoint = open_checkpoint(path, world=world)
         except UserError as error:
             if world.is_main:
                 on_event(f"Checkpoint {path.name} is damaged and was skipped: {error}")
+            continue
+        if not is_foreign(checkpoint.run_id, run_id):
+            if run_id and not checkpoint.run_id and world.is_main:
+                on_event(f"Checkpoint {path.name} is from a version that recorded no id of the run; it is accepted.")
+            return checkpoint
+        if world.is_main:
+            on_event(
+                f"Checkpoint {path.name} in {path.parent} was written by another run ({checkpoint.run_id}; this one is "
+                f"{run_id}) and was skipped. --resume {path} with another output continues it."
+            )
     if found:
-        raise UserError(f"All {len(found)} checkpoints in {run} are damaged. Start again with a new output folder.")
+        raise UserError(
+            f"All {len(found)} checkpoints in {run} are damaged, or of another run. Start again with a new output "
+            "folder."
+        )
     return None
 
 
@@ -253,10 +275,12 @@ def agreed_checkpoint(
         found = find_checkpoint(run, resume, on_event=on_event, not_after=not_after, fallback=fallback, world=world)
     if resume == "latest":
         return found
-    step = found.step if found else -1
-    for folder in (run, *([fallback_run(fallback, run)] if fallback else [])):
-        later = [path.name for path in checkpoint_folders(folder) if step_of(path) > step]
-        world.raise_together(taken_by(str(folder), later, resume) if later else "")
+    step, run_id, problem = found.step if found else -1, run_id_of(run), ""
+    for folder in (run, *fallback_runs(fallback, run)) if world.is_main else ():  # others may see another state of it
+        paths = [path for path in checkpoint_folders(folder) if step_of(path) > step]
+        later = [path.name for path in paths if resume is None or not is_foreign(id_in(path), run_id)]
+        problem = problem or (taken_by(str(folder), later, resume) if later else "")
+    world.raise_together(problem)
     return found
 
 
@@ -275,11 +299,11 @@ def abandon_after(run: Path, step: int) -> None:
 
     Otherwise `--resume latest` would continue from them.
     """
-    folder = run / FOLDER_NAME
+    folder, run_id = run / FOLDER_NAME, run_id_of(run)
     write_text(folder / LATEST_NAME, name_of(step) + "\n", durable=True)
     for path in checkpoint_folders(run):
-        if step_of(path) > step:
-            shutil.rmtree(path, ignore_errors=True)
+        if step_of(path) > step and not is_foreign(id_in(path), run_id):
+            remove(path)
     if best_checkpoint(run) is None:
         (folder / BEST_NAME).unlink(missing_ok=True)
     flush(folder)

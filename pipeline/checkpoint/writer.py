@@ -8,13 +8,14 @@ lists the files.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,35 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
+    ADAPTERS_NAME,
     BEST_NAME,
     EMA_NAME,
     FOLDER_NAME,
-    FORMAT,
     LATEST_NAME,
-    META_NAME,
     MOMENTS_NAME,
     OBJECTIVE_NAME,
-    VERSION,
     best_checkpoint,
-    checkpoint_folders,
-    digest_of,
+    finished_checkpoints,
+    id_in,
     name_of,
+    outdated,
+    publish,
+    remove,
+    run_id_of,
+    step_of,
+    sweep,
+    write_meta,
 )
-from pipeline.checkpoint.mirror import Mirror, kept_names
+from pipeline.checkpoint.mirror import Mirror
 from pipeline.checkpoint.mirror_store import MirrorStore
-from pipeline.checkpoint.reader import abandon_after
+from pipeline.checkpoint.reader import abandon_after, damage
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
+from pipeline.model.lora import Adapters
 from pipeline.model.model_folder import save_open_clip, save_tensors
+from pipeline.run_files import new_run_id, write_run_id
 
 NOT_WRITTEN = "could NOT be written"
 """In the message about a checkpoint that failed."""
@@ -56,7 +64,8 @@ class CheckpointConfig:
     every: int = Field(default=1000, ge=1)
     """Steps between checkpoints; the last step always writes one."""
     keep_last: int = Field(default=3, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest intact checkpoints are kept, beside the best one and the one that the run has resumed
+    from."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this, for example to evaluate them later."""
     blocking: bool = False
@@ -65,8 +74,8 @@ class CheckpointConfig:
     """How long to try again at the end of a run if its last checkpoint cannot be written, for example because the disk
     is full. Not after a signal, when the machine is about to be taken away."""
     fallback: str | None = None
-    """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`. All
-    ranks must see it. `--resume latest` looks there, too."""
+    """Where the last checkpoint is written if it cannot be written to the run's folder, for example `/dev/shm`: into a
+    folder with the run's name and id. All ranks must see it. `--resume latest` looks there, too."""
     mirror: str | None = None
     """Where finished checkpoints are copied in the background, for machines whose disks are lost with them:
     `s3://bucket/folder` (`pip install 'neuclip[s3]'`) or any other URL that fsspec supports. The run's copy is in a
@@ -95,8 +104,13 @@ class Snapshot:
     """JSON-able: samples seen, data position, resolved recipe, versions."""
     ema: Mapping[str, Tensor] | None = None
     """The average of the weights; None without one."""
+    adapters: Adapters | None = None
+    """LoRA's; `weights` include them."""
     best: bool = False
     """Its validation loss is the lowest so far."""
+    last_good: int | None = None
+    """The newest checkpoint up to this step, and all later ones, are kept: the run may have to roll back to it, and the
+    later ones are not known to be good yet. None: it never rolls back."""
 
 
 class CheckpointWriter:
@@ -108,6 +122,7 @@ class CheckpointWriter:
         world: The ranks, which share the folder.
         architecture: Written into the checkpoint, so that open_clip can load it.
         on_event: Called on rank 0 with a message for every checkpoint that was written or failed.
+        resumed_from: The checkpoint that the run continues, which is never removed.
     """
 
     def __init__(
@@ -118,27 +133,45 @@ class CheckpointWriter:
         world: World,
         architecture: Architecture,
         on_event: Callable[[str], None],
+        resumed_from: Path | None = None,
     ) -> None:
         self.problem = ""
         """Why the last checkpoint could not be written; empty if it could. Known on rank 0, after `wait`."""
         self.run, self.folder = run, run / FOLDER_NAME
         self._config, self._world, self._architecture, self._on_event = config, world, architecture, on_event
         self._thread: threading.Thread | None = None
-        self._seconds_to_wait = 600.0
+        self._seconds_to_wait, self._mirror_seconds = 600.0, 60 * config.mirror_minutes
+        self._resumed_from = resumed_from.name if resumed_from and resumed_from.parent == self.folder else ""
+        self._verified = {self._resumed_from}
+        """Names of the checkpoints of this folder that were verified."""
+        self._outdated = partial(outdated, keep_last=config.keep_last, keep_every=config.keep_every)
+        self.run_id = (run_id_of(run) or new_run_id()) if world.is_main else ""
+        """The run's id. Known on rank 0."""
         self._mirror: Mirror | None = None
-        self._gave_up = False
-        """Whether `finish` has waited in vain for the mirror."""
-        if world.is_main:
-            if config.mirror:
-                self._mirror = Mirror(MirrorStore(config.mirror, run), keep=self._kept, on_event=on_event)
-            self._sweep()
-        world.barrier()
+        self._begun = self._gave_up = False  # the latter: `finish` has waited in vain for the mirror
 
     def at(self, run: Path) -> CheckpointWriter:
-        """A writer of this run's checkpoints to another folder. Collective."""
-        return CheckpointWriter(
-            run, config=self._config, world=self._world, architecture=self._architecture, on_event=self._on_event
-        )
+        """A writer of this run's checkpoints to another folder, with the same mirror. Call it after `wait`."""
+        other = copy.copy(self)
+        other.run, other.folder = run, run / FOLDER_NAME
+        other._resumed_from, other._verified = "", set()
+        other._begun = other._gave_up = False
+        return other
+
+    def begin(self) -> None:
+        """Record the run's id, and own its mirror. Before, nothing is written. Call it on rank 0; `save` does, too."""
+        if self._begun:
+            return
+        write_run_id(self.run, self.run_id)
+        self._begun = True
+        if self._config.mirror and self._mirror is None:
+            self._mirror = Mirror(
+                MirrorStore(self._config.mirror, self.run),
+                outdated=self._outdated,
+                run_id=self.run_id,
+                resumed_from=self._resumed_from,
+                on_event=self._on_event,
+            )
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing, after the previous checkpoint is finished. Collective."""
@@ -146,13 +179,14 @@ class CheckpointWriter:
         temporary = self.folder / f".{name_of(snapshot.step)}"
         refused: OSError | None = None
         if self._world.is_main:
-            self._sweep()
             try:
+                self.begin()
+                sweep(self.folder)
                 temporary.mkdir(parents=True)
             except OSError as error:
                 refused = error
         self._world.barrier()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True)
         self._thread.start()
         if self._config.blocking:
             self.wait()
@@ -161,7 +195,6 @@ class CheckpointWriter:
         """Return when this rank is not writing."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
     def finish(self) -> None:
         """Return when this rank is not writing, and the mirror has the last checkpoint, or has taken too long."""
@@ -172,16 +205,24 @@ class CheckpointWriter:
                 f"The upload of the last checkpoint was not finished in {self._config.mirror_minutes:g} minutes."
             )
 
+    def close(self) -> None:
+        """`finish`, and leave the mirror to other processes."""
+        self.finish()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    def give_up(self) -> None:
+        """Wait for nothing any more, neither now nor in `close`: the process ends."""
+        if self._mirror is not None:
+            self._mirror.close(seconds=0.0)
+        self._thread = self._mirror = None
+
     def abandon_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, to which the run has rolled back. Call it on rank 0."""
+        self.begin()
         abandon_after(self.run, step)
         if self._mirror is not None:
             self._mirror.abandon_after(step, seconds=self._mirror_seconds)
-
-    @property
-    def _mirror_seconds(self) -> float:
-        """How long the other ranks can wait for the mirror without reporting rank 0 as stalled."""
-        return 60 * self._config.mirror_minutes
 
     def _write(self, snapshot: Snapshot, temporary: Path, refused: OSError | None) -> None:
         try:
@@ -221,32 +262,26 @@ class CheckpointWriter:
         for path in written:
             path.chmod(mode)
             flush(path)
-            facts = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            entries[path.relative_to(temporary).as_posix()] = {**facts, **held.get(path.name, {})}
+            found = {"bytes": path.stat().st_size, "sha256": sha256_of(path), **held.get(path.name, {})}
+            entries[path.relative_to(temporary).as_posix()] = found
         write_json(temporary / f"done-{rank:05d}.json", entries)
 
     def _write_replicated(self, snapshot: Snapshot, temporary: Path) -> list[Path]:
         """Write the state that all ranks share, and return the files."""
         scale, bias = snapshot.logit
-        written = save_open_clip(
-            temporary,
-            state=snapshot.weights,
-            architecture=self._architecture,
-            logit_scale=scale,
-            logit_bias=bias or None,
-        )
+        written = []
+        for folder, state in ((temporary, snapshot.weights), (temporary / EMA_NAME, snapshot.ema)):
+            if state is not None:
+                folder.mkdir(exist_ok=True)
+                written += save_open_clip(
+                    folder, state=state, architecture=self._architecture, logit_scale=scale, logit_bias=bias or None
+                )
         moments, objective = temporary / MOMENTS_NAME, temporary / OBJECTIVE_NAME
         save_tensors({f"{key}/{name}": value for (name, key), value in snapshot.moments.items()}, moments)
         save_tensors({name: value.contiguous() for name, value in snapshot.objective.items()}, objective)
-        if snapshot.ema is not None:
-            (temporary / EMA_NAME).mkdir()
-            written += save_open_clip(
-                temporary / EMA_NAME,
-                state=snapshot.ema,
-                architecture=self._architecture,
-                logit_scale=scale,
-                logit_bias=bias or None,
-            )
+        if snapshot.adapters is not None:
+            (temporary / ADAPTERS_NAME).mkdir()
+            written += snapshot.adapters.save(temporary / ADAPTERS_NAME)
         return [*written, moments, objective]
 
     def _publish(self, snapshot: Snapshot, temporary: Path) -> None:
@@ -257,28 +292,33 @@ class CheckpointWriter:
             self._await(done, failed=temporary / f"failed-{rank:05d}")
             files.update(json.loads(done.read_text()))
             done.unlink()
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": snapshot.step,
-            "counter": snapshot.counter,
-            **snapshot.facts,
-            "files": files,
-        }
-        write_json(temporary / META_NAME, {**meta, "digest": digest_of(meta)}, durable=True)
+        own = {"step": snapshot.step, "counter": snapshot.counter, "run_id": self.run_id}
+        adapters = {"adapters_of": snapshot.adapters.base} if snapshot.adapters else {}
+        write_meta(temporary, {**own, **snapshot.facts, **adapters, "files": files})
         flush(temporary)
         final = self.folder / name_of(snapshot.step)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        write_text(self.folder / LATEST_NAME, final.name + "\n", durable=True)
-        if snapshot.best:
-            write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
-        flush(self.folder)
-        if self._mirror is not None:
-            self._mirror.offer(final)
-        self._prune()
+        publish(temporary, final, self.run_id, self._on_event)
         size = sum(entry["bytes"] for entry in files.values())
         self._on_event(f"Checkpoint {final.name} written ({size / 1e6:.1f} MB).")
+        self._verified.add(final.name)
+        with self._reported(f"`{LATEST_NAME}` does not name {final.name}; --resume latest finds it all the same"):
+            write_text(self.folder / LATEST_NAME, final.name + "\n", durable=True)
+        if snapshot.best:
+            with self._reported(f"`{BEST_NAME}` does not name {final.name}"):
+                write_text(self.folder / BEST_NAME, final.name + "\n", durable=True)
+        if self._mirror is not None:
+            self._mirror.offer(final)
+        with self._reported("older checkpoints could not be removed"):
+            flush(self.folder)
+            self._prune(final, last_good=snapshot.last_good)
+
+    @contextlib.contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Report an error of the file system after which the checkpoint is still good."""
+        try:
+            yield
+        except OSError as error:
+            self._on_event(f"{what[0].upper()}{what[1:]} ({type(error).__name__}: {error}).")
 
     def _await(self, path: Path, *, failed: Path) -> None:
         deadline = time.monotonic() + self._seconds_to_wait
@@ -286,32 +326,23 @@ class CheckpointWriter:
             if failed.exists():
                 raise OSError(f"rank {int(failed.name.removeprefix('failed-'))}: {failed.read_text()}")
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{path.name} did not appear: another rank failed, or the run's folder is not shared"
-                )
+                raise TimeoutError(f"no {path.name}: another rank failed, or the run's folder is not shared")
             time.sleep(0.02)
 
-    def _prune(self) -> None:
-        """Remove the checkpoints that the configuration does not keep."""
-        paths = checkpoint_folders(self.run)
-        kept = self._kept([path.name for path in paths])
-        uploading = self._mirror.busy if self._mirror is not None else set()
-        for path in paths:
-            if path.name not in kept and path not in uploading:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _kept(self, names: list[str]) -> set[str]:
-        """The checkpoints that the configuration keeps, of those with these names."""
+    def _prune(self, written: Path, *, last_good: int | None) -> None:
+        """Remove older checkpoints that the configuration does not keep, except those that a rollback may need."""
         best = best_checkpoint(self.run)
-        config = self._config
-        return kept_names(
-            names, keep_last=config.keep_last, keep_every=config.keep_every, best=best.name if best else None
-        )
+        paths = {path.name: path for path in finished_checkpoints(self.run) if id_in(path) in ("", self.run_id)}
+        uploading = self._mirror.busy if self._mirror is not None else set()
+        held = {self._resumed_from, best.name if best else "", *(path.name for path in uploading)}
+        if last_good is not None:
+            good = [name for name, path in paths.items() if step_of(path) <= last_good]
+            held |= paths.keys() - good[:-1]
+        for name in self._outdated(paths, written=written.name, is_good=self._is_good, held=held):
+            remove(paths[name])
 
-    def _sweep(self) -> None:
-        """Remove what failed or killed writes have left behind."""
-        for leftover in self.folder.glob(".*"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+    def _is_good(self, name: str) -> bool:
+        """Whether a checkpoint has been verified since the start of this process; otherwise it is verified now."""
+        if name not in self._verified and not damage(self.folder / name):
+            self._verified.add(name)
+        return name in self._verified

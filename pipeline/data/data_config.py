@@ -11,11 +11,17 @@ from pipeline.data.shards.caption_field import CaptionField
 
 MOST_WORKERS = 12
 """Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
+LEAST_LOADING = 1.3
+"""A loader that is as many times as fast as the steps hides its fluctuations."""
 
 
-def default_workers(*, cores: int, ranks: int) -> int:
-    """Decoding processes per rank where `data.workers` is not set, for a machine with these cores and ranks."""
-    return max(1, min(MOST_WORKERS, cores // ranks - 1))
+def default_workers(cores: int) -> int:
+    """Decoding processes of a rank where `data.workers` is `auto`, if the rank has these cores for itself."""
+    return max(1, min(MOST_WORKERS, cores - 1))
+
+
+def _or_auto(value: Any) -> Any:
+    return None if value == "auto" else value
 
 
 @section
@@ -74,6 +80,8 @@ class DataConfig:
 
     sources: Annotated[tuple[Source, ...], BeforeValidator(as_sources)] = Field(min_length=1)
     """A folder with `manifest.json`, or a list of folders or of `{manifest, weight}`; a weight is passes per epoch."""
+    order: str = "canonical"
+    """The order of samples, by name: `canonical`, or one of a package of your own. It cannot change within a run."""
     streams: int = Field(default=64, ge=1, le=65536)
     """$C$, interleaved streams that fill a batch. Part of the order: it cannot change within a run. It must divide
     `batch_size`, and the number of ranks must divide it. More streams mix more shards into a batch: raise it before the
@@ -83,9 +91,9 @@ class DataConfig:
     memory. Part of the order: it cannot change within a run."""
     replacement: bool = False
     """Draw shards with replacement instead of permuting them."""
-    workers: int | None = Field(default=None, ge=0, le=1024)
-    """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. None: the
-    rank's share of the machine's cores less one, at most 12. `neuclip doctor` measures what they deliver."""
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(_or_auto)] = None
+    """Decoding processes per rank, at most one for each of its streams; 0 decodes in the training process. `auto` or
+    None: the rank's share of its node's cores less one, at most 12. `neuclip doctor` measures what they deliver."""
     prefetch: int = Field(default=2, ge=1, le=64)
     """Batches that each worker keeps ready."""
     timeout_minutes: float = Field(default=20.0, gt=0)
@@ -93,6 +101,9 @@ class DataConfig:
     caption: str = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""
+    teacher_features: str | None = None
+    """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`. They are of the
+    whole image, preprocessed as for evaluation, and of one of several captions."""
     decoding: Literal["fast", "scaled", "exact"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
     PIL pixels) or `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
@@ -108,6 +119,12 @@ class DataConfig:
     stream has read the shard to its end: `stop` ends the run, `skip` reports it and replaces those of its samples that
     were not shown yet, which count as corrupt. `ignore` does not hash. Not checked are manifests without hashes, and
     shards of samples above 100 kB that a run enters in the middle."""
+    allow_commands: bool = False
+    """Allow manifests to name shards as shell commands (`pipe:aws s3 cp s3://bucket/00000.tar -`). Such a manifest runs
+    programs on this machine, so set this only for one that you wrote or have read."""
+    allow_outside: bool = False
+    """Allow manifests to name shards outside of their folder on this machine (absolute paths, `../`, `file://`) and
+    URLs other than those of object stores and web servers (chains such as `simplecache::`)."""
     retries: int = Field(default=3, ge=0, le=100)
     """How often reading a shard is tried again without any progress before its remaining samples count as lost."""
 

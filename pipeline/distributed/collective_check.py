@@ -1,37 +1,85 @@
-"""One rank of the test of collectives that `neuclip doctor` starts under torchrun."""
+"""The test of collectives of `neuclip doctor`: one rank of it under a launcher, or all ranks of one machine.
+
+torchrun --nproc-per-node 8 -m pipeline.distributed.collective_check cuda
+python -m pipeline.distributed.collective_check cpu 2
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
+import traceback
+from contextlib import suppress
 
 import torch
 
-from pipeline.distributed.world import leave, start_world
+from pipeline.distributed.world import free_port, leave, start_world
 
-SIZE, REPEATS = 2**22, 5
+SIZES = {"cpu": 2**22, "cuda": 2**27}
+"""Numbers in the all-reduce that is timed: on GPUs, more than latency would hide."""
+REPEATS = 5
 
 
 def main(device: str) -> None:
-    """Sum and gather known numbers, and time an all-reduce of 16 MiB; rank 0 prints one line."""
+    """Sum and gather known numbers, and time a large all-reduce; rank 0 prints one line."""
+    size = SIZES[device]
     with start_world(timeout_minutes=2.0, device=device) as world:
         own = torch.full((4,), float(world.rank + 1), device=world.device)
         total = world.size * (world.size + 1) / 2
         assert world.all_reduce(own).tolist() == [total] * 4, "all_reduce returned wrong numbers"
         gathered = world.all_gather(own[:1]).tolist()
         assert gathered == [float(rank + 1) for rank in range(world.size)], "all_gather returned wrong numbers"
-        x = torch.ones(SIZE, device=world.device)
+        x = torch.ones(size, device=world.device)
         world.all_reduce(x)
         world.barrier()
         start = time.perf_counter()
         for _ in range(REPEATS):
             result = world.all_reduce(x)
         assert float(result[-1]) == world.size
-        speed = REPEATS * SIZE * 4 / (time.perf_counter() - start) / 2**20
+        speed, mib = REPEATS * size * 4 / (time.perf_counter() - start) / 2**20, size * 4 // 2**20
         if world.is_main:
-            print(f"round trip: {world.size} processes agree; all-reduce of 16 MiB at {speed:,.0f} MiB/s", flush=True)
+            print(
+                f"round trip: {world.size} processes agree; all-reduce of {mib} MiB at {speed:,.0f} MiB/s", flush=True
+            )
+
+
+def run_ranks(device: str, ranks: int) -> int:
+    """Run the test on this machine; the ranks are forks of this process, so that torch is imported only once.
+
+    Returns:
+        1 if a rank failed, which has printed why; the others are killed then.
+    """
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    pids = []
+    for rank in range(ranks):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            main(device)
+            leave(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)
+    failed = False
+    for _ in range(ranks):
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status and not failed:
+            failed = True
+            for other in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+    return int(failed)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(run_ranks(sys.argv[1], int(sys.argv[2])))
     main(sys.argv[1])
     leave(0)

@@ -1,19 +1,36 @@
 """How each rank of a run ended: RUN/heartbeats/exit-R.json, from which `neuclip doctor RUN` says what happened.
 
-A rank that was killed from outside writes no such file, which is how its end is recognized.
+A process that is aborted in C++ (NCCL's watchdog does that with SIGABRT) cannot write it. Python's fault handler then
+writes the stacks of its threads to fatal-R.txt, and stderr-R.txt has what it wrote last. A rank that was killed from
+outside writes neither, which is how its end is recognized.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER_NAME = "heartbeats"
+FATAL = "Fatal Python error: "
+FATAL_SIGNALS = {
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What Python's fault handler calls them."""
+LAST_WORDS = ("what():", "Watchdog caught", "NCCL error", "CUDA error")
+"""In the lines that say why NCCL's watchdog, or another C++ library, aborts the process."""
 RESERVED = 4096
 """Bytes on the disk that a record is written into: a full disk may be what ends the run."""
 
@@ -80,6 +97,81 @@ def read_exit(path: Path) -> ExitRecord | None:
         return ExitRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+@contextmanager
+def fatal_errors_recorded(run: Path, *, rank: int) -> Iterator[None]:
+    """Inside, a fatal signal (SIGABRT, SIGSEGV, ...) leaves the stacks of all threads in fatal-R.txt."""
+    path = run / FOLDER_NAME / f"fatal-{rank:05d}.txt"
+    try:
+        last_words_path(run, rank).unlink(missing_ok=True)  # of an earlier start
+        file = path.open("w", encoding="utf-8")
+    except OSError:
+        yield
+        return
+    with file:
+        file.write(f"{socket.gethostname()} {os.getpid()}\n")
+        file.flush()
+        faulthandler.enable(file)
+        try:
+            yield
+        finally:
+            faulthandler.enable(sys.__stderr__ or 2)
+            with suppress(OSError):  # the disk has become read-only
+                path.unlink()
+
+
+def read_ends(folder: Path, *, below: int = 2**31) -> list[ExitRecord]:
+    """The records of all ranks below a number, in their order, those of fatal signals included.
+
+    Args:
+        folder: RUN/heartbeats.
+        below: The number of ranks, where an earlier start may have had more.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError:
+        return []
+    found: dict[int, ExitRecord] = {}
+    for name in names:
+        kind, _, number = name.removesuffix(".json").removesuffix(".txt").partition("-")
+        if kind in ("fatal", "exit") and number.isdigit() and int(number) < below:
+            record = (read_exit if kind == "exit" else _read_fatal)(folder / name)
+            if record is not None:
+                found.setdefault(record.rank, record)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _read_fatal(path: Path) -> ExitRecord | None:
+    """The end of a rank by a fatal signal; None while there was none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            who, what = file.readline().split(), file.readline().strip()
+        if not what.startswith(FATAL):
+            return None
+        number, words = FATAL_SIGNALS.get(what.removeprefix(FATAL), signal.SIGABRT), _last_words(path)
+        said = f": {words}" if words else ", its last words on standard error"
+        reason = f"{number.name}; the stacks are in {path}{said}"
+        return ExitRecord(int(path.stem[-5:]), who[0], int(who[1]), path.stat().st_mtime, 128 + number, reason)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _last_words(fatal: Path) -> str:
+    """What NCCL's watchdog or the C++ runtime said last, in one line; else the last line on standard error."""
+    try:
+        text = last_words_path(fatal.parents[1], int(fatal.stem[-5:])).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith("frame #")]
+    said = [number for number, line in enumerate(lines) if any(word in line for word in LAST_WORDS)]
+    last = lines[said[-1] : said[-1] + 3] if said else lines[-1:]
+    return " ".join(line for line in last if not line.startswith("Exception raised from")).removeprefix("what(): ")
+
+
+def last_words_path(run: Path, rank: int) -> Path:
+    """The copy of a rank's standard error, while it trains on several GPUs."""
+    return run / FOLDER_NAME / f"stderr-{rank:05d}.txt"
 
 
 def _path(run: Path, rank: int) -> Path:

@@ -1,10 +1,13 @@
 """Heartbeats of every rank, which identify a rank that hangs or has died.
 
 A thread on every rank writes step and phase of the training thread to `RUN/heartbeats/rank-R.json` every few seconds,
-also while the training thread waits in a collective or elsewhere. When a rank has made no progress for
-`engine.timeout_minutes`, it reads all ranks' files twice: a rank whose file has not changed is dead or frozen, and the
-rank that has entered the fewest phases is the one that the others wait for. The rank prints this and the stacks of its
-own threads, and exits with EXIT_STALLED. The rank that is behind prints the same, but exits later than the others.
+also while the training thread waits in a collective or elsewhere. At every beat it looks for ranks that have ended with
+an error or are dead (`peers.py`), and ends, too: a collective with them would wait until its time limit.
+
+When no rank has made progress for `engine.timeout_minutes`, every rank reads all ranks' files twice: a rank whose file
+has not changed is dead or frozen, and the rank that has entered the fewest phases is the one that the others wait for.
+The rank prints this and the stacks of its own threads, and exits with EXIT_STALLED. The rank that is behind prints the
+same, but exits later than the others. A rank that waits for one that works, such as in an evaluation, goes on waiting.
 """
 
 from __future__ import annotations
@@ -14,23 +17,30 @@ import faulthandler
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
-from pipeline.distributed.exit_record import FOLDER_NAME, record_exit
+from pipeline.distributed.exit_record import FOLDER_NAME, fatal_errors_recorded, last_words_path, record_exit
+from pipeline.distributed.peers import PeerWatch
+from pipeline.distributed.signals import signals_blocked
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.world import World, lost_contact
+from pipeline.distributed.world import World, collectives_trace, lost_contact
 from pipeline.files import write_text
+from pipeline.run_files import read_run_id
 
 EXIT_STALLED = 76
 """Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
 HEAD_START = 1.25
 """The rank that is behind waits this many times the limit, so that the others report it first."""
+COPIED_BYTES = 2**20
+"""A copy of standard error that is larger is emptied."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ class Beat:
     """Time in this phase."""
     beat: int
     """Number of this heartbeat."""
+    run_id: str = ""
+    """The run's id."""
+    start: str = ""
+    """Id of this start of the run."""
 
 
 class Heartbeat:
@@ -58,19 +72,35 @@ class Heartbeat:
         world: The ranks.
         phases: Where the training thread is.
         timeout_seconds: Limit for one phase.
+        lost_after: Seconds without a heartbeat after which a rank is dead.
+        start: An id of this start of the run, the same on all ranks.
     """
 
-    def __init__(self, run: Path, *, world: World, phases: Phases, timeout_seconds: float) -> None:
-        self._folder, self._world, self._phases, self._limit = run / FOLDER_NAME, world, phases, timeout_seconds
-        self._interval = min(10.0, timeout_seconds / 10)
+    def __init__(
+        self,
+        run: Path,
+        *,
+        world: World,
+        phases: Phases,
+        timeout_seconds: float,
+        lost_after: float = 45.0,
+        start: str = "",
+    ) -> None:
+        self._run, self._folder = run, run / FOLDER_NAME
+        self._world, self._phases, self._limit = world, phases, timeout_seconds
+        self._interval = min(5.0, timeout_seconds / 10, lost_after / 5)
         self._beats, self._reported = 0, False
-        self._host = socket.gethostname()
-        self._end = threading.Event()
+        self._host, self._run_id, self._start = socket.gethostname(), read_run_id(run), start
+        self._end, self._open = threading.Event(), contextlib.ExitStack()
+        self._peers = PeerWatch(self._folder, rank=world.rank, size=world.size, lost_after=lost_after, start=start)
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
         with contextlib.suppress(OSError):  # as in _write
             self._folder.mkdir(parents=True, exist_ok=True)
+        self._open.enter_context(fatal_errors_recorded(self._run, rank=self._world.rank))
+        if self._world.size > 1 and self._world.device.type == "cuda":  # NCCL's watchdog says there why it aborts
+            self._open.enter_context(stderr_copied(last_words_path(self._run, self._world.rank)))
         self._write()
         self._thread.start()
         return self
@@ -80,26 +110,32 @@ class Heartbeat:
             self._stop_the_run(f"lost contact with another rank ({error})")
         self._end.set()
         self._thread.join()
+        self._open.close()
         if error is None:
-            self._path(self._world.rank).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # as in _write
+                self._path(self._world.rank).unlink()
 
     def _watch(self) -> None:
         while not self._end.wait(self._interval):
-            self._write()
+            written = self._write()
             if self._world.size == 1:
                 continue
+            if lost := self._peers.look(blind=not written):
+                self._leave(f"{lost}. Exit code {EXIT_STALLED}; the newest checkpoint is intact (--resume latest).")
             waited = time.monotonic() - self._phases.latest.since
             if waited < self._limit:
                 self._reported = False
             elif not self._reported or waited > HEAD_START * self._limit:
                 self._reported = True
-                self._stop_the_run(f"no progress for {waited:.0f} s", unless_behind=waited < HEAD_START * self._limit)
+                early = waited < HEAD_START * self._limit
+                self._stop_the_run(f"no progress for {waited:.0f} s", stalled=True, unless_behind=early)
 
-    def _stop_the_run(self, what: str, *, unless_behind: bool = False) -> None:
+    def _stop_the_run(self, what: str, *, stalled: bool = False, unless_behind: bool = False) -> None:
         """Report which rank is behind, and exit.
 
         Args:
             what: What this rank has noticed.
+            stalled: It is that this rank makes no progress: do not exit if another one does.
             unless_behind: Do not exit if this rank is the one behind, or has moved.
         """
         before = self._read()
@@ -108,15 +144,36 @@ class Heartbeat:
         if unless_behind and self._phases.latest.count != count:
             return
         self._write()
+        if ended := self._peers.look():
+            what = f"{what}: {ended}"
         after = self._read()
-        text = diagnosis(after, alive=[a is not None and a != b for a, b in zip(after, before, strict=True)])
-        print(f"Rank {self._world.rank}: {what}. {text}", file=sys.stderr, flush=True)
+        alive = [a is not None and a != b for a, b in zip(after, before, strict=True)]
+        if stalled and any(
+            lives and beat and beat.seconds < self._limit for lives, beat in zip(alive, after, strict=True)
+        ):
+            self._reported = False  # this rank waits for one that works
+            return
+        text = diagnosis(after, alive=alive)
         faulthandler.dump_traceback(sys.stderr)
-        if not (unless_behind and self._world.rank in behind(after)):
-            record_exit(EXIT_STALLED, f"{what}. {text}")
-            os._exit(EXIT_STALLED)
+        if unless_behind and self._world.rank in behind(after):
+            print(f"Rank {self._world.rank}: {what}. {text}", file=sys.stderr, flush=True)
+        else:
+            self._leave(f"{what}. {text}")
 
-    def _write(self) -> None:
+    def _leave(self, text: str) -> NoReturn:
+        """Keep what says where this rank was, and end the process, whose training thread may wait forever."""
+        print(f"Rank {self._world.rank}: {text}", file=sys.stderr, flush=True)
+        stem = f"{self._world.rank:05d}"
+        with contextlib.suppress(OSError), (self._folder / f"stacks-{stem}.txt").open("w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file)
+        with contextlib.suppress(OSError):
+            if trace := collectives_trace():
+                (self._folder / f"nccl-{stem}.json").write_text(trace, encoding="utf-8")
+        record_exit(EXIT_STALLED, text)
+        os._exit(EXIT_STALLED)
+
+    def _write(self) -> bool:
+        """Write a heartbeat, and return whether that was possible: a full or read-only disk must not end the run."""
         self._beats += 1
         rank, latest = self._world.rank, self._phases.latest
         beat = Beat(
@@ -128,15 +185,65 @@ class Heartbeat:
             marks=latest.count,
             seconds=round(time.monotonic() - latest.since, 1),
             beat=self._beats,
+            run_id=self._run_id,
+            start=self._start,
         )
-        with contextlib.suppress(OSError):  # a full disk must not end the run
+        try:
             write_text(self._path(rank), json.dumps(asdict(beat)) + "\n")
+        except OSError:
+            return False
+        return True
 
     def _read(self) -> list[Beat | None]:
         return [read_beat(self._path(rank)) for rank in range(self._world.size)]
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.json"
+
+
+@contextlib.contextmanager
+def stderr_copied(path: Path, *, seconds: float = 5.0) -> Iterator[None]:
+    """Inside, what this process writes to standard error, C++ libraries included, is also in a file.
+
+    `tee` copies it, a process that reads what was written before an abort. Without it, nothing is copied.
+
+    Args:
+        path: The file; it is removed at the end of the block.
+        seconds: Time between two looks at its size.
+    """
+    original = os.dup(2)
+    try:
+        path.write_bytes(b"")
+        with signals_blocked():  # a signal to all processes of a job must not end it before its writer
+            tee = subprocess.Popen(["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=original)
+    except OSError:
+        os.close(original)
+        yield
+        return
+    assert tee.stdin is not None
+    os.dup2(tee.stdin.fileno(), 2)
+    tee.stdin.close()
+
+    def watch() -> None:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tee.wait(seconds)
+                os.dup2(original, 2)  # a writer without a reader would fail
+                return
+            with contextlib.suppress(OSError):
+                if path.stat().st_size > COPIED_BYTES:
+                    os.truncate(path, 0)
+
+    watcher = threading.Thread(target=watch, name="stderr", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(original, 2)  # tee ends, unless a process that was started meanwhile still writes
+        watcher.join(1.0)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def read_beat(path: Path) -> Beat | None:

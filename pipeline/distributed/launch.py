@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.distributed.launcher_watch import parent_of
 from pipeline.distributed.signals import (
     EXIT_PREEMPTED,
     STOP_SIGNALS,
@@ -20,6 +21,17 @@ from pipeline.distributed.signals import (
 
 SECONDS_TO_SAVE = "900"
 """How long the other ranks may write a checkpoint after the first one has exited; torch's default is 30."""
+LAUNCHERS_SET = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_STEP_NUM_TASKS",
+})  # fmt: skip
+"""By torchrun, deepspeed, srun or a job's script; besides these, torchrun's variables TORCHELASTIC_*."""
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that is not a rank of the current run: it must not wait for other ranks."""
+    return {k: v for k, v in environment.items() if k not in LAUNCHERS_SET and not k.startswith("TORCHELASTIC_")}
 
 
 def launch(module: str, arguments: Sequence[str], *, ranks: int) -> int:
@@ -75,10 +87,5 @@ def _pass_on(number: int) -> None:
 
 def _children() -> list[int]:
     """This process's child processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # a process that has ended
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if parent_of(pid) == os.getpid()]

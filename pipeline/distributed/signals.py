@@ -32,7 +32,7 @@ class _Waiting:
 
 
 def exit_on_stop_signals() -> None:
-    """Until `stop_signals` takes over, a stop signal ends this process at once. Call it in the main thread.
+    """Until `StopSignals` takes over, a stop signal ends this process at once. Call it in the main thread.
 
     A thread does it, because Python runs a signal's handler only between two steps of the main thread, which may be in
     the middle of a long import or waiting for other ranks. A shell may have started the run with SIGINT ignored; that
@@ -75,7 +75,7 @@ def _ignore(number: int, frame: Any) -> None:
 
 
 @contextmanager
-def on_stop_signals(action: Callable[[int], None] | None) -> Iterator[None]:
+def on_stop_signals(action: Callable[[int], None]) -> Iterator[None]:
     """Within the block, a thread calls `action` with the number of each stop signal, instead of ending the process."""
     before, _Waiting.action = _Waiting.action, action
     try:
@@ -84,23 +84,63 @@ def on_stop_signals(action: Callable[[int], None] | None) -> Iterator[None]:
         _Waiting.action = before
 
 
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The signals that have arrived, in a list that grows. SIGINT after another signal raises KeyboardInterrupt."""
-    received: list[int] = []
+class StopSignals:
+    """The signals that have arrived since `begin`, while the run trains and between its stages.
 
-    def note(number: int, _: Any) -> None:
-        if number == signal.SIGINT and received:
-            raise KeyboardInterrupt
-        received.append(number)
+    SIGINT after another signal raises KeyboardInterrupt, which ends the run with its own exit code.
+    """
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
-        with on_stop_signals(None):  # after it, another stage of the run may start
-            yield received
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.announce: Callable[[int], None] | None = None
+        """Called in a thread with the number of the first signal as soon as it arrives: the main thread may be in a
+        long call, and takes note of the signal afterwards."""
+        self._announced = False
+        self._share: Callable[[int], int] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._action_before: Callable[[int], None] | None = None
+
+    def begin(
+        self, announce: Callable[[int], None] | None = None, *, share: Callable[[int], int] | None = None
+    ) -> None:
+        """Collect signals from now on. Call it in the main thread; again, to change the arguments.
+
+        Args:
+            announce: The attribute of this name.
+            share: Adds to the number of ranks that have received a signal, and returns it.
+        """
+        self.announce, self._share = announce, share
+        if not self._before:
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            self._action_before, _Waiting.action = _Waiting.action, self._announce_first
+
+    def end(self) -> None:
+        """Leave signals to whoever handled them before `begin`, unless `ignore_stop_signals` was called meanwhile."""
+        if self._before and _Waiting.action is not None:
+            _Waiting.action = self._action_before
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before, self.announce = {}, None
+
+    def on_any_rank(self) -> bool:
+        """Whether a signal has arrived on this rank, or is known to have arrived on another one. Not collective."""
+        with suppress(RuntimeError):  # rank 0, which keeps the number, has ended
+            return bool(self.received or (self._share and self._share(0)))
+        return False
+
+    def _note(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self.received:
+            ignore_stop_signals()  # the thread may not yet have seen this one
+            raise KeyboardInterrupt
+        self.received.append(number)
+
+    def _announce_first(self, number: int) -> None:
+        if self.announce is not None and not self._announced:
+            self._announced = True
+            self.announce(number)
+            with suppress(RuntimeError):  # as above
+                if self._share is not None:
+                    self._share(1)
 
 
 @contextmanager

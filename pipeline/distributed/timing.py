@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+
+@contextmanager
+def present_objects_kept() -> Iterator[None]:
+    """Inside, Python's garbage collector does not look at the objects that exist at the begin.
+
+    Imports, towers and engine leave so many that a full collection takes up to a second, and every rank has it at
+    another step. Collect where all ranks do.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -21,7 +37,7 @@ class Mark:
     count: int = 0
     """Phases entered so far."""
     since: float = 0.0
-    """When, on the clock of `time.monotonic`."""
+    """When, or when its work was last seen to go on, on the clock of `time.monotonic`."""
 
 
 class Phases:
@@ -42,6 +58,10 @@ class Phases:
         """Enter a phase that is not timed, optionally of another step."""
         before = self.latest
         self.latest = Mark(before.step if step is None else step, phase, before.count + 1, time.monotonic())
+
+    def progress(self) -> None:
+        """Note that the work of a long phase goes on, so that nobody takes it for a hang."""
+        self.latest = replace(self.latest, since=time.monotonic())
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -118,6 +138,7 @@ class Meter:
         rates["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if torch.cuda.is_available():
             rates["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
         self._begin()
         return rates
 

@@ -1,4 +1,4 @@
-"""The ranks of a run and their collectives. Only this module imports torch.distributed.
+"""The ranks of a run and their collectives. Only this folder imports torch.distributed.
 
 `World` is an object that is passed to the code that needs it, so that code for many ranks can be tested in one process.
 It counts the calls and payload bytes of every collective in `world.traffic`.
@@ -10,9 +10,10 @@ import atexit
 import os
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -22,8 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from pipeline.cores import usable_cores
+from pipeline.distributed.devices import choose_device, describe_rank, meet
+from pipeline.distributed.open_files import too_many_files, too_many_files_message
 from pipeline.distributed.timing import Phases
 from pipeline.errors import UserError
+
+RECORDED_COLLECTIVES = 2000
+"""That torch's flight recorder keeps on every rank."""
+START_LIMIT = timedelta(minutes=10)
+"""For all ranks to come; imports from a busy shared file system take minutes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class World:
     traffic: Counter[str] = field(default_factory=Counter, compare=False)
     phases: Phases | None = field(default=None, compare=False)
     """Times collectives and the parts of a step; None: nothing is timed."""
+    cores: int = field(default_factory=usable_cores, compare=False)
+    """CPU cores of this rank, without those of the other ranks on its node."""
 
     @property
     def is_main(self) -> bool:
@@ -60,11 +71,11 @@ class World:
                 dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()))
         return x
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Copy rank `source`'s `x` into `x` on every rank."""
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Copy rank 0's `x` into `x` on every rank."""
         if self.size > 1:
             with self._communication("broadcast", x):
-                dist.broadcast(x, source)
+                dist.broadcast(x, 0)
         return x
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -75,6 +86,31 @@ class World:
         self.traffic["gather_objects.calls"] += 1
         dist.all_gather_object(values, value)
         return values
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are here, however long their work takes. Collective.
+
+        A collective has a time limit, which is too short for work that one rank does while the others wait, such as
+        scoring a task. This has none: the heartbeats show which ranks work, and end the run when none does.
+        """
+        if self.size == 1:
+            return
+        self.traffic["wait_for_all.calls"] += 1
+        key = f"wait_for_all/{self.traffic['wait_for_all.calls']}"
+        arrived, pause = self.count(key, 1), 1e-3
+        while arrived < self.size:
+            time.sleep(pause)
+            arrived, pause = self.count(key), min(2 * pause, 0.25)
+
+    def count(self, name: str, amount: int = 0) -> int:
+        """Add to a number that the ranks share, and return it. Not collective, and callable in any thread; of several
+        ranks only."""
+        return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
+
+    def progress(self) -> None:
+        """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
+        if self.phases is not None:
+            self.phases.progress()
 
     def raise_together(self, problem: str) -> None:
         """Raise a problem of rank 0 on every rank; nothing happens if it is empty there. Collective.
@@ -101,6 +137,29 @@ class World:
         self.traffic[f"{collective}.calls"] += 1
         self.traffic[f"{collective}.bytes"] += x.numel() * x.element_size()
         return self.phase("communication")
+
+
+@dataclass(frozen=True)
+class PatientRanks:
+    """The ranks of a run while one of them may work for longer than a collective may take."""
+
+    world: World
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """As the world's, after all ranks have come."""
+        self.world.wait_for_all()
+        return self.world.gather_objects(value)
+
+    def progress(self) -> None:
+        self.world.progress()
 
 
 def joined_world() -> World:
@@ -142,35 +201,62 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
             "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
             "node) and MASTER_PORT. For one process: srun --ntasks=1."
         )
-    if "WORLD_SIZE" not in present:
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
-        )
-    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    chosen = _device(device, local_rank)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    owned = not dist.is_initialized()
-    if owned:
-        _join(backend, timedelta(minutes=timeout_minutes))
-    failed = True
+    with nullcontext() if "WORLD_SIZE" in present else _environment_of_one_process():
+        rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        chosen = choose_device(device, local_rank=local_rank, ranks=size)
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        owned = not dist.is_initialized()
+        cores = _join(rank, size, chosen, timedelta(minutes=timeout_minutes)) if owned else usable_cores()
+        failed = True
+        try:
+            yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen), cores=cores)
+            failed = False
+        finally:
+            # NCCL would wait here for its peers, which wait in a collective for this rank, and hide its error.
+            if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _environment_of_one_process() -> Iterator[None]:
+    """Set a launcher's variables for one rank, and restore them: programs started later must not meet at this port."""
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    own["MASTER_PORT"] = str(free_port())
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
-        yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen))
-        failed = False
+        yield
     finally:
-        # NCCL would wait here for its peers, which wait in a collective for this rank, and its error would not be seen.
-        if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
-            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
-def _join(backend: str, timeout: timedelta) -> None:
-    """Create the process group.
+def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> int:
+    """Create the process group. Returns this rank's number of cores.
 
     Raises:
-        UserError: The meeting point is taken or cannot be reached.
+        UserError: The meeting point is taken or cannot be reached, or the ranks' devices do not fit together.
     """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     try:
-        dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        cores = meet(store, describe_rank(rank, device), ranks=size, limit=min(timeout, START_LIMIT))
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,  # connects now, so that a broken link shows before the model is built
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if too_many_files(error):
+            raise UserError(too_many_files_message(error)) from error
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
         problem = "is used by another program" if taken else "cannot be reached"
@@ -178,6 +264,7 @@ def _join(backend: str, timeout: timedelta) -> None:
             f"The ranks cannot meet at {place}, which {problem}: set MASTER_PORT to a free port (torchrun: "
             f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {str(error).splitlines()[0]}"
         ) from error
+    return cores
 
 
 def limit_collectives(minutes: float) -> None:
@@ -189,6 +276,15 @@ def limit_collectives(minutes: float) -> None:
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
+
+
+def collectives_trace() -> str:
+    """NCCL's last collectives on this rank as JSON, from torch's flight recorder; empty without NCCL."""
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return ""
+    dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009 (only builds with NCCL have it)
+    recorded = dump(includeCollectives=True, onlyActive=False)
+    return recorded.decode(errors="replace") if isinstance(recorded, bytes) else str(recorded)
 
 
 def leave(code: int) -> NoReturn:
@@ -217,25 +313,13 @@ def ranks_here(world_size: int) -> int:
 def lost_contact(error: BaseException) -> bool:
     """Whether an error came from a collective: another rank is gone, or the collective timed out."""
     names = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    if too_many_files(error):
+        return False
     named = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in names)
     return named or isinstance(error, dist.DistError)
 
 
-def _device(name: str, local_rank: int) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("engine.device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"Local rank {local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}. "
-            "Start at most one process per GPU."
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,6 +6,7 @@ All ZeRO stages look the same from outside.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World
-from pipeline.engine.engine_config import BUCKET, EngineConfig, deepspeed_settings, zero_stage
+from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
+from pipeline.engine.engine_protocol import EngineFacts, register_engine
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.engine.state import DeepSpeedState
 from pipeline.errors import UserError
+from pipeline.model.packing import PackedText
 from pipeline.model.towers import Towers
 
 COMPILE_OPTIONS = {"fallback_random": True}
@@ -27,20 +30,31 @@ COMPILE_OPTIONS = {"fallback_random": True}
 without graph; Inductor's own generator draws differently in each."""
 
 
+@register_engine("deepspeed")
 class DeepSpeedEngine:
-    """The `Engine` that runs on DeepSpeed.
-
-    Args:
-        towers: The model, on this rank's device.
-        config: The engine's section of the recipe.
-        optimizer: The optimizer's section.
-        world: The ranks.
-        global_batch: Samples per step over all ranks.
-        compile_towers: Compile the towers with torch.compile.
+    """The `Engine` that runs on DeepSpeed; its arguments are those of `EngineClass`.
 
     Raises:
         UserError: The DeepSpeed file is refused, or the optimizer does not work at its ZeRO stage.
     """
+
+    @staticmethod
+    def facts(config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int) -> EngineFacts:
+        """See `EngineClass.facts`."""
+        settings = deepspeed_settings(config, global_batch=global_batch, world_size=world_size)
+        stage, local = zero_stage(settings), global_batch // world_size
+        check_stage(optimizer, stage=stage)
+        if stage == 2 and world_size > 1 and (config.micro_batch or local) < local:
+            raise UserError(
+                f"engine.micro_batch = {config.micro_batch} with ZeRO stage 2 ({config.deepspeed}) would reduce all "
+                "gradients over the ranks once for every micro-batch. Stage 1 reduces them once per step, and gives "
+                "the same weights: engine.deepspeed=zero1_bf16 (a run can be resumed with it)."
+            )
+        zero = settings.get("zero_optimization", {})
+        buffers = 2 if zero.get("overlap_comm") else 1
+        weights = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
+        bf16 = weights == torch.bfloat16 or bool(settings.get("torch_autocast", {}).get("enabled"))
+        return EngineFacts(stage, bf16, weights, bucket=buffers * int(zero.get("reduce_bucket_size", BUCKET)))
 
     def __init__(
         self,
@@ -68,12 +82,13 @@ class DeepSpeedEngine:
         frozen = {name: p.detach().cpu().clone() for name, p in towers.clip.named_parameters() if not p.requires_grad}
         if frozen and self.stage == 3:
             raise UserError(
-                f"{config.deepspeed} is ZeRO stage 3, at which towers cannot be locked: take a file of stage 0 to 2."
+                f"{config.deepspeed} is ZeRO stage 3, at which no weights can be frozen (model.lock_*, model.lora): "
+                "take a file of stage 0 to 2."
             )
-        self._inner = build_optimizer(optimizer, groups)
         with _quiet_deepspeed(world) as deepspeed:
+            _check_by_deepspeed(deepspeed, settings, config.deepspeed)
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
-                model=towers, optimizer=self._inner, config=settings, dist_init_required=False
+                model=towers, optimizer=build_optimizer(optimizer, groups), config=settings, dist_init_required=False
             )
         if self.stage == 0 and world.size == 1:
             # A reduction over one rank changes nothing, but DeepSpeed would copy all gradients to a buffer and back.
@@ -91,7 +106,7 @@ class DeepSpeedEngine:
         assert isinstance(towers, nn.Module)
         return towers  # type: ignore[return-value]
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
         """See `Engine.forward`; images of another precision than `dtype` are cast."""
         features: tuple[Tensor, Tensor] = self._engine(image.to(self.dtype), text)
         return features
@@ -136,6 +151,24 @@ class DeepSpeedEngine:
         self._engine.train()
 
 
+def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:
+    """Let DeepSpeed parse its settings.
+
+    Raises:
+        UserError: It refuses them, for example for a value of the wrong type.
+    """
+    own = {key: value for key, value in copy.deepcopy(settings).items() if key not in BATCH_KEYS}
+    try:
+        deepspeed.DeepSpeedConfig({**own, "train_micro_batch_size_per_gpu": 1})  # it may not know the ranks yet
+    except (ValueError, TypeError, AssertionError, KeyError, AttributeError) as error:
+        raise UserError(f"DeepSpeed refuses engine.deepspeed = {name}: {error}") from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Training reports skipped steps itself."""
+    return "OVERFLOW! Skipping step." not in record.getMessage()
+
+
 @contextlib.contextmanager
 def _quiet_deepspeed(world: World) -> Iterator[Any]:
     """The deepspeed package, without its banner and the two-minute build of a CPU collective that we do not need."""
@@ -143,7 +176,11 @@ def _quiet_deepspeed(world: World) -> Iterator[Any]:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addFilter(_is_news)
     if world.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It remembers for the whole process that an engine used torch_autocast, and lets later ones, whatever their
+    # communication_data_type, reduce gradients in the precision of the weights.
+    deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory figures at every log level
         yield deepspeed

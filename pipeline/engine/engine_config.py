@@ -20,14 +20,34 @@ Our engine never takes more than the model has parameters."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RECIPE_KEYS = (*BATCH_KEYS, "gradient_clipping")
 FORBIDDEN_KEYS = ("optimizer", "scheduler", "fp16")
+KNOWN_KEYS = (
+    *RECIPE_KEYS, "zero_optimization", "managed_gradient_accumulation", "zero_allow_untested_optimizer", "bf16",
+    "data_types", "communication_data_type", "torch_autocast", "prescale_gradients", "gradient_predivide_factor",
+    "zero_force_ds_cpu_optimizer", "disable_allgather", "steps_per_print", "wall_clock_breakdown", "timers",
+)  # fmt: skip
+"""What a DeepSpeed file may set. Other keys write files of their own (`tensorboard`, `csv_monitor`, `flops_profiler`),
+change the training (`curriculum_learning`, `compression_training`) or have no effect here."""
+KNOWN_ZERO_KEYS = (
+    "stage", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size",
+    "contiguous_gradients", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size", "offload_optimizer",
+    "offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+)  # fmt: skip
+KNOWN_OFFLOAD_KEYS = ("device", "pin_memory", "ratio", "buffer_count", "fast_init")
+"""Without `nvme_path`: offloading to disks would write files outside the run's folder."""
 
 
 @section
 class EngineConfig:
     """How forward, backward and the optimizer step are run."""
 
-    deepspeed: str = "zero2_bf16"
-    """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of any DeepSpeed JSON file."""
+    name: str = "deepspeed"
+    """What runs forward, backward and the optimizer."""
+    deepspeed: str = "auto"
+    """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of a DeepSpeed JSON file. "auto":
+    zero0_bf16 on one rank, where there is nothing to shard, and zero1_bf16 on several."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): how many samples of a rank are in memory
     with their graph at once. None: the whole local batch."""
@@ -35,10 +55,16 @@ class EngineConfig:
     """Largest gradient norm; 0 turns clipping off."""
     probe: bool = True
     """Compare the engine's first gradient with plain autograd, and refuse to train on a mismatch."""
+    rehearse_widest: bool | None = None
+    """Before the second step, compute one with padded texts at their full width and apply nothing, so that a GPU
+    without the memory for it ends the run now, not hours later with the first long caption. None: on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch sees one."""
     timeout_minutes: float = Field(default=30.0, gt=0.0)
     """Limit for one phase of a step, collectives included. Then the ranks report which of them is behind, and exit."""
+    lost_rank_seconds: float = Field(default=45.0, gt=0.0)
+    """A rank without a heartbeat for as long is dead, and all others exit. Raise it where writing a small file to
+    `output` can take longer."""
 
 
 def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: int) -> dict[str, Any]:
@@ -49,11 +75,11 @@ def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: i
     """
     path = Path(config.deepspeed)
     if path.suffix != ".json":
-        path = DS_CONFIGS / f"{config.deepspeed}.json"
+        path = DS_CONFIGS / f"{_name(config, world_size)}.json"
     if not path.is_file():
-        names = tuple(sorted(p.stem for p in DS_CONFIGS.glob("*.json")))
+        names = ("auto", *sorted(p.stem for p in DS_CONFIGS.glob("*.json")))
         raise UserError(f"engine.deepspeed = {config.deepspeed!r}: no such file. {suggest(config.deepspeed, names)}")
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = _read(path)
     filled = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": global_batch // world_size,
@@ -63,13 +89,61 @@ def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: i
     _check_settings(settings, filled, path=path, world_size=world_size)
     # DeepSpeed's own timer would make the host wait for the device in every forward pass.
     quiet = {"steps_per_print": 2**62, "wall_clock_breakdown": False, "timers": {"throughput": {"enabled": False}}}
+    if settings.get("bf16", {}).get("enabled"):
+        settings["bf16"]["check_grad_overflow"] = True  # else gradients of inf and NaN are applied
     return {**settings, **filled, **quiet}
+
+
+def _name(config: EngineConfig, world_size: int) -> str:
+    """The file of ds_configs/ that a section names.
+
+    "auto" takes stages whose backward pass does not wait for the device: stage 2 with `overlap_comm` does, before the
+    host can prepare the next batch.
+    """
+    if config.deepspeed != "auto":
+        return config.deepspeed
+    return "zero0_bf16" if world_size == 1 else "zero1_bf16"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A DeepSpeed file as a dictionary whose sections are dictionaries, too."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"engine.deepspeed = {path} is not a readable JSON file: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(settings).__name__}.")
+    sections = ("zero_optimization", "bf16", "data_types", "torch_autocast", "timers")
+    zero = settings.get("zero_optimization")
+    for name, value in (*settings.items(), *(zero.items() if isinstance(zero, dict) else ())):
+        if name in (*sections, "offload_optimizer", "offload_param") and not isinstance(value, dict):
+            raise UserError(f"{path} sets {name} = {value!r}: it must be a JSON object.")
+    return settings
+
+
+def _check_keys(settings: Mapping[str, Any], path: Path) -> None:
+    zero = settings.get("zero_optimization", {})
+    offload = [key for name in ("offload_optimizer", "offload_param") for key in zero.get(name, {})]
+    for keys, known, where in (
+        (settings, KNOWN_KEYS, ""),
+        (zero, KNOWN_ZERO_KEYS, "zero_optimization."),
+        (offload, KNOWN_OFFLOAD_KEYS, "zero_optimization.offload_*."),
+    ):
+        if unknown := [key for key in keys if key not in known]:
+            raise UserError(
+                f"{path} sets {where}{unknown[0]!r}, which is not among the settings of a DeepSpeed file that can be "
+                f"used here: {', '.join(known)}. Remove it; a run's own records are in the telemetry section."
+            )
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise UserError(f"{path} sets zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3.")
 
 
 def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, path: Path, world_size: int) -> None:
     for key in FORBIDDEN_KEYS:
         if key in settings:
             raise UserError(f"{path} sets {key!r}, which the recipe decides (see optimizer.*, schedule.*): remove it.")
+    _check_keys(settings, path)
     for key in RECIPE_KEYS:
         if key in settings and settings[key] not in ("auto", filled[key]):
             raise UserError(
@@ -80,6 +154,11 @@ def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, p
         raise UserError(
             f"{path} must set managed_gradient_accumulation to false: the trainer decides where a step ends."
         )
+    if settings.get("bf16", {}).get("check_grad_overflow", True) is not True:
+        raise UserError(
+            f"{path} sets bf16.check_grad_overflow = {settings['bf16']['check_grad_overflow']!r}, with which DeepSpeed "
+            "applies gradients of inf and NaN: remove it. It is always true here."
+        )
     if zero_stage(settings) == 0 and settings.get("bf16", {}).get("enabled"):
         raise UserError(
             f"{path} sets bf16.enabled at ZeRO stage 0, where DeepSpeed (0.19) takes an optimizer step on zero "
@@ -87,9 +166,9 @@ def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, p
         )
 
 
-def in_fp32(config: EngineConfig) -> str:
+def in_fp32(config: EngineConfig, *, world_size: int = 1) -> str:
     """The name of the file of ds_configs/ with this one's stage in fp32; for a file of one's own, "zero1_fp32"."""
-    name = config.deepspeed.replace("bf16", "fp32")
+    name = _name(config, world_size).replace("bf16", "fp32")
     return name if (DS_CONFIGS / f"{name}.json").is_file() else "zero1_fp32"
 
 

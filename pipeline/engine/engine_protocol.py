@@ -1,4 +1,7 @@
-"""The interface of an engine. `DeepSpeedEngine` implements it; another engine is a class with the same methods.
+"""The interface of an engine, and `register_engine`, which makes one selectable as `engine.name`.
+
+An engine is a class with the methods of `Engine` and the static method `EngineClass.facts`: in a file of
+`pipeline.engine`, or in an installed package with an entry point of the group `neuclip.engines`.
 
 Per step, training calls `forward` (features with their graph), `backward` (gradients of these features) and `step`
 (reduce, clip, update). An engine is independent of the objective.
@@ -7,12 +10,17 @@ Per step, training calls `forward` (features with their graph), `backward` (grad
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Size, Tensor
 
+from pipeline.config import Registry
+from pipeline.distributed.world import World
+from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.packing import PackedText
 from pipeline.model.towers import Towers
 
 
@@ -74,8 +82,8 @@ class Engine(Protocol):
     @property
     def module(self) -> Towers: ...
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalized images [b, 3, H, W] and tokens [b, L] -> two [b, d] unit-norm fp32 features.
+    def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
+        """Normalized images [b, 3, H, W] and tokens [b, L], or packed texts -> two [b, d] unit-norm fp32 features.
 
         In place of images, results of `image_output` can be given.
         """
@@ -96,7 +104,8 @@ class Engine(Protocol):
             lr_scale: The learning rate as a share of `optimizer.lr`.
 
         Returns:
-            False when the step was skipped because the gradient holds inf or NaN. The same on all ranks.
+            False when the step was skipped because the gradient holds inf or NaN, and nothing of it is kept. The same
+            on all ranks. Steps whose loss is not finite are skipped in this way: their gradients are NaN.
         """
         ...
 
@@ -107,3 +116,62 @@ class Engine(Protocol):
     def train(self) -> None:
         """Put the towers in training mode."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a plan needs to know about an engine without building it."""
+
+    stage: int
+    """How much is sharded over the ranks, as ZeRO counts: 0 nothing, 1 optimizer, 2 gradients, 3 weights."""
+    bf16: bool
+    """Whether products are computed in bf16."""
+    dtype: torch.dtype
+    """Of the weights that compute."""
+    bucket: int
+    """Elements in the buffers of its communication."""
+
+
+class EngineClass(Protocol):
+    """A class that `register_engine` takes: it describes itself and builds the towers' engine."""
+
+    def __call__(
+        self,
+        towers: Towers,
+        *,
+        config: EngineConfig,
+        optimizer: OptimizerConfig,
+        world: World,
+        global_batch: int,
+        compile_towers: bool = False,
+    ) -> Engine:
+        """Build the engine.
+
+        Args:
+            towers: The model, on this rank's device.
+            config: The engine's section of the recipe.
+            optimizer: The optimizer's section.
+            world: The ranks.
+            global_batch: Samples per step over all ranks.
+            compile_towers: Compile the towers with torch.compile.
+
+        Raises:
+            UserError: Settings, optimizer and towers do not go together.
+        """
+        ...
+
+    def facts(
+        self, config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int
+    ) -> EngineFacts:
+        """Describe the engine, after all checks that need neither model nor GPU.
+
+        Raises:
+            UserError: The settings are refused.
+        """
+        ...
+
+
+ENGINES: Registry[EngineClass] = Registry(
+    "engine", setting="engine.name", package="pipeline.engine", group="neuclip.engines"
+)
+register_engine = ENGINES.register

@@ -140,11 +140,11 @@ class DeepSpeedState:
             yield from whole.split(sizes)
 
     def _state_dict_items(self) -> list[tuple[str, Tensor]]:
-        """Live tensors by name, in the order of open_clip's state dict (whose own values are detached at stage 3)."""
+        """Live parameters and buffers of open_clip's state dict (whose own values are detached at stage 3)."""
         live: dict[str, Tensor] = dict(self._clip.named_parameters())
         persistent = self._clip.state_dict().keys()
         live.update((name, b) for name, b in self._clip.named_buffers() if name in persistent)
-        return [(name, live[name]) for name in live]
+        return list(live.items())
 
     def _shape(self, p: Tensor) -> torch.Size:
         return torch.Size(getattr(p, "ds_shape", p.shape))

@@ -56,8 +56,8 @@ def sink_names(config: TelemetryConfig) -> list[str]:
         UserError: `trackers` has a name that no sink is registered under.
     """
     for name in config.trackers:
-        if name not in SINKS:
-            raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, tuple(SINKS))}")
+        if name not in SINKS.names():
+            raise UserError(f"telemetry.trackers: there is no sink {name!r}. {suggest(name, SINKS.names())}")
     built_in = ["jsonl", *(["tensorboard"] if config.tensorboard else []), "progress"]
     return list(dict.fromkeys([*built_in, *config.trackers]))
 
@@ -65,17 +65,35 @@ def sink_names(config: TelemetryConfig) -> list[str]:
 class Telemetry:
     """Reports metrics and events to the sinks. Without sinks, as on ranks other than 0, every call does nothing.
 
+    Sinks write to the run's folder, and drop the records of steps that will be repeated: they are opened by `begin`,
+    when the run is certain to start. What is reported before is kept until then.
+
     A sink that cannot write, for example because the disk is full, does not end the run: its first error is printed.
 
     Args:
-        sinks: Where everything goes, in this order.
+        open_sinks: Opens the sinks.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
+    def __init__(self, open_sinks: Callable[[], Sequence[Sink]]) -> None:
+        self._open_sinks = open_sinks
+        self._sinks: list[Sink] = []
+        self._kept: list[Callable[[Sink], None]] | None = []
         self._failed: set[int] = set()
 
+    def begin(self) -> None:
+        """Open the sinks, and send them what was reported before.
+
+        Raises:
+            UserError: A tracker cannot be opened.
+        """
+        self._sinks = list(self._open_sinks())
+        kept, self._kept = self._kept or [], None
+        for call in kept:
+            self._each(call)
+
     def _each(self, call: Callable[[Sink], None]) -> None:
+        if self._kept is not None:
+            self._kept.append(call)
         for number, sink in enumerate(self._sinks):
             try:
                 call(sink)
@@ -122,18 +140,21 @@ class Telemetry:
         """Log an event that is also printed where other events are not (`telemetry.progress=brief`)."""
         self.event(message, level=WARNING, **facts)
 
-    def rewind(self, step: int) -> None:
-        """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
-        self._each(lambda sink: sink.rewind(step))
-
     def close(self) -> None:
         self._each(lambda sink: sink.close())
+        self._sinks = []  # a thread may still report an upload that nobody waits for
 
 
 def open_telemetry(
-    run: Path, *, config: TelemetryConfig, total_steps: int, first_step: int, is_main: bool
+    run: Path,
+    *,
+    config: TelemetryConfig,
+    total_steps: int,
+    first_step: int,
+    is_main: bool,
+    settings: Mapping[str, Any] | None = None,
 ) -> Telemetry:
-    """The telemetry of one rank.
+    """The telemetry of one rank, which starts with `begin`.
 
     Args:
         run: The run's folder.
@@ -141,12 +162,26 @@ def open_telemetry(
         total_steps: Steps of the whole run.
         first_step: The step at which it continues.
         is_main: Whether this is rank 0; others report nothing.
+        settings: The run's settings, which trackers show.
 
     Raises:
         UserError: As `sink_names`.
     """
     names = sink_names(config)
     context = SinkContext(
-        run, total_steps=total_steps, first_step=first_step, progress=config.progress, project=config.project
+        run,
+        total_steps=total_steps,
+        first_step=first_step,
+        progress=config.progress,
+        project=config.project,
+        settings=settings or {},
     )
-    return Telemetry([SINKS[name](context) for name in names] if is_main else [])
+
+    def open_sinks() -> list[Sink]:
+        if not is_main:
+            return []
+        # Trackers first: one that cannot be opened must not cost the records of metrics.jsonl.
+        opened = {name: SINKS.registered[name](context) for name in reversed(names)}
+        return [opened[name] for name in names]
+
+    return Telemetry(open_sinks)

@@ -1,6 +1,7 @@
 """Sinks for the metrics of a run: one class per destination.
 
-To add a tracker, add a class with the methods of `Sink` and register it under a name; `telemetry.trackers` turns it on.
+To add a tracker, register a class with the methods of `Sink` under a name, here or in a package with an entry point of
+the group `neuclip.trackers`; `telemetry.trackers` turns it on.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, TypeVar
+from typing import Any, Literal, Protocol, TextIO
 
 import numpy as np
 from torch import Tensor
 
+from pipeline.config import Registry
 from pipeline.files import write_text
+from pipeline.run_files import METRICS_NAME, record_of
 
-METRICS_NAME = "metrics.jsonl"
 WARNING = "warning"
 """The fact `level` of an event that is printed even where events are not."""
+STRAGGLES = 1.2
+"""The progress line has the slowest rank when it takes more than this many times the median rank's time."""
 STEPWISE = ("train", "evaluation", "validation", "distribution")
 """Record kinds that belong to a step. A run that continues from an earlier step writes them again."""
 
@@ -38,6 +42,8 @@ class SinkContext:
     """The setting `telemetry.progress`."""
     project: str = "neuclip"
     """The setting `telemetry.project`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The run's settings."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +69,13 @@ class Sink(Protocol):
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         """An event."""
 
-    def rewind(self, step: int) -> None:
-        """The run continues from the earlier step `step`: drop the metrics of later steps, keep the events."""
-
     def close(self) -> None: ...
 
 
-SINKS: dict[str, Callable[[SinkContext], Sink]] = {}
-S = TypeVar("S", bound=Callable[[SinkContext], Sink])
-
-
-def register_sink(name: str) -> Callable[[S], S]:
-    """Class decorator that registers a sink under a name."""
-
-    def add(make: S) -> S:
-        assert name not in SINKS, f"two sinks are called {name}"
-        SINKS[name] = make
-        return make
-
-    return add
+SINKS: Registry[Callable[[SinkContext], Sink]] = Registry(
+    "tracker", setting="telemetry.trackers", package="pipeline.metrics", group="neuclip.trackers"
+)
+register_sink = SINKS.register
 
 
 class QuietSink:
@@ -99,9 +93,6 @@ class QuietSink:
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         pass
 
-    def rewind(self, step: int) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
@@ -111,8 +102,7 @@ class JsonLines(QuietSink):
     """RUN/metrics.jsonl: one JSON object per line, read by reports and plots."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._path = context.run / METRICS_NAME
-        self._file = _continue_at(self._path, context.first_step)
+        self._file = _continue_at(context.run / METRICS_NAME, context.first_step)
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         rounded = {name: float(f"{value:.9g}") for name, value in values.items()}
@@ -124,10 +114,6 @@ class JsonLines(QuietSink):
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         self._write({"kind": "event", "time": round(time.time(), 3), "message": message, **facts})
-
-    def rewind(self, step: int) -> None:
-        self._file.close()
-        self._file = _continue_at(self._path, step)
 
     def close(self) -> None:
         self._file.close()
@@ -149,10 +135,10 @@ def _continue_at(path: Path, first_step: int) -> TextIO:
 
 def _remains(line: str, first_step: int) -> bool:
     """Whether a line is a record that a run which continues after `first_step` steps does not write again."""
+    record = record_of(line)
     try:
-        record = json.loads(line)
-        return record.get("kind") not in STEPWISE or record["step"] <= first_step
-    except (ValueError, AttributeError, KeyError, TypeError):
+        return record is not None and (record.get("kind") not in STEPWISE or record["step"] <= first_step)
+    except (KeyError, TypeError):
         return False
 
 
@@ -161,8 +147,10 @@ class TensorBoard(QuietSink):
     """RUN/tensorboard/: curves, histograms, pictures and captions."""
 
     def __init__(self, context: SinkContext) -> None:
-        self._run = context.run
-        self._board = self._open(context.first_step)
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = context.first_step
+        self._board = SummaryWriter(str(context.run / "tensorboard"), purge_step=first + 1 if first else None)
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -176,17 +164,8 @@ class TensorBoard(QuietSink):
         self._board.add_image("batch/images", grid, step, dataformats="HWC")
         self._board.add_text("batch/captions", "\n".join(f"{i}. {text}" for i, text in enumerate(captions, 1)), step)
 
-    def rewind(self, step: int) -> None:
-        self._board.close()
-        self._board = self._open(step)
-
     def close(self) -> None:
         self._board.close()
-
-    def _open(self, first_step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self._run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
 
 
 @register_sink("progress")
@@ -269,7 +248,12 @@ def headline(scalars: Mapping[str, float]) -> str:
         ("normalizer_gap", "normalizer gap {:.3f}"),
         ("data_wait", "data wait {:.0%}"),
     )
-    return "  ".join(form.format(scalars[name]) for name, form in shown if name in scalars)
+    parts = [form.format(scalars[name]) for name, form in shown if name in scalars]
+    if (slowest := scalars.get("slowest_rank_ms", 0.0)) > STRAGGLES * scalars.get("median_rank_ms", slowest):
+        times = f"{slowest:,.0f} ms, median {scalars['median_rank_ms']:,.0f} ms"
+        wait = scalars["slowest_rank_data_wait"]
+        parts.append(f"slowest rank {scalars['slowest_rank']:.0f}: {times}, data wait {wait:.0%}")
+    return "  ".join(parts)
 
 
 def score_line(kind: str, step: int, scores: Mapping[str, float]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import yaml
 
 from pipeline.errors import UserError
 from pipeline.files import write_text
@@ -42,17 +41,15 @@ class TrackerSink(QuietSink):
 
     def __init__(self, context: SinkContext) -> None:
         self._client = importlib.import_module(self.library)
-        config = context.run / "config.yaml"
-        settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
         try:
-            self._open(context, settings)
+            self._open(context)
         except Exception as error:  # a failed login, no network, ...
             raise UserError(
                 f"telemetry.trackers={self.library}: the tracker cannot be opened ({type(error).__name__}: {error}). "
                 f"Log in with its own command, or train without it: telemetry.trackers=[]. {self.hint}"
             ) from error
 
-    def _open(self, context: SinkContext, settings: Mapping[str, Any]) -> None:
+    def _open(self, context: SinkContext) -> None:
         raise NotImplementedError
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -79,14 +76,14 @@ class WeightsAndBiases(TrackerSink):
     library = "wandb"
     hint = "WANDB_MODE=offline writes to RUN/wandb/, which `wandb sync` uploads later."
 
-    def _open(self, context: SinkContext, settings: Mapping[str, Any]) -> None:
+    def _open(self, context: SinkContext) -> None:
         run = self._client.init(
             project=context.project,
             name=context.run.name,
             id=_run_id(context),
             resume="allow",
             dir=str(context.run),
-            config=settings,
+            config=dict(context.settings),
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # a run that resumes or rolls back repeats steps
@@ -109,9 +106,13 @@ class Trackio(TrackerSink):
 
     library = "trackio"
 
-    def _open(self, context: SinkContext, settings: Mapping[str, Any]) -> None:
+    def _open(self, context: SinkContext) -> None:
         self._client.init(
-            project=context.project, name=context.run.name, resume="allow", config=dict(settings), embed=False
+            project=context.project,
+            name=context.run.name,
+            resume="allow",
+            config=dict(context.settings),
+            embed=False,
         )
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:

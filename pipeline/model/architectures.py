@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from pipeline.errors import UserError
 from pipeline.model.tokenizers import build_tokenizer
 
 CONFIG_NAME = "open_clip_config.json"
+FOREIGN_TOWERS = {"timm": ("timm_model", "TimmModel"), "transformers": ("hf_model", "HFTextEncoder")}
+"""Packages whose towers open_clip adapts, each with its module and class in open_clip."""
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
 
 
@@ -62,11 +66,41 @@ def architecture_names() -> tuple[str, ...]:
     return (*ours, *(name for name in open_clip.list_models() if name not in ours))
 
 
-def load_open_clip() -> Any:
-    """The module `open_clip`, imported on first use because the import takes seconds."""
-    import open_clip
+def load_open_clip(*, hidden: tuple[str, ...] = ("wandb",)) -> Any:
+    """The module `open_clip`, imported on first use because the import takes seconds.
 
+    Args:
+        hidden: Packages that the first import does not find, though they are installed. timm would import wandb:
+            a second for a function that nobody calls here.
+    """
+    names = [] if "open_clip" in sys.modules else [name for name in hidden if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
+    try:
+        import open_clip
+    finally:
+        for name in names:
+            del sys.modules[name]
     return open_clip
+
+
+def load_open_clip_without_foreign_towers() -> Any:
+    """The module `open_clip` without timm and transformers, which take a third of its import.
+
+    Only for commands in whose process nothing but this project's code builds models: see `add_foreign_towers`.
+    """
+    return load_open_clip(hidden=("wandb", *FOREIGN_TOWERS))
+
+
+def add_foreign_towers(model_cfg: Mapping[str, Any]) -> None:
+    """Import timm or transformers into open_clip if a model has a tower of theirs and open_clip lacks them."""
+    needed = {"timm_model_name": "timm", "hf_model_name": "transformers"}
+    for cfg in (model_cfg.get("vision_cfg"), model_cfg.get("text_cfg")):
+        for key, package in needed.items():
+            module = sys.modules[f"open_clip.{FOREIGN_TOWERS[package][0]}"]
+            if (cfg or {}).get(key) and getattr(module, package) is None:
+                importlib.reload(module)
+                name = FOREIGN_TOWERS[package][1]
+                setattr(sys.modules["open_clip.model"], name, getattr(module, name))
 
 
 def register(arch: str) -> str:
@@ -76,7 +110,7 @@ def register(arch: str) -> str:
         The name by which open_clip knows the architecture.
 
     Raises:
-        UserError: there is no such architecture.
+        UserError: There is no such architecture.
     """
     open_clip = load_open_clip()
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
@@ -92,7 +126,7 @@ def check_tag(name: str, pretrained: str) -> None:
     """Check that architecture `name` has published weights `pretrained`, trained with the activation it computes.
 
     Raises:
-        UserError: the tag does not exist, or its weights need the other kind of GELU.
+        UserError: The tag does not exist, or its weights need the other kind of GELU.
     """
     open_clip = load_open_clip()
     tags = tuple(open_clip.list_pretrained_tags_by_model(name))
@@ -115,7 +149,7 @@ def check_same_towers(folder: Path, name: str) -> None:
     """Check that the model in `folder` has the architecture `name`, under which its weights will be saved.
 
     Raises:
-        UserError: they differ, with the settings in which they do.
+        UserError: They differ, with the settings in which they do.
     """
     stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     theirs, ours = _shape_of(stored["model_cfg"]), _shape_of(load_open_clip().get_model_config(name))
@@ -139,22 +173,29 @@ def _shape_of(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(
-    name: str, clip: nn.Module, model_cfg: Mapping[str, Any], *, tokenizer: Path | None = None
+    name: str,
+    clip: nn.Module,
+    model_cfg: Mapping[str, Any],
+    *,
+    tokenizer: Path | None = None,
+    trust_remote_code: bool = False,
 ) -> Architecture:
     """Describe a model that open_clip built.
 
     Args:
-        name: the architecture's name.
+        name: The architecture's name.
         clip: open_clip's model, for its preprocessing and image size.
-        model_cfg: the architecture's config.
-        tokenizer: folder with the files of the tokenizer, for architectures with one of Hugging Face's.
+        model_cfg: The architecture's config.
+        tokenizer: Folder with the files of the tokenizer, for architectures with one of Hugging Face's.
+        trust_remote_code: As for `build_tokenizer`.
 
     Raises:
-        UserError: the tokenizer needs a package or files that are not there.
+        UserError: The tokenizer needs a package or files that are not there.
     """
     preprocess = dict(clip.visual.preprocess_cfg)  # type: ignore[union-attr, arg-type]
     size = preprocess["size"]
     described: dict[str, Any] = copy.deepcopy(dict(model_cfg))
     described["vision_cfg"] = {**described["vision_cfg"], "image_size": size}
     described["vision_cfg"].pop("patch_dropout", None)  # a training setting, not part of the trained model
-    return Architecture(name, described, preprocess, build_tokenizer(model_cfg, name=name, folder=tokenizer))
+    tokenize = build_tokenizer(model_cfg, name=name, folder=tokenizer, trust_remote_code=trust_remote_code)
+    return Architecture(name, described, preprocess, tokenize)

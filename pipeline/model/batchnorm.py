@@ -98,8 +98,8 @@ def use_fp32_batch_norms(model: nn.Module, *, synchronised: bool = False) -> Non
     """Turn every plain `nn.BatchNorm2d` of a model into an `Fp32BatchNorm2d`, in place.
 
     Args:
-        model: the model to change.
-        synchronised: use statistics over all ranks (`SyncFp32BatchNorm2d`).
+        model: The model to change.
+        synchronised: Use statistics over all ranks (`SyncFp32BatchNorm2d`).
 
     Raises:
         UserError: `synchronised`, and the model has batch norms of another class.

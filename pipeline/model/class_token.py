@@ -69,7 +69,7 @@ def use_class_token_block(clip: nn.Module, *, wanted: bool | None) -> None:
         wanted: `model.trim_image`.
 
     Raises:
-        UserError: it is demanded, and would change what this model computes.
+        UserError: It is demanded, and would change what this model computes.
     """
     if wanted is False:
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
+from pipeline.model.lora import LoraConfig
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
 from pipeline.model.starting_weights import logit_of, model_folder_in
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
@@ -61,13 +62,13 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
     """Load a checkpoint or published weights for evaluation.
 
     Args:
-        spec: one of our checkpoint folders or any folder with `open_clip_config.json` (a hub download); a run's
+        spec: One of our checkpoint folders or any folder with `open_clip_config.json` (a hub download); a run's
             folder, of which the latest checkpoint is loaded; or `ARCH:PRETRAINED`, where PRETRAINED is an open_clip
             tag or a weights file.
-        device: where to put the model.
+        device: Where to put the model.
 
     Raises:
-        UserError: there is no model at `spec`, or the weights do not fit the architecture.
+        UserError: There is no model at `spec`, or the weights do not fit the architecture.
     """
     open_clip = load_open_clip()
     folder = model_folder_in(Path(spec))
@@ -103,7 +104,7 @@ def copy_for_evaluation(
         source: For messages and results.
     """
     # The same attention as in `neuclip evaluate`, so that both compute the same scores.
-    plain = replace(without_weights(config), packed_attention=False, trim_image=False)
+    plain = replace(without_weights(config), packed_attention=False, trim_image=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=0)
     towers.clip.load_state_dict(dict(weights))
     return for_evaluation(towers.to(device), architecture, source=source)

@@ -16,11 +16,11 @@ def lock_towers(clip: nn.Module, *, image: int | None, text: int | None) -> None
 
     Args:
         clip: open_clip's model.
-        image: blocks at the end of the image tower that stay trainable, 0 for none; None does not lock the tower.
-        text: likewise of the text tower.
+        image: Blocks at the end of the image tower that stay trainable, 0 for none; None does not lock the tower.
+        text: Likewise of the text tower.
 
     Raises:
-        UserError: this architecture cannot be locked so, or nothing would be left to train.
+        UserError: This architecture cannot be locked so, or nothing would be left to train.
     """
     if image is not None:
         _lock(clip, "image", image)
@@ -52,11 +52,11 @@ def check_constant_image_tower(visual: nn.Module, *, locked: bool) -> None:
     """Check that an image tower's outputs depend on the image alone for as long as a run takes.
 
     Args:
-        visual: the image tower, in the form in which it is trained.
+        visual: The image tower, in the form in which it is trained.
         locked: `model.lock_image`.
 
     Raises:
-        UserError: its weights are trained, its batch norms follow the batches, or it drops something at random.
+        UserError: Its weights are trained, its batch norms follow the batches, or it drops something at random.
     """
     remedy = "Change that, or leave model.image_features_cache out."
     trained = [name for name, parameter in visual.named_parameters() if parameter.requires_grad]

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.architectures import CONFIG_NAME, Architecture, load_open_clip
-from pipeline.model.tokenizers import save_tokenizer
+from pipeline.model.architectures import CONFIG_NAME, Architecture, add_foreign_towers, load_open_clip
+from pipeline.model.tokenizers import refuse_hidden_code, save_tokenizer
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
+LOCAL = "local-dir:"
+"""open_clip's prefix for a model folder."""
 LOGIT_KEYS = ("logit_scale", "logit_bias")
 _UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(_UMASK)
@@ -52,11 +54,11 @@ def save_open_clip(
     """Write a folder that `open_clip.create_model("local-dir:FOLDER")` loads.
 
     Args:
-        folder: an existing folder.
+        folder: An existing folder.
         state: fp32 weights by open_clip's names.
-        architecture: the model's description.
-        logit_scale: log(1/tau).
-        logit_bias: the bias of a sigmoid loss; None without one.
+        architecture: The model's description.
+        logit_scale: Log(1/tau).
+        logit_bias: The bias of a sigmoid loss; None without one.
 
     Returns:
         The files written.
@@ -82,18 +84,31 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(dict(tensors), path)
-    path.chmod(0o666 & ~_UMASK)
+    allow_by_umask(path)
+
+
+def allow_by_umask(*paths: Path) -> None:
+    """Give files the permissions that the umask allows."""
+    for path in paths:
+        path.chmod(0o666 & ~_UMASK)
 
 
 def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
     """open_clip's model from a folder; `kwargs` are `create_clip`'s.
 
     Raises:
-        UserError: the folder holds no model, or open_clip cannot load it.
+        UserError: The folder holds no model, or open_clip cannot load it.
     """
     if not (folder / CONFIG_NAME).is_file():
         raise UserError(f"{folder} has no {CONFIG_NAME}: it is not a model folder.")
-    return create_clip(f"local-dir:{folder}", **kwargs)
+    return create_clip(f"{LOCAL}{folder}", **kwargs)
+
+
+def _model_cfg(name: str) -> Mapping[str, Any]:
+    if not name.startswith(LOCAL):
+        return dict(load_open_clip().get_model_config(name) or {})
+    config = json.loads((Path(name.removeprefix(LOCAL)) / CONFIG_NAME).read_text(encoding="utf-8"))
+    return dict(config["model_cfg"])
 
 
 def create_clip(name: str, **kwargs: Any) -> nn.Module:
@@ -102,15 +117,19 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     Raises:
         UserError: open_clip failed, with the first lines of its message.
     """
-    has_weights = name.startswith("local-dir:") or kwargs.get("pretrained") is not None
+    has_weights = name.startswith(LOCAL) or kwargs.get("pretrained") is not None
     required = has_weights and kwargs.get("load_weights", True)
 
     def of_other_threads(record: logging.LogRecord, thread: int = threading.get_ident()) -> bool:
         return record.thread != thread
 
     logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
+    model_cfg = _model_cfg(name)
+    refuse_hidden_code(model_cfg.get("text_cfg") or {})
     try:
-        model: nn.Module = load_open_clip().create_model(name, require_pretrained=required, **kwargs)
+        open_clip = load_open_clip()
+        add_foreign_towers(model_cfg)
+        model: nn.Module = open_clip.create_model(name, require_pretrained=required, **kwargs)
     except Exception as error:
         usual = isinstance(error, RuntimeError | ValueError | OSError)
         if not required and not usual:

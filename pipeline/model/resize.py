@@ -19,14 +19,14 @@ def resized(name: str, value: Tensor, *, shape: torch.Size, nonnegative: bool = 
     """A parameter, or a moment of it, in the shape that it has at another image size.
 
     Args:
-        name: the parameter's name in open_clip's state dict.
+        name: The parameter's name in open_clip's state dict.
         value: [1 + g * g, D], or any tensor of `shape`, which is returned as it is.
-        shape: the shape at the new size, [1 + G * G, D].
-        nonnegative: interpolate linearly, which keeps the sign, as second moments need; else by open_clip's
+        shape: The shape at the new size, [1 + G * G, D].
+        nonnegative: Interpolate linearly, which keeps the sign, as second moments need; else by open_clip's
             bicubic rule.
 
     Raises:
-        UserError: only position embeddings of square grids can change their shape.
+        UserError: Only position embeddings of square grids can change their shape.
     """
     if value.shape == shape:
         return value

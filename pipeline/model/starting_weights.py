@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.model.architectures import CONFIG_NAME, check_same_towers, check_tag, load_open_clip, register
+from pipeline.model.model_folder import create_clip, load_folder
 
 HUB = "hf-hub:"
 FROM_WEIGHTS = "pretrained"
@@ -44,7 +45,7 @@ def find_start(arch: str, pretrained: str | None) -> Start:
     """Resolve `model.arch` and `model.pretrained`; a hub model is downloaded into the hub's cache.
 
     Raises:
-        UserError: the architecture or the weights do not exist, or do not fit each other.
+        UserError: The architecture or the weights do not exist, or do not fit each other.
     """
     folder = folder_of(pretrained) if pretrained else None
     if arch == FROM_WEIGHTS:
@@ -128,7 +129,6 @@ def _download(name: str) -> Path:
 
 def create_from(
     start: Start,
-    create: Callable[..., nn.Module],
     *,
     image_size: int | None,
     context_length: int | None,
@@ -139,23 +139,26 @@ def create_from(
     interpolated (bicubic for images, linear for text); see `interpolated`.
 
     Args:
-        start: what to build.
-        create: `create_clip`.
-        image_size: side of the images, None for the architecture's.
-        context_length: tokens of a text, None for the architecture's.
+        start: What to build.
+        image_size: Side of the images, None for the architecture's.
+        context_length: Tokens of a text, None for the architecture's.
         patch_dropout: None for the architecture's.
-        device: where to build; "meta" builds shapes.
+        device: Where to build; "meta" builds shapes.
 
     Raises:
         UserError: open_clip cannot load the weights, or they are not finite.
     """
-    forced = {"force_image_size": image_size, "force_context_length": context_length}
-    common: dict[str, Any] = {"force_patch_dropout": patch_dropout, "device": device, **forced}
+    common: dict[str, Any] = {
+        "force_image_size": image_size,
+        "force_context_length": context_length,
+        "force_patch_dropout": patch_dropout,
+        "device": device,
+    }
     if start.folder is not None:
-        clip = create(f"local-dir:{start.folder}", load_weights=start.load, **common)
+        clip = load_folder(start.folder, load_weights=start.load, **common)
     else:
         # Without weights both towers start from scratch: no weights of the text tower's base model.
-        clip = create(start.name, pretrained=start.weights, pretrained_text=False, **common)
+        clip = create_clip(start.name, pretrained=start.weights, pretrained_text=False, **common)
     if start.weights is not None or (start.folder is not None and start.load):
         _check_finite(clip, start.weights or start.folder)
     return clip

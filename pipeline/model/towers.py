@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
+from pipeline.model.embedding import use_fp32_embedding_sums
 from pipeline.model.locked import check_constant_image_tower, lock_towers
-from pipeline.model.model_folder import LOGIT_KEYS, create_clip
+from pipeline.model.lora import LoraConfig, add_adapters
+from pipeline.model.model_folder import LOGIT_KEYS
+from pipeline.model.packing import PackedText
 from pipeline.model.patch_dropout import use_patch_dropout_on_device
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
@@ -54,6 +58,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder with the files of a Hugging Face tokenizer, for architectures that use one (SigLIP, CLIPA, XLM-R); None:
     that of the pretrained folder, else the hub's."""
+    trust_remote_code: bool = False
+    """Let a tokenizer of Hugging Face run the Python code that comes with it: with your rights, on every rank. No model
+    folder can set this; read the code first."""
     lock_image: bool = False
     """Keep the image tower as it is (LiT): only the text tower is trained."""
     unlocked_image_blocks: int = Field(default=0, ge=0)
@@ -91,8 +98,21 @@ class ModelConfig:
     """Cut texts after the longest of each micro-batch, rounded up to a multiple of 8 tokens, and sort texts by length
     into micro-batches. Features and gradients stay the same up to rounding. None: wherever that is so, that is, for
     causal text towers that are read at the end-of-text token; true: refuse other towers; false: never."""
+    text_batching: Literal["padded", "packed"] = "padded"
+    """How texts of different lengths share a micro-batch. `padded`: each is as wide as the longest, see `trim_text`.
+    `packed`: one behind the other, so that only tokens that exist are computed; on GPUs by torch's attention for
+    variable lengths. For the towers of `trim_text`; features and gradients stay the same up to rounding."""
+    lora: LoraConfig = LoraConfig()
     compile: bool = False
     """Compile the towers with `torch.compile`. The first steps take minutes."""
+
+    @model_validator(mode="after")
+    def _compilable(self) -> ModelConfig:
+        if self.compile and self.text_batching == "packed":
+            raise ValueError(
+                "model.compile needs text_batching = padded: packed texts have another shape in every step"
+            )
+        return self
 
 
 class Towers(nn.Module):
@@ -112,7 +132,7 @@ class Towers(nn.Module):
         self.image_format = image_format(clip.visual)  # type: ignore[arg-type]
         """Memory format in which the image tower is fastest."""
 
-    def forward(self, image: Tensor, text: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+    def forward(self, image: Tensor, text: Tensor | PackedText | None) -> tuple[Tensor, Tensor] | Tensor:
         """[B, 3, H, W] normalised images and [B, L] tokens -> two [B, d] unit-norm fp32 features.
 
         Instead of images it takes [B, d] results of `image_output`. Without texts it returns `image_output`.
@@ -131,8 +151,8 @@ class Towers(nn.Module):
         output: Tensor = self.clip.encode_image(image)  # type: ignore[operator]
         return output
 
-    def encode_text(self, text: Tensor) -> Tensor:
-        """[B, L] -> [B, d]; fewer tokens than the context where `text_trimming` allows it."""
+    def encode_text(self, text: Tensor | PackedText) -> Tensor:
+        """[B, L] -> [B, d]; fewer tokens than the context, or packed ones, where `text_trimming` allows it."""
         return F.normalize(encode_text(self.clip, text).float(), dim=-1)
 
 
@@ -144,6 +164,22 @@ def image_format(visual: nn.Module) -> torch.memory_format:
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in visual.modules())
     return torch.channels_last if convolutions > 1 else torch.contiguous_format
+
+
+def unread_pixels(visual: nn.Module, image_size: int) -> list[str]:
+    """A sentence about the pixels at the right and the bottom that fill no whole patch, if there are any."""
+    patches = getattr(getattr(visual, "trunk", None), "patch_embed", visual)
+    patch = getattr(patches, "patch_size", None)
+    side = int(patch[0] if isinstance(patch, tuple) else patch or 1)
+    if not (left := image_size % side):
+        return []
+    below = image_size - left
+    note = (
+        f"Images of {image_size} px hold {below // side} x {below // side} patches of {side} px: the last {left} px at "
+        f"the right and at the bottom are never read. model.image_size={below} is cheaper and reads as much; "
+        f"{below + side} has none left over."
+    )
+    return [note]
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -158,7 +194,7 @@ def check_model(config: ModelConfig) -> None:
     """Check everything about a `model` section that can be checked without loading weights.
 
     Raises:
-        UserError: as `build_towers`.
+        UserError: As `build_towers`.
     """
     find_start(config.arch, config.pretrained)
     build_towers(without_weights(config), seed=0, device="meta")
@@ -168,15 +204,15 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
     """Build a recipe's towers in fp32.
 
     Args:
-        config: the recipe's `model` section.
-        seed: of the initial weights, where `config.pretrained` gives none.
+        config: The recipe's `model` section.
+        seed: Of the initial weights, where `config.pretrained` gives none.
         device: "meta" builds shapes without values.
 
     Returns:
         The towers and their description.
 
     Raises:
-        UserError: unknown architecture, pretrained weights that do not exist or do not fit, or settings that this
+        UserError: Unknown architecture, pretrained weights that do not exist or do not fit, or settings that this
             architecture does not allow.
     """
     from pipeline.model.class_token import use_class_token_block
@@ -186,7 +222,6 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         torch.manual_seed(seed)
         clip = create_from(
             start,
-            create_clip,
             image_size=config.image_size,
             context_length=config.context_length,
             patch_dropout=config.patch_dropout,
@@ -194,19 +229,24 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         )
     model_cfg = with_sizes(start.model_cfg, context_length=config.context_length)
     tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
-    architecture = describe(start.name, clip, model_cfg, tokenizer=tokenizer)
+    architecture = describe(
+        start.name, clip, model_cfg, tokenizer=tokenizer, trust_remote_code=config.trust_remote_code
+    )
     logit = logit_of(clip) if config.pretrained else None
     image_blocks = config.unlocked_image_blocks if config.lock_image else None
     text_blocks = config.unlocked_text_blocks if config.lock_text else None
     lock_towers(clip, image=image_blocks, text=text_blocks)
     use_fp32_batch_norms(clip, synchronised=config.sync_batchnorm)
+    use_fp32_embedding_sums(clip)
     use_patch_dropout_on_device(clip)
     if config.image_features_cache is not None:
         check_constant_image_tower(clip.visual, locked=config.lock_image)  # type: ignore[arg-type]
     if config.packed_attention:
         use_packed_attention(clip)
     use_class_token_block(clip, wanted=config.trim_image)
+    add_adapters(clip, config.lora, seed=seed, locked=(config.lock_image, config.lock_text))
     notes = interpolated(start, image_size=config.image_size, context_length=config.context_length)
+    notes += unread_pixels(clip.visual, architecture.image_size)  # type: ignore[arg-type]
     towers = Towers(clip, logit=logit, notes=notes)
     if config.grad_checkpointing:
         towers.clip.set_grad_checkpointing(True)  # type: ignore[operator]

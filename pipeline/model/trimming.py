@@ -1,4 +1,4 @@
-"""No arithmetic on padding: texts cut after the longest of a micro-batch.
+"""No arithmetic on padding: texts cut after the longest of a micro-batch, or packed one behind the other.
 
 In a causal text tower no token sees a later one, and the text's feature is read at its end-of-text token. Everything
 behind the last end-of-text token of a micro-batch can therefore be left out, and features and gradients stay the same.
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.attention import CausalPackedAttention, causal_text_transformer
+from pipeline.model.attention import CausalPackedAttention, causal_text_transformer, to_device
+from pipeline.model.packing import PackedText, encode_packed, pack
 
 MULTIPLE = 8
 """Widths are multiples of this: efficient for kernels, and few different shapes to compile."""
@@ -60,25 +61,32 @@ class TextChunks:
     and taken in the batch's order.
     """
 
-    def __init__(self, text: Tensor, chunks: Sequence[slice], *, lengths: Tensor | None = None) -> None:
+    def __init__(
+        self, text: Tensor, chunks: Sequence[slice], *, lengths: Tensor | None = None, packed: bool = False
+    ) -> None:
         """Divide [b, L] tokens.
 
         Args:
-            text: the tokens, on the device.
-            chunks: rows of each micro-batch, without gaps from 0 to b.
+            text: The tokens, on the device.
+            chunks: Rows of each micro-batch, without gaps from 0 to b.
             lengths: [b] on the host, of `TextTrimming`; None: neither cut nor sort.
+            packed: Pack each micro-batch instead.
         """
+        self._lengths = lengths if packed else None
         self._text, self._rows, self._widths = text, list[slice | Tensor](chunks), [text.shape[1]] * len(chunks)
-        if lengths is None:
+        if lengths is None or packed:
             return
         if len(chunks) > 1:
             order = lengths.argsort(stable=True)
             lengths = lengths[order]
-            self._rows = [order[rows].to(text.device, non_blocking=True) for rows in chunks]
+            order = to_device(order, text.device)
+            self._rows = [order[rows] for rows in chunks]
         self._widths = [trimmed_width(lengths[rows], context_length=text.shape[1]) for rows in chunks]
 
-    def tokens(self, index: int) -> Tensor:
-        """[c, l] tokens of micro-batch `index`."""
+    def tokens(self, index: int) -> Tensor | PackedText:
+        """[c, l] tokens of micro-batch `index`, or the packed ones."""
+        if self._lengths is not None:
+            return pack(self._text[self._rows[index]], self._lengths[self._rows[index]])
         return self._text[self._rows[index], : self._widths[index]]
 
     def rows(self, index: int, values: Tensor) -> Tensor:
@@ -95,24 +103,33 @@ class TextChunks:
     @property
     def computed_tokens(self) -> int:
         """Tokens that one forward pass over the local batch computes."""
+        if self._lengths is not None:
+            return int(self._lengths.sum())
         rows = (len(range(*r.indices(len(self._text)))) if isinstance(r, slice) else len(r) for r in self._rows)
         return sum(count * width for count, width in zip(rows, self._widths, strict=True))
 
 
-def text_trimming(clip: nn.Module, *, wanted: bool | None, longest: int | None = None) -> TextTrimming | None:
+def text_trimming(
+    clip: nn.Module, *, wanted: bool | None, longest: int | None = None, packed: bool = False
+) -> TextTrimming | None:
     """How to trim texts for a model; None: do not.
 
     Args:
         clip: open_clip's model.
         wanted: `model.trim_text`.
         longest: `model.text_tokens`.
+        packed: Whether `model.text_batching` is `packed`.
 
     Raises:
-        UserError: trimming is demanded, and would change what this model computes.
+        UserError: Trimming is demanded, and would change what this model computes.
     """
     reason = why_not_trimmed(clip)
     if longest is not None and (reason or wanted is False):
         raise UserError(f"model.text_tokens={longest}: {reason or 'model.trim_text is false.'} Leave text_tokens out.")
+    if packed and (reason or wanted is False):
+        raise UserError(
+            f"model.text_batching=packed: {reason or 'model.trim_text is false.'} Use model.text_batching=padded."
+        )
     if wanted and reason:
         raise UserError(f"model.trim_text=true: {reason} Use model.trim_text=false, or leave it out.")
     if reason or wanted is False:
@@ -140,12 +157,14 @@ def why_not_trimmed(clip: nn.Module) -> str | None:
     return None
 
 
-def encode_text(clip: nn.Module, text: Tensor) -> Tensor:
+def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
     """`clip.encode_text` for texts of up to the model's context length, before normalisation.
 
     Same as open_clip's `CLIP.encode_text`, which only takes texts of exactly the context length, except that the
-    position embeddings are cut, too. Other classes cut them themselves.
+    position embeddings are cut, too. Other classes cut them themselves. Packed texts are computed by `packing`.
     """
+    if isinstance(text, PackedText):
+        return encode_packed(clip, text)
     from open_clip.model import CLIP
     from open_clip.transformer import text_global_pool
 

@@ -7,10 +7,9 @@ Shape legend: B global batch, b local batch, d feature dimension, n dataset size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -19,14 +18,15 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.drift import DriftGuard
-from pipeline.objectives.objective_tensors import WithGradient, load_tensors
-from pipeline.objectives.sample_table import PerSampleTable
-from pipeline.precision import true_fp32
+from pipeline.objectives.distill import Teacher
+from pipeline.objectives.objective_tensors import DriftGuard, WithGradient, check_batch, load_tensors
+from pipeline.objectives.parts import Pair, StatefulPart
+from pipeline.precision import plain_arithmetic
 
-Pair = tuple[Tensor, Tensor]
 ROWS = "per_sample"
 """Name of the per-sample rows in a checkpoint."""
+_NOTHING: Any = object()
+"""Marks that no batch is pending; what `update_state` needs may be None."""
 
 
 @section
@@ -40,6 +40,10 @@ class ObjectiveConfig:
     gather_precision: Literal["fp32", "bf16"] = "fp32"
     """How the ranks exchange features. `bf16` halves these bytes, a small part of a step's (2 b d numbers), and rounds
     the gathered features: at d = 512 and a temperature of 0.01, normalizers change by up to 4%."""
+    distill: float = Field(default=0.0, ge=0)
+    """Weight of a distillation loss that is added: the divergence of the similarities within the global batch from
+    those of a teacher (MobileCLIP; open_clip's `--distill-model`), whose features `data.teacher_features` has. 0: no
+    teacher. For the methods with a softmax, so not for `siglip`."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +113,33 @@ class Objective(ABC):
     """A training objective. In every step the trainer calls `compute`, then `commit`, or `discard` if it skips the
     step.
 
-    A method implements `loss_and_gradients`, `update_state` and `logit_parameters`, and `replicated_state` if it has
-    any.
+    A method implements `loss_and_gradients`, `update_state` and `logit_parameters`; what has state are its `parts`.
 
     Args:
         config: The method's section.
         context: The facts of the run.
-        table: Per-sample state, for methods that have some.
+        parts: What has state: it is saved, loaded, compared over the ranks and logged.
     """
 
-    def __init__(self, config: Any, context: ObjectiveContext, *, table: PerSampleTable | None = None) -> None:
+    distills = False
+    """Whether `loss_and_gradients` takes `teacher`."""
+
+    def __init__(
+        self, config: ObjectiveConfig, context: ObjectiveContext, *, parts: Sequence[StatefulPart] = ()
+    ) -> None:
+        if config.distill and not self.distills:
+            raise UserError(
+                f"objective.distill = {config.distill:g}: {config.name} has no softmax that could follow a teacher's. "
+                "Use another objective.name, or objective.distill=0."
+            )
         if context.batch_size < 2:
             raise UserError(f"batch_size = {context.batch_size}: a contrastive loss needs a global batch of 2 or more.")
-        self.config, self.context, self.world, self.table = config, context, context.world, table
+        self.config, self.context, self.world, self.parts = config, context, context.world, parts
+        self.table = next((part.table for part in parts if part.table is not None), None)
         self.drift = DriftGuard(context.world, every=config.drift_check_every, device=context.device)
         self._steps = torch.zeros((), dtype=torch.int64)  # on the host: counting must not wait for the device
-        self._pending: Any = None
+        self._pending = _NOTHING
+        self._lengths_checked = False
 
     @abstractmethod
     def loss_and_gradients(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> tuple[ObjectiveOutput, Any]:
@@ -139,42 +154,42 @@ class Objective(ABC):
         """`(logit_scale, logit_bias)` as open_clip stores them: log(1/tau) and 0, or SigLIP's own."""
 
     def replicated_state(self) -> dict[str, Tensor]:
-        """The state that every rank holds, by name: the tensors themselves, so that loading writes into them."""
-        return {}
-
-    def own_state(self) -> dict[str, Tensor]:
-        """This rank's share of state that is divided among the ranks, by name."""
-        return {}
-
-    def gathered_state(self) -> dict[str, Tensor]:
-        """State that is divided among the ranks, whole on every rank, by name; collective."""
-        return {}
-
-    def divide_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (most methods have none)
-        """Take this rank's part of what `gathered_state` returned, possibly on another number of ranks."""
+        """The state that every rank holds, by name: the tensors themselves."""
+        return _joined(part.replicated_state() for part in self.parts)
 
     @torch.no_grad()
-    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+    def compute(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teacher | None = None
+    ) -> ObjectiveOutput:
         """Loss and feature gradients of one batch. Lasting state changes only in `commit`.
 
         Args:
             image: [b, d] unit-norm features of this rank, without graph; b must be the same on all ranks.
             text: The same of the texts.
             sample_ids: [b] int64, stable ids in [0, n).
+            teacher: Features of a teacher, which the setting `distill` needs.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
-            UserError: The global batch is too small or larger than the context's.
+            UserError: The global batch is too small or larger than the context's, or there is a teacher without
+                `distill` or the reverse.
         """
-        if self._pending is not None:
+        if self.is_pending:
             raise RuntimeError(
                 "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
                 "several cannot be accumulated."
             )
-        dtype = self.context.dtype
+        if bool(self.config.distill) != (teacher is not None) and self.context.device.type != "meta":
+            raise UserError(
+                f"objective.distill = {self.config.distill:g} and {'no' if teacher is None else 'a'} teacher: features "
+                "of a teacher and a weight above 0 need each other."
+            )
+        dtype, given = self.context.dtype, {} if teacher is None else {"teacher": teacher}
         with plain_arithmetic(self.context.device):
-            output, self._pending = self.loss_and_gradients(image.to(dtype), text.to(dtype), sample_ids=sample_ids)
+            output, self._pending = self.loss_and_gradients(
+                image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
+            )
         return output
 
     @torch.no_grad()
@@ -184,9 +199,9 @@ class Objective(ABC):
         Args:
             lr_scale: The encoders' learning-rate schedule at this step, in [0, 1].
         """
-        if self._pending is None:
+        if not self.is_pending:
             raise RuntimeError("commit() without compute(): nothing is pending")
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, _NOTHING
         with plain_arithmetic(self.context.device):
             self.update_state(pending, lr_scale=lr_scale)
         self._steps += 1
@@ -195,9 +210,16 @@ class Objective(ABC):
 
     def discard(self) -> None:
         """Drop the pending changes, because the encoders' step was skipped (overflow, NaN)."""
-        self._pending = None
+        self._pending = _NOTHING
 
-    def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None) -> Tensor:
+    @property
+    def is_pending(self) -> bool:
+        """Whether a batch was computed and neither committed nor discarded."""
+        return self._pending is not _NOTHING
+
+    def loss(
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None, teacher: Teacher | None = None
+    ) -> Tensor:
         """The loss of the global batch with a graph to this rank's features, for training loops outside this project.
 
         Call `backward()` on it, step the encoders, then call `commit()` (or `discard()` when the step was skipped).
@@ -206,18 +228,52 @@ class Objective(ABC):
         Args:
             image: [b, d] unit-norm features; b must be the same on all ranks.
             text: The same of the texts.
-            sample_ids: [b] stable ids in [0, n), for methods with per-sample state.
+            sample_ids: [b] stable ids in [0, n), for methods with per-sample state and for `neuclip_plus`, which
+                without them cannot exclude a sample's own features of earlier batches.
+            teacher: As for `compute`.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
+            UserError: Shapes, sizes or types are wrong.
         """
-        if sample_ids is None and self.table is not None:
-            raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
-        ids = torch.full((image.shape[0],), -1, device=image.device) if sample_ids is None else sample_ids
-        output = self.compute(image.detach(), text.detach(), sample_ids=ids)
+        check_batch(image, text, sample_ids, dim=self.context.dim, lengths=not self._lengths_checked)
+        self._lengths_checked = True
+        ids = self._unknown_ids(image) if sample_ids is None else sample_ids
+        output = self.compute(image.detach(), text.detach(), sample_ids=ids, teacher=teacher)
         gradients = (output.grad_image, output.grad_text)
         loss: Tensor = WithGradient.apply(image, text, output.loss, gradients, self.world.size)
         return loss
+
+    def _unknown_ids(self, image: Tensor) -> Tensor:
+        """Distinct negative ids for a batch that was given without, [b] int64.
+
+        Raises:
+            UserError: The method needs the samples' own.
+        """
+        if self.table is not None:
+            raise UserError(f"{self.config.name} keeps state per sample: call loss(..., sample_ids=ids), [b] int64.")
+        rows, first = self.world.rows(len(image)), self.steps * self.context.batch_size + 1
+        return -torch.arange(first + rows.start, first + rows.stop, device=image.device)
+
+    @torch.no_grad()
+    def apply_to(self, model: torch.nn.Module) -> None:
+        """Copy the temperature, and SigLIP's bias, into an open_clip model, as its `logit_scale` and `logit_bias`.
+
+        Call it before you save the model of your own training loop: predictions with `logit_scale` need it.
+
+        Args:
+            model: It has a parameter `logit_scale`, the logarithm of 1/τ.
+
+        Raises:
+            UserError: The model has no `logit_scale`, or the bias has no place in it.
+        """
+        scale, bias = self.logit_parameters()
+        for name, value in (("logit_scale", scale), ("logit_bias", bias)):
+            parameter = getattr(model, name, None)
+            if isinstance(parameter, Tensor):
+                parameter.fill_(value)
+            elif name == "logit_scale" or value:
+                raise UserError(f"The {type(model).__name__} has no {name}, which would be {value:.4f}.")
 
     def gather_features(self, image: Tensor, text: Tensor) -> Pair:
         """[b, d] features of every rank -> the global batch's, [B, d] each.
@@ -225,10 +281,8 @@ class Objective(ABC):
         Raises:
             UserError: B is below 2 or above the context's batch size.
         """
-        if self.config.gather_precision == "bf16" and self.world.size > 1:
-            images, texts = (self.world.all_gather(x.bfloat16()).to(x.dtype) for x in (image, text))
-        else:
-            images, texts = self.world.all_gather(image), self.world.all_gather(text)
+        low = self.config.gather_precision == "bf16" and self.world.size > 1
+        images, texts = (self.world.all_gather(x.bfloat16() if low else x).to(x.dtype) for x in (image, text))
         if not 2 <= len(images) <= self.context.batch_size:
             raise UserError(
                 f"The global batch holds {len(images)} pairs: a contrastive loss needs 2 or more, and batch_size = "
@@ -252,7 +306,7 @@ class Objective(ABC):
 
     def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
         """Current rates of the method's own variables, by the name of their setting."""
-        return {}
+        return _joined(part.learning_rates(lr_scale=lr_scale) for part in self.parts)
 
     def counters(self) -> dict[str, float]:
         """Counts of repaired faults since the process began, by name."""
@@ -260,11 +314,12 @@ class Objective(ABC):
 
     def distributions(self) -> dict[str, Tensor]:
         """Values of the lasting state for histograms, computed on each call."""
-        return {}
+        return _joined(part.distributions() for part in self.parts)
 
     def memory(self) -> ObjectiveMemory:
         """Size of the lasting state; an objective built on the `meta` device knows it without holding the state."""
-        tensors = (self._steps, *self.replicated_state().values(), *self.own_state().values())
+        own = _joined(part.own_state() for part in self.parts)
+        tensors = (self._steps, *self.replicated_state().values(), *own.values())
         replicated = sum(value.nbytes for value in tensors)
         if self.table is None:
             return ObjectiveMemory(replicated, 0.0, rows_on_host=True)
@@ -273,7 +328,7 @@ class Objective(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """The lasting state without per-sample rows, the same for any number of ranks; collective."""
         lasting = {"steps": self._steps, **self.replicated_state()}
-        return {key: value.detach().clone() for key, value in lasting.items()} | self.gathered_state()
+        return {key: value.detach().clone() for key, value in lasting.items()} | self._gathered()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; collective.
@@ -281,18 +336,20 @@ class Objective(ABC):
         Raises:
             UserError: A key is missing or a shape differs.
         """
-        self._pending, divided = None, self.gathered_state()
-        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state)
-        self.divide_state(divided)
+        self._pending, divided = _NOTHING, self._gathered()
+        added = _joined(part.added_state() for part in self.parts)
+        load_tensors({"steps": self._steps, **self.replicated_state(), **divided}, state, added=added)
+        for part in self.parts:
+            part.divide_state(divided)
 
-    def row_state_dict(self) -> dict[str, tuple[int, Tensor]]:
-        """Per-sample state: name -> (first sample id, this rank's contiguous rows); together the ranks cover [0, n)."""
-        return {} if self.table is None else {ROWS: (self.table.start, self.table.owned())}
+    def _gathered(self) -> dict[str, Tensor]:
+        return _joined(part.gathered_state() for part in self.parts)
 
     def row_blocks(self) -> dict[str, tuple[int, Iterable[Tensor]]]:
-        """`row_state_dict` as it is now, in successive blocks of rows that may be read once, from any thread.
+        """Per-sample state as it is now: name -> (first sample id, this rank's contiguous rows, in blocks).
 
-        Training may continue meanwhile, and no second copy of the state is made.
+        Together the ranks cover [0, n). The blocks may be read once, from any thread, while training continues; no
+        second copy of the state is made.
         """
         return {} if self.table is None else {ROWS: (self.table.start, self.table.snapshot())}
 
@@ -302,9 +359,8 @@ class Objective(ABC):
             self.table.load(ROWS, read)
 
 
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Neither TF32 nor autocast inside, even if the surrounding training loop uses them."""
-    kind = "cpu" if device.type == "meta" else device.type  # there is no autocast for the meta device
-    with true_fp32(), torch.autocast(kind, enabled=False):
-        yield
+Value = TypeVar("Value")
+
+
+def _joined(dictionaries: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    return {key: value for dictionary in dictionaries for key, value in dictionary.items()}

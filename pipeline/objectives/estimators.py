@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
+from pipeline.objectives.parts import StatefulPart
 from pipeline.objectives.sample_table import PerSampleTable
-from pipeline.objectives.softmax import AnchorBatch, Component, mean_gap
+from pipeline.objectives.softmax import AnchorBatch, mean_gap
 
 
 @section
@@ -46,14 +47,14 @@ def cosine_gamma(epoch: int, *, gamma_min: float, decay_epochs: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(epoch, decay_epochs) / decay_epochs)) * (1 - gamma_min) + gamma_min
 
 
-def gamma_at(config: Any, context: ObjectiveContext, *, step: int) -> float:
+def gamma_at(config: EstimatorConfig, context: ObjectiveContext, *, step: int) -> float:
     """gamma of a step under the configured schedule.
 
     Raises:
         UserError: The schedule depends on the length of the run, which is unknown.
     """
     if config.gamma_schedule == "constant":
-        return float(config.gamma)
+        return config.gamma
     decay_epochs = config.gamma_decay_epochs
     if decay_epochs is None:
         needed_by = "objective.gamma_schedule = 'cosine' without objective.gamma_decay_epochs"
@@ -69,7 +70,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, *, gamma: float) -> Tensor:
     return torch.where(torch.isneginf(log_u), log_g, mixed)
 
 
-class MovingAverages(Component):
+class MovingAverages(StatefulPart):
     """The estimator: a table of log u of both sides, and of further columns that a method keeps beside them.
 
     Args:
@@ -81,7 +82,7 @@ class MovingAverages(Component):
     table: PerSampleTable
 
     def __init__(
-        self, config: Any, context: ObjectiveContext, *, further_columns: Mapping[str, float] | None = None
+        self, config: EstimatorConfig, context: ObjectiveContext, *, further_columns: Mapping[str, float] | None = None
     ) -> None:
         self.config, self.context = config, context
         self.table = PerSampleTable(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -45,8 +45,9 @@ class FastClipV0(SoftmaxObjective):
     """Unscaled GCL: mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
 
     temperature: LearnedTemperature
+    config: FastClipV0Config | FastClipV3Config
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+    def __init__(self, config: FastClipV0Config | FastClipV3Config, context: ObjectiveContext) -> None:
         self.averages = MovingAverages(config, context)
         tau = LearnedTemperature(config, context)
         super().__init__(config, context, temperature=tau, estimator=self.averages, eps=config.eps)
@@ -83,9 +84,11 @@ class FastClipV0(SoftmaxObjective):
 class FastClipV3(FastClipV0):
     """RGCL-g: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 tau rho; tau's gradient is NeuCLIP's (13)."""
 
+    config: FastClipV3Config
+
     def __init__(self, config: FastClipV3Config, context: ObjectiveContext) -> None:
         super().__init__(config, context)
-        warn_of_large_rho(config, context)
+        warn_of_large_rho(config.rho, config, context)
 
     def scaled(self, tau: Tensor, total: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         inside = total + 2 * self.config.rho

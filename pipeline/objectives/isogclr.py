@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
-import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -14,13 +13,14 @@ from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.estimators import EstimatorConfig, MovingAverages, temperature_slopes
 from pipeline.objectives.optimizers import Adam, Momentum
+from pipeline.objectives.parts import Temperature
 from pipeline.objectives.registry import register
-from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, Temperature
-from pipeline.objectives.temperature import TauSchedule, check_tau_init, tau_lr_at, warn_of_large_rho
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
+from pipeline.objectives.temperature import LearnedTauConfig, tau_lr_at, warn_of_large_rho
 
 
 @section
-class ISogClrConfig(EstimatorConfig):
+class ISogClrConfig(LearnedTauConfig, EstimatorConfig):
     """Per-sample temperatures, learned directly rather than as log(1/tau), and constant gamma."""
 
     name: str = "isogclr"
@@ -30,26 +30,10 @@ class ISogClrConfig(EstimatorConfig):
     """Initial temperature of every sample."""
     tau_min: float = Field(default=0.005, gt=0)
     """Lower bound of the temperatures."""
-    tau_max: float = Field(default=1.0, gt=0)
-    """Upper bound of the temperatures."""
     tau_lr: float = Field(default=1e-2, ge=0)
     """Learning rate of tau. The gradient is written without the papers' 1/n, which only rescales this rate."""
-    tau_schedule: TauSchedule = "encoders"
-    """`encoders`: the rate follows the encoders' warm-up and decay. `constant`: as in FastCLIP-v2's published
-    command."""
     tau_optimizer: Literal["adam", "momentum"] = "adam"
-    """`adam`: moments per sample (FastCLIP). `momentum`: iSogCLR's own Algorithm 2."""
-    tau_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment, or of the momentum."""
-    tau_beta2: float = Field(default=0.98, ge=0, lt=1)
-    """Adam's decay of the second moment."""
-    tau_eps: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon."""
-
-    @pydantic.model_validator(mode="after")
-    def _tau_within_bounds(self) -> ISogClrConfig:
-        check_tau_init(self)
-        return self
+    """`adam`: moments per sample (FastCLIP). `momentum`: iSogCLR's own Algorithm 2, whose decay is `tau_beta1`."""
 
 
 @section
@@ -67,7 +51,7 @@ class SampleTemperatures(Temperature):
     Columns: tau (2), first moments (2) and, with Adam, second moments (2) and the number of updates.
     """
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+    def __init__(self, config: ISogClrConfig, context: ObjectiveContext) -> None:
         self.config = config
         self.columns = {"image_tau": config.tau_init, "text_tau": config.tau_init}
         self.columns |= {"image_moment1": 0.0, "text_moment1": 0.0}
@@ -117,12 +101,13 @@ class ISogClr(SoftmaxObjective):
     """
 
     temperature: SampleTemperatures
+    config: ISogClrConfig
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+    def __init__(self, config: ISogClrConfig, context: ObjectiveContext) -> None:
         temperature = SampleTemperatures(config, context)
         self.averages = MovingAverages(config, context, further_columns=temperature.columns)
         super().__init__(config, context, temperature=temperature, estimator=self.averages, eps=config.eps)
-        warn_of_large_rho(config, context)
+        warn_of_large_rho(config.rho, config, context)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         log_u, log_normalizer = self.averages.estimate(batch)

@@ -1,25 +1,26 @@
 """Objectives by name: turns `objective.name` into a config section and an object.
 
-The first lookup imports every module below `pipeline.objectives`, so one new file there adds a method. Code outside the
-package registers its methods by importing them before it builds one.
+A method is a file below `pipeline.objectives`, or in an installed package with an entry point of the group
+`neuclip.objectives`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pipeline.config import parse, suggest
+from pipeline.config import Registry, parse, suggest
 from pipeline.distributed.world import joined_world
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
-_METHODS: dict[str, tuple[type[ObjectiveConfig], type[Objective]]] = {}
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective", setting="objective.name", package="pipeline.objectives", group="neuclip.objectives"
+)
+objective_names = OBJECTIVES.names
+_SECTIONS: dict[str, type[ObjectiveConfig]] = {}
 
 
 def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:
@@ -32,23 +33,11 @@ def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveCla
     """
 
     def add(objective: ObjectiveClass) -> ObjectiveClass:
-        present = _METHODS.get(name)
-        if present is not None and _path(present[1]) != _path(objective):
-            raise UserError(f"An objective named {name!r} exists ({present[1].__name__}): choose another name.")
-        _METHODS[name] = (config, objective)
+        OBJECTIVES.register(name)(objective)
+        _SECTIONS[name] = config
         return objective
 
     return add
-
-
-def _path(objective: type[Objective]) -> tuple[str, str]:
-    return objective.__module__, objective.__qualname__
-
-
-def objective_names() -> tuple[str, ...]:
-    """Every registered name, sorted."""
-    _import_methods()
-    return tuple(sorted(_METHODS))
 
 
 def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
@@ -57,13 +46,12 @@ def parse_objective(tree: Mapping[str, Any]) -> ObjectiveConfig:
     Raises:
         UserError: Unknown name, unknown key or value out of range; the message names `objective.<key>`.
     """
-    names = objective_names()
-    name = tree.get("name")
+    name, names = tree.get("name"), objective_names()
     if not isinstance(name, str):
         raise UserError(f"objective.name is required and was not given. Allowed: {', '.join(names)}.")
-    if name not in _METHODS:
+    if name not in names:
         raise UserError(f"objective.name = {name!r} is not known. {suggest(name, names)}")
-    return parse(_METHODS[name][0], tree, prefix="objective")
+    return parse(_SECTIONS[name], tree, prefix="objective")
 
 
 def build_objective(
@@ -90,10 +78,7 @@ def build_objective(
     if isinstance(objective, str):
         objective = {"name": objective}
     config = parse_objective(objective) if isinstance(objective, Mapping) else objective
-    _import_methods()
-    if config.name not in _METHODS:
-        raise UserError(f"objective.name = {config.name!r} is not known. {suggest(config.name, objective_names())}")
-    return _METHODS[config.name][1](config, context or _context(facts))
+    return OBJECTIVES[config.name](config, context or _context(facts))
 
 
 def _context(facts: dict[str, Any]) -> ObjectiveContext:
@@ -115,10 +100,3 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
             f"build_objective does not know {', '.join(unknown)}. {suggest(unknown[0], tuple(sorted(known)))}"
         )
     return ObjectiveContext(**{**defaults, **facts})
-
-
-@functools.cache
-def _import_methods() -> None:
-    package = importlib.import_module("pipeline.objectives")
-    for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}."):
-        importlib.import_module(module.name)

@@ -28,10 +28,12 @@ class SigLipConfig(TemperatureConfig):
 class SigLip(Objective):
     """L = -(1/B) sum_ij log sigmoid( y_ij (s_ij / tau + bias) ), y = 1 for the own pair and -1 for all others."""
 
+    config: SigLipConfig
+
     def __init__(self, config: SigLipConfig, context: ObjectiveContext) -> None:
-        super().__init__(config, context)
         self.temperature = LearnedTemperature(config, context)
         self.bias = LearnedScalar(config.bias_init, name="bias", config=config, context=context)
+        super().__init__(config, context, parts=(self.temperature, self.bias))
 
     def loss_and_gradients(
         self, image: Tensor, text: Tensor, *, sample_ids: Tensor
@@ -63,11 +65,5 @@ class SigLip(Objective):
         self.temperature.update(tau_gradient, lr_scale=lr_scale)
         self.bias.update(bias_gradient, lr=tau_lr_at(self.config, lr_scale=lr_scale))
 
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        return self.temperature.learning_rates(lr_scale=lr_scale)
-
     def logit_parameters(self) -> tuple[float, float]:
         return self.temperature.logit_scale(), float(self.bias.value)
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {**self.temperature.replicated_state(), **self.bias.replicated_state()}

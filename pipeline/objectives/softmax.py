@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,58 +20,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline.objectives import pairwise
-from pipeline.objectives.base import Objective, ObjectiveContext, ObjectiveOutput, Pair, plain_arithmetic
-from pipeline.objectives.sample_table import PerSampleTable
+from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
+from pipeline.objectives.distill import Teacher, relational_loss
+from pipeline.objectives.parts import Pair, StatefulPart, Temperature
+from pipeline.precision import plain_arithmetic
 
 SIDES = ("image", "text")
-
-
-class Component:
-    """A part of an objective with state of its own, such as its estimator of normalizers; by default without any."""
-
-    table: PerSampleTable | None = None
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        """The state that every rank holds, by name: the tensors themselves."""
-        return {}
-
-    def own_state(self) -> dict[str, Tensor]:
-        """See `Objective.own_state`."""
-        return {}
-
-    def gathered_state(self) -> dict[str, Tensor]:
-        """See `Objective.gathered_state`."""
-        return {}
-
-    def divide_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Objective.divide_state`."""
-
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        """Current learning rates, by the name of their setting."""
-        return {}
-
-    def distributions(self) -> dict[str, Tensor]:
-        """Values of the lasting state for histograms."""
-        return {}
-
-    def commit(self, update: Any) -> None:
-        """Apply `AnchorWeights.update` of the pending batch."""
-
-
-class Temperature(Component):
-    """Supplies the temperature of every anchor."""
-
-    @abstractmethod
-    def of_anchors(self, size: int, fetched: Tensor | None) -> Pair:
-        """tau of a batch's anchors, [B] each (expanded scalars for a global one); fetched: the batch's table rows."""
-
-    @abstractmethod
-    def logit_scale(self) -> float:
-        """log(1/tau), as open_clip stores it."""
-
-    def update(self, gradient: Any, *, lr_scale: float) -> None:
-        """Learn from dL/dtau."""
-        raise NotImplementedError(f"{type(self).__name__} is not learned")
 
 
 @dataclass(frozen=True)
@@ -94,6 +48,8 @@ class AnchorBatch:
     """This rank's rows."""
     step: int
     """Steps committed so far."""
+    ids: Tensor | None = None
+    """Sample ids, [B], for estimators that need them; negative ones are unknown and distinct."""
 
     @property
     def size(self) -> int:
@@ -146,17 +102,19 @@ class SoftmaxObjective(Objective):
         eps: The small constant that the method adds to every normalizer g; 0 = none.
     """
 
+    distills = True
+
     def __init__(
         self,
-        config: Any,
+        config: ObjectiveConfig,
         context: ObjectiveContext,
         *,
         temperature: Temperature,
-        estimator: Component | None = None,
+        estimator: StatefulPart | None = None,
         eps: float = 0.0,
     ) -> None:
-        estimator = estimator or Component()
-        super().__init__(config, context, table=estimator.table)
+        estimator = estimator or StatefulPart()
+        super().__init__(config, context, parts=(temperature, estimator))
         self.temperature, self._estimator, self.eps = temperature, estimator, eps
 
     @abstractmethod
@@ -189,7 +147,7 @@ class SoftmaxObjective(Objective):
         Raises:
             RuntimeError: Between `compute` and `commit`, whose pending changes would be replaced.
         """
-        if self._pending is not None:
+        if self.is_pending:
             raise RuntimeError("log_normalizers() between compute() and commit(): call it before or after the step")
         dtype = self.context.dtype
         with plain_arithmetic(self.context.device):
@@ -199,12 +157,15 @@ class SoftmaxObjective(Objective):
         return NormalizerEstimates(cold, in_use, tau)
 
     def loss_and_gradients(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teacher | None = None
     ) -> tuple[ObjectiveOutput, AnchorWeights]:
         with record_function("objective.gather"):
             batch = self._gather((image, text), sample_ids)
         with record_function("objective.anchor_weights"):
             weights = self.anchor_weights(batch)
+        if teacher is not None:
+            with record_function("objective.distill"):
+                weights = self._distilled(weights, batch, (image, text), teacher)
         with record_function("objective.gradient"):
             grad_image, grad_text = _feature_gradients(batch, weights)
         kinds = (("log_normalizer", weights.log_normalizer), ("log_batch_normalizer", batch.log_g))
@@ -213,6 +174,23 @@ class SoftmaxObjective(Objective):
         metrics = {"loss": weights.loss, **weights.metrics}
         return ObjectiveOutput(weights.loss, grad_image, grad_text, metrics, seen), weights
 
+    def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teacher) -> AnchorWeights:
+        """The weights with the relational loss added to loss and gradients."""
+        found = relational_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
+        scale = self.config.distill
+        further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
+        to_tau = weights.tau_gradient
+        if to_tau is not None:
+            slopes = scale * found.tau_slopes
+            to_tau = to_tau + (slopes if to_tau.dim() else slopes.sum(1).mean())  # of every anchor, or of one for all
+        return replace(
+            weights,
+            loss=weights.loss + scale * found.loss,
+            feature_gradient=(further[0] + scale * found.gradients[0], further[1] + scale * found.gradients[1]),
+            tau_gradient=to_tau,
+            metrics={**weights.metrics, "contrastive_loss": weights.loss, "distillation_loss": found.loss},
+        )
+
     def update_state(self, pending: AnchorWeights, *, lr_scale: float) -> None:
         if pending.tau_gradient is not None:
             self.temperature.update(pending.tau_gradient, lr_scale=lr_scale)
@@ -220,25 +198,6 @@ class SoftmaxObjective(Objective):
 
     def logit_parameters(self) -> tuple[float, float]:
         return self.temperature.logit_scale(), 0.0
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {**self.temperature.replicated_state(), **self._estimator.replicated_state()}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return self._estimator.own_state()
-
-    def gathered_state(self) -> dict[str, Tensor]:
-        return self._estimator.gathered_state()
-
-    def divide_state(self, state: Mapping[str, Tensor]) -> None:
-        self._estimator.divide_state(state)
-
-    def learning_rates(self, *, lr_scale: float) -> dict[str, float]:
-        parts = (self.temperature, self._estimator)
-        return {name: rate for part in parts for name, rate in part.learning_rates(lr_scale=lr_scale).items()}
-
-    def distributions(self) -> dict[str, Tensor]:
-        return self._estimator.distributions()
 
     def _gather(self, own: Pair, sample_ids: Tensor) -> AnchorBatch:
         fetched = None if self.table is None else self.table.lookup(sample_ids).to(self.context.dtype)
@@ -252,7 +211,11 @@ class SoftmaxObjective(Objective):
                 own[side], features[1 - side], positive_b=positive_b, tau_b=tau[side][rows], first=rows.start
             )
         positive, log_g1, mean_h1, log_g2, mean_h2 = self.world.all_gather(torch.stack(scalars, 1)).unbind(1)
-        return AnchorBatch(features, positive, tau, (log_g1, log_g2), (mean_h1, mean_h2), fetched, rows, self.steps)
+        log_g, mean_h = (log_g1, log_g2), (mean_h1, mean_h2)
+        ids = None
+        if self._estimator.needs_ids:
+            ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
+        return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, rows, self.steps, ids)
 
 
 def mean_gap(estimates: Pair, targets: Pair) -> Tensor:

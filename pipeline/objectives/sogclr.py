@@ -37,6 +37,8 @@ class FastClipV1Config(SogClrConfig):
 class SogClr(SoftmaxObjective):
     """GCL: tau mean_i [ log(eps + g1_i) + log(eps + g2_i) ], g estimated by moving averages u."""
 
+    config: SogClrConfig
+
     def __init__(self, config: SogClrConfig, context: ObjectiveContext) -> None:
         self.averages = MovingAverages(config, context)
         tau = ConstantTemperature(config.tau, context)

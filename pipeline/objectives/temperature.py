@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 import torch
@@ -18,28 +18,15 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
 from pipeline.objectives.optimizers import Adam
-from pipeline.objectives.softmax import Temperature
+from pipeline.objectives.parts import StatefulPart, Temperature
 
 log = logging.getLogger(__name__)
 TauSchedule = Literal["encoders", "constant"]
 
 
-def tau_lr_at(config: Any, *, lr_scale: float) -> float:
-    """The learning rate of temperatures where the encoders' schedule is at `lr_scale`, in [0, 1]."""
-    return float(config.tau_lr * (1.0 if config.tau_schedule == "constant" else lr_scale))
-
-
-def check_tau_init(config: Any) -> None:
-    """Raise a ValueError when tau_init is out of bounds."""
-    if not config.tau_min <= config.tau_init <= config.tau_max:
-        raise ValueError(
-            f"tau_init = {config.tau_init} must lie within [tau_min, tau_max] = [{config.tau_min}, {config.tau_max}]"
-        )
-
-
 @section
-class TemperatureConfig(ObjectiveConfig):
-    """Settings of methods with one learned temperature."""
+class LearnedTauConfig(ObjectiveConfig):
+    """Settings of methods that learn temperatures: one for all samples, or one for each."""
 
     tau_init: float = Field(default=0.07, gt=0)
     """Initial temperature."""
@@ -49,30 +36,44 @@ class TemperatureConfig(ObjectiveConfig):
     """Upper bound of the temperature."""
     tau_lr: float = Field(default=2e-3, ge=0)
     """Adam's learning rate of log(1/tau)."""
+    tau_schedule: TauSchedule = "encoders"
+    """`encoders`: the rate follows the encoders' warm-up and decay, as in open_clip, where the temperature is one of
+    the model's parameters. `constant`: as in the published commands of FastCLIP-v2, -v3 and AmorLIP."""
     tau_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's decay of the first moment."""
     tau_beta2: float = Field(default=0.98, ge=0, lt=1)
     """Adam's decay of the second moment."""
     tau_eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
-    tau_schedule: TauSchedule = "encoders"
-    """`encoders`: the rate follows the encoders' warm-up and decay, as in open_clip, where the temperature is one of
-    the model's parameters. `constant`: as in the published commands of FastCLIP-v2, -v3 and AmorLIP."""
+
+    @pydantic.model_validator(mode="after")
+    def _tau_within_bounds(self) -> LearnedTauConfig:
+        if not self.tau_min <= self.tau_init <= self.tau_max:
+            raise ValueError(
+                f"tau_init = {self.tau_init} must lie within [tau_min, tau_max] = [{self.tau_min}, {self.tau_max}]"
+            )
+        return self
+
+
+@section
+class TemperatureConfig(LearnedTauConfig):
+    """Settings of methods with one learned temperature."""
+
     tau_lr_threshold: float = Field(default=0.03, gt=0)
     """Below this temperature the rate is multiplied by `tau_lr_fall`; above it the full rate holds again."""
     tau_lr_fall: float = Field(default=1.0, gt=0, le=1)
     """Factor of the rate below `tau_lr_threshold`; 1 = the rate never falls."""
 
-    @pydantic.model_validator(mode="after")
-    def _tau_within_bounds(self) -> TemperatureConfig:
-        check_tau_init(self)
-        return self
+
+def tau_lr_at(config: LearnedTauConfig, *, lr_scale: float) -> float:
+    """The learning rate of temperatures where the encoders' schedule is at `lr_scale`, in [0, 1]."""
+    return config.tau_lr * (1.0 if config.tau_schedule == "constant" else lr_scale)
 
 
-class LearnedScalar:
+class LearnedScalar(StatefulPart):
     """A replicated scalar with its own Adam. State: value, both moments, number of updates."""
 
-    def __init__(self, initial: float, *, name: str, config: Any, context: ObjectiveContext) -> None:
+    def __init__(self, initial: float, *, name: str, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.name = name
         self._betas, self._eps = (config.tau_beta1, config.tau_beta2), config.tau_eps
         self.value = torch.tensor(initial, device=context.device, dtype=context.dtype)
@@ -107,7 +108,7 @@ class ConstantTemperature(Temperature):
 class LearnedTemperature(Temperature):
     """One learned temperature for all anchors, kept as log(1/tau)."""
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+    def __init__(self, config: TemperatureConfig, context: ObjectiveContext) -> None:
         self.config = config
         self.log_scale = LearnedScalar(-math.log(config.tau_init), name="log_scale", config=config, context=context)
 
@@ -140,13 +141,13 @@ class LearnedTemperature(Temperature):
         return self.log_scale.replicated_state()
 
 
-def warn_of_large_rho(config: Any, context: ObjectiveContext) -> None:
-    """Log a warning when `config.rho` is so large that tau must fall to its lower bound.
+def warn_of_large_rho(rho: float, config: LearnedTauConfig, context: ObjectiveContext) -> None:
+    """Log a warning when `rho` is so large that tau must fall to its lower bound.
 
     dL/dtau is rho minus the KL divergence of an anchor's n - 1 weights from uniform, which is at most log(n - 1). This
     is no error: a recipe of the papers tried on a few shards is such a run, and its encoders still learn.
     """
-    n, rho = context.dataset_size, config.rho
+    n = context.dataset_size
     learned = config.tau_lr > 0 and config.tau_init > config.tau_min
     if context.world.is_main and learned and n > 2 and rho >= math.log(n - 1):
         log.warning(

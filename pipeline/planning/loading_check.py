@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
+import math
 import tarfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.data_config import CropConfig, default_workers
+from pipeline.cores import usable_cores
+from pipeline.data.data_config import LEAST_LOADING, CropConfig, default_workers
 from pipeline.errors import UserError
 from pipeline.planning.node_checks import DoctorFinding
 
@@ -21,29 +22,42 @@ ENOUGH = 2500
 Smaller models need more."""
 
 
-def check_loading(manifests: Sequence[str], *, ranks: int) -> DoctorFinding:
+def check_loading(
+    manifests: Sequence[str],
+    *,
+    ranks: int,
+    needed: float | None = None,
+    allow_commands: bool = False,
+    allow_outside: bool = False,
+) -> DoctorFinding:
     """Decode in one process for a second, and say how many images the default number of workers gives each rank.
 
     Args:
-        manifests: images are taken from the first shard of the first of these; without any, they are generated.
-        ranks: processes that train on this node: one per GPU.
+        manifests: Images are taken from the first shard of the first of these; without any, they are generated.
+        ranks: Processes that train on this node: one per GPU.
+        needed: Images per second that the steps of one GPU take; None: ENOUGH.
+        allow_commands: As `load_manifest`.
+        allow_outside: As `load_manifest`.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     try:
-        images, what = _images(manifests)
+        images, what = _images(manifests, allow_commands=allow_commands, allow_outside=allow_outside)
     except (UserError, OSError, tarfile.TarError) as error:
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
-    workers = default_workers(cores=cores, ranks=ranks)
+    workers = default_workers(cores // ranks)
     rate = _rate(images)
     found = (
         f"one process decodes {rate:,.0f} images/s ({what}); {workers} workers for each of {ranks} ranks on {cores} "
         f"cores, the default, deliver up to {workers * rate:,.0f} images/s per rank"
     )
+    if needed is not None:
+        found += f"; the recipe's steps take {needed:,.0f}"
+    needed = ENOUGH if needed is None else LEAST_LOADING * needed
     streams = f"data.streams of at least {workers * ranks} lets all of them work (the default is 64)"
-    if workers * rate < ENOUGH and cores // ranks - 1 > workers:
-        more = min(cores // ranks - 1, -(-ENOUGH // max(1, int(rate))))
+    if workers * rate < needed and cores // ranks - 1 > workers:
+        more = min(cores // ranks - 1, math.ceil(needed / max(1.0, rate)))
         return DoctorFinding("loading", "note", found, f"data.workers={more} data.streams={more * ranks} or more")
-    if workers * rate < ENOUGH:
+    if workers * rate < needed:
         remedy = (
             "more cores per rank, images stored at about 256 px, or data.decoding=scaled for those of 448 px and more"
         )
@@ -74,7 +88,7 @@ def _rate(images: Sequence[bytes], *, seconds: float = 1.0) -> float:
     raise AssertionError("there are images")
 
 
-def _images(manifests: Sequence[str]) -> tuple[list[bytes], str]:
+def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str]:
     """Encoded images, and what they are."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
@@ -82,7 +96,7 @@ def _images(manifests: Sequence[str]) -> tuple[list[bytes], str]:
 
     if not manifests:
         return _generated(), f"generated, {STORED} px"
-    manifest = load_manifest(manifests[0])
+    manifest = load_manifest(manifests[0], **allowed)
     suffixes = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
     found: list[bytes] = []
     with open_shard(manifest.url(manifest.shards[0])) as file, tarfile.open(fileobj=file, mode="r|") as tar:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pipeline.cores import only_cores, usable_cores
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.world import World, start_world
 from pipeline.errors import UserError
@@ -38,6 +39,8 @@ class RunMeasurement:
     ranks: int
     """Ranks that the recipe was planned for; one was measured, with its share of the batch."""
     local_batch: int
+    cores: int
+    """That the rank had: its share of the node's."""
     workers: int
     loader: float
     """Rate of the loader alone."""
@@ -87,8 +90,24 @@ def measure(run: RunConfig, *, ranks: int, seconds: float = 60.0) -> RunMeasurem
     """
     with tempfile.TemporaryDirectory(prefix=".neuclip-measure-", dir=_existing(Path(run.output))) as folder:
         trial = _trial(run, ranks=ranks, folder=Path(folder))
-        with start_world(device=run.engine.device) as world, setup(trial, world=world, resume=None) as trainer:
+        share = cores_of_one(min(ranks, run.plan.gpus_per_node))
+        with (
+            only_cores(share),
+            start_world(device=run.engine.device) as world,
+            setup(trial, world=world, resume=None) as trainer,
+        ):
             return _measure(trainer, ranks=ranks, seconds=seconds)
+
+
+def cores_of_one(ranks: int) -> int:
+    """Cores that each of a node's ranks will have, if this process may use what one or all of them will share.
+
+    A scheduler that has given this process some of the node's cores and one GPU has already divided them.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and usable_cores() < (os.cpu_count() or 1):
+        return usable_cores()
+    return max(1, usable_cores() // (min(ranks, gpus) if gpus > 1 else ranks))
 
 
 def forecast(found: RunMeasurement, run: RunConfig) -> Forecast:
@@ -103,10 +122,9 @@ def _bottleneck(found: RunMeasurement) -> str:
     gain = found.step / found.training
     if found.data_wait >= WAITING and gain > 1.05:
         more = max(1, math.ceil(found.workers * found.step / found.loader) - found.workers)
-        cores = os.cpu_count() or 1
-        if found.workers + 1 >= cores:
+        if found.workers + 1 >= found.cores:
             return (
-                f"data: steps alone are {gain:.1f}x as fast, but this machine's {cores} cores are in use: store "
+                f"data: steps alone are {gain:.1f}x as fast, but this rank's {found.cores} cores are in use: store "
                 "smaller images, or use more cores per GPU"
             )
         return f"data: {more} more workers would give up to {gain:.1f}x"
@@ -153,6 +171,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     run, world = trainer.run, trainer.world
     for _ in range(WARM_UP):
         batch = _train(trainer)
+    trainer.batches.settle()
     loader = run.batch_size / _mean_seconds(lambda: next(trainer.loader), SHARES["loader"] * seconds, world)
     alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
     evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)
@@ -167,6 +186,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     return RunMeasurement(
         ranks=ranks,
         local_batch=run.batch_size,
+        cores=world.cores,
         workers=trainer.loader.workers,
         loader=loader,
         step=run.batch_size / alone,
@@ -224,7 +244,7 @@ def _encode(trainer: Trainer, batch: Batch) -> None:
 
 def _checkpoint(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     start = time.perf_counter()
-    trainer.writer.save(trainer.state.snapshot(batch))
+    trainer.writer.save(trainer.state.snapshot())
     stopped = time.perf_counter() - start
     trainer.writer.wait()
     return stopped, time.perf_counter() - start

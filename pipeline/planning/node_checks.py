@@ -10,11 +10,10 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
+import tomllib
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +22,7 @@ from typing import Literal
 from pipeline.errors import UserError
 
 GIB = 2**30
-PACKAGE = "neuclip"
-ROUND_TRIP_SECONDS = 180
+PACKAGE, ROOT = "neuclip", Path(__file__).parents[2]
 READ_LIMIT, READ_SECONDS = 256 * 2**20, 10.0
 
 
@@ -43,7 +41,7 @@ def check_packages(constraints: Path | None) -> list[DoctorFinding]:
     from packaging.requirements import Requirement
 
     wrong, seen = [], 0
-    for text in metadata.requires(PACKAGE) or []:
+    for text in _requirements():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -51,15 +49,31 @@ def check_packages(constraints: Path | None) -> list[DoctorFinding]:
         version = _version(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version or 'absent'} (needs {requirement.specifier or 'any'})")
-    findings = [
-        DoctorFinding("python", "good", sys.version.split()[0]),
-        DoctorFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
-        if wrong
-        else DoctorFinding("packages", "good", f"all {seen} requirements are met"),
-    ]
+    packages = DoctorFinding("packages", "good", f"all {seen} requirements are met")
+    if wrong:
+        packages = DoctorFinding("packages", "broken", "; ".join(wrong), "pip install -e . -c constraints.txt")
+    elif not seen:
+        packages = DoctorFinding(
+            "packages",
+            "note",
+            f"not compared: {PACKAGE} is not installed, and there is no pyproject.toml at {ROOT}",
+            "pip install -e . -c constraints.txt",
+        )
+    findings = [DoctorFinding("python", "good", sys.version.split()[0]), packages]
     if constraints is not None:
         findings.append(_against(constraints))
     return findings
+
+
+def _requirements() -> list[str]:
+    """This package's requirements; where it runs from a folder without being installed, those of pyproject.toml."""
+    try:
+        return metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        project = ROOT / "pyproject.toml"
+        if not project.is_file():
+            return []
+        return list(tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("dependencies", []))
 
 
 def _against(constraints: Path) -> DoctorFinding:
@@ -119,53 +133,6 @@ def check_gpus() -> list[DoctorFinding]:
         else:
             findings.append(DoctorFinding(f"GPU {index}", "good", text))
     return findings
-
-
-def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFinding:
-    """Let two or more processes exchange numbers: by gloo on the CPU, by NCCL on GPUs."""
-    backend = "NCCL" if device == "cuda" else "gloo"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
-        "-m",
-        "pipeline.distributed.collective_check",
-        device,
-    ]
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in launcher}
-    environment["OMP_NUM_THREADS"] = "1"
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=ROUND_TRIP_SECONDS,
-            cwd=Path(__file__).parents[2],
-        )
-    except subprocess.TimeoutExpired:
-        return DoctorFinding(
-            backend,
-            "broken",
-            f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s",
-            f"{_network_hint(backend)}",
-        )
-    reported = re.search(r"round trip: (.*)", done.stdout)
-    if done.returncode or reported is None:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
-    return DoctorFinding(backend, "good", reported[1])
-
-
-def _network_hint(backend: str) -> str:
-    if backend == "NCCL":
-        return "run again with NCCL_DEBUG=INFO; check the driver, NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE and /dev/shm"
-    return "check that 127.0.0.1 is reachable and that GLOO_SOCKET_IFNAME names an interface that exists"
 
 
 def check_disk(folder: Path, *, needed_gib: float) -> list[DoctorFinding]:
@@ -243,13 +210,22 @@ def check_compiler() -> DoctorFinding:
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
-def check_data(manifest: str) -> list[DoctorFinding]:
-    """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second."""
+def check_data(
+    manifest: str, *, needed: float | None = None, allow_commands: bool = False, allow_outside: bool = False
+) -> list[DoctorFinding]:
+    """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second.
+
+    Args:
+        manifest: A manifest or its folder.
+        needed: Samples per second that the steps of this node's GPUs take.
+        allow_commands: As `load_manifest`.
+        allow_outside: As `load_manifest`.
+    """
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
 
     try:
-        loaded = load_manifest(manifest)
+        loaded = load_manifest(manifest, allow_commands=allow_commands, allow_outside=allow_outside)
     except UserError as error:
         return [DoctorFinding("data", "broken", str(error), "name the folder of a manifest")]
     count, start = 0, time.perf_counter()
@@ -272,8 +248,14 @@ def check_data(manifest: str) -> list[DoctorFinding]:
     speed = count / (time.perf_counter() - start)
     per_sample = loaded.bytes / loaded.n
     rate = f"{speed / 2**20:,.0f} MiB/s, {speed / per_sample:,.0f} samples/s"
-    return [DoctorFinding("data", "good", f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)")]
-
-
-def broken(findings: Iterable[DoctorFinding]) -> bool:
-    return any(finding.status == "broken" for finding in findings)
+    found = f"{loaded.n:,} samples; one reader reaches {rate} (the page cache included)"
+    if needed is None:
+        return [DoctorFinding("data", "good", found)]
+    found += f"; the recipe's steps take {needed * per_sample / 2**20:,.0f} MiB/s, {needed:,.0f} samples/s on this node"
+    if speed < needed * per_sample:
+        return [
+            DoctorFinding(
+                "data", "note", found, "workers read in parallel: `neuclip plan --measure` shows if it is enough"
+            )
+        ]
+    return [DoctorFinding("data", "good", found)]

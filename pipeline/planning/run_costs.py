@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from pipeline.engine.engine_config import BUCKET
 from pipeline.model.tower_costs import TowerCosts
-from pipeline.training.plan_config import PlanConfig
+from pipeline.training.recipe import PlanConfig
 
 GIB = 2**30
 

@@ -7,20 +7,20 @@ import operator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from pipeline.data.data_config import MOST_WORKERS
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.data.order.streams import make_layout
-from pipeline.engine.engine_config import BUCKET, deepspeed_settings
+from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
+from pipeline.model.architectures import Architecture
 from pipeline.model.starting_weights import find_start
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost, tower_passes
 from pipeline.planning.simulated_ranks import SimulatedObjective, simulate_objective
-from pipeline.training.recipe import RunConfig, check_run
+from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 
 
@@ -28,6 +28,7 @@ from pipeline.training.stages import check_stages, stages_of
 class RunPlan:
     """All estimates of a run."""
 
+    architecture: str
     gpus: int
     local_batch: int
     micro_batch: int
@@ -53,6 +54,15 @@ class RunPlan:
     """None if there is no manifest yet."""
     data_missing: str
     """Why `data` is None."""
+    workers: int
+    """Decoding processes of a rank, if it has enough cores."""
+    sample_bytes: float
+    """Stored bytes of a sample."""
+
+    @property
+    def pairs_per_second(self) -> float:
+        """What the steps of one GPU take, in the stage with the fastest steps."""
+        return max(cost.samples / (3600 * cost.gpu_hours) for _, cost in self.stages)
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
@@ -82,46 +92,48 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         UserError: recipe, GPUs and data do not fit together, or the size of the data is unknown.
     """
     check_run(run, world_size=gpus)
+    check_captions_of(run)
     check_stages(run)
-    towers, dim, image_size = _towers(run.model)
+    towers, architecture = _towers(run.model)
+    dim, image_size = architecture.dim, architecture.image_size
     data, missing = _data(run, gpus=gpus, image_size=image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
     assert dataset_size is not None
     make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
-    settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=gpus)
-    zero = settings.get("zero_optimization", {})
-    bf16 = any(settings.get(key, {}).get("enabled", False) for key in ("bf16", "torch_autocast"))
+    engine = ENGINES[run.engine.name].facts(
+        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=gpus
+    )
     local = run.batch_size // gpus
     micro = min(run.engine.micro_batch or local, local)
-    bucket = int(zero.get("reduce_bucket_size", BUCKET)) * (2 if zero.get("overlap_comm") else 1)  # it has two buffers
     objective = _objective(run, dim=dim, dataset_size=dataset_size, gpus=gpus)
     features = None
     if run.model.image_features_cache is not None:
-        weights = torch.bfloat16 if settings.get("bf16", {}).get("enabled") else torch.float32
         samples, path = data.samples if data else dataset_size, Path(run.model.image_features_cache)
-        features = FeatureFile(path, samples=samples, dim=dim, dtype=weights)
+        features = FeatureFile(path, samples=samples, dim=dim, dtype=engine.dtype)
     costs = _stage_costs(run, dataset_size=dataset_size, accumulation=micro < local)
     return RunPlan(
+        architecture=architecture.name,
         gpus=gpus,
         local_batch=local,
         micro_batch=micro,
-        bf16=bf16,
-        stage=int(zero.get("stage", 0)),
+        bf16=engine.bf16,
+        stage=engine.stage,
         towers=towers,
         engine={
             stage: engine_memory(
                 towers.parameters,
                 stage=stage,
-                bf16=bf16,
+                bf16=engine.bf16,
                 ranks=gpus,
-                bucket=bucket,
+                bucket=engine.bucket,
                 average=run.ema.decay is not None,
                 trained=towers.trained_parameters,
             )
             for stage in range(4)
         },
         activations=max(
-            activation_bytes(_towers(stage.run.model)[0], micro_batch=micro, bf16=bf16) for stage in stages_of(run)
+            activation_bytes(_towers(stage.run.model)[0], micro_batch=micro, bf16=engine.bf16)
+            for stage in stages_of(run)
         ),
         objective=objective.memory,
         traffic=objective.traffic,
@@ -131,6 +143,8 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         dataset_size=dataset_size,
         data=data,
         data_missing=missing,
+        workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
+        sample_bytes=data.bytes / data.samples if data else run.plan.sample_bytes,
     )
 
 
@@ -138,7 +152,7 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
     """Description and cost of each stage."""
     found = []
     for stage in stages_of(run):
-        towers, _, image_size = _towers(stage.run.model)
+        towers, architecture = _towers(stage.run.model)
         steps = stage.end - stage.first
         stored = run.model.image_features_cache is not None
         passes = tower_passes(
@@ -155,18 +169,18 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
             passes=passes,
             assume=run.plan,
         )
-        found.append((stage.describe(image_size=image_size), cost))
+        found.append((stage.describe(image_size=architecture.image_size), cost))
     return found
 
 
 @functools.cache
-def _towers(model: ModelConfig) -> tuple[TowerCosts, int, int]:
-    """Costs, feature dimension and image size of an architecture."""
+def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture]:
+    """An architecture and its costs."""
     find_start(model.arch, model.pretrained)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
-    return costs, architecture.dim, architecture.image_size
+    return costs, architecture
 
 
 def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> SimulatedObjective:

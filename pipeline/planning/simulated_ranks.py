@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.objectives import ObjectiveMemory, build_objective
+from pipeline.objectives.base import ObjectiveConfig
 
 META = torch.device("meta")
 
@@ -40,7 +41,9 @@ class SimulatedObjective:
     """Calls of each collective in a step and bytes that this rank contributes, see `World.traffic`."""
 
 
-def simulate_objective(config: Any, *, dim: int, batch_size: int, ranks: int, **facts: Any) -> SimulatedObjective:
+def simulate_objective(
+    config: ObjectiveConfig, *, dim: int, batch_size: int, ranks: int, **facts: Any
+) -> SimulatedObjective:
     """Take two steps of an objective without values, and count the second.
 
     Args:

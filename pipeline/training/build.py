@@ -1,13 +1,43 @@
-"""A run's loader and objective, built from its configuration: for training, and for analyzing a run afterwards."""
+"""The parts of a run, built from its configuration. Loader and objective are also built to analyze a run afterwards."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
-from pipeline.distributed.world import World
+from pipeline.distributed.timing import Meter
+from pipeline.distributed.workers import preload
+from pipeline.distributed.world import World, limit_collectives
+from pipeline.engine.ema import WeightAverage
+from pipeline.engine.engine_protocol import ENGINES, Engine
+from pipeline.evaluation.run.images import WORKER_IMPORTS
+from pipeline.evaluation.watch.watcher import forget_after
+from pipeline.metrics.logger import Telemetry
+from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
-from pipeline.objectives import Objective, ObjectiveContext, build_objective
+from pipeline.model.towers import build_towers, without_weights
+from pipeline.model.trimming import TextTrimming, text_trimming
+from pipeline.objectives import Objective, ObjectiveConfig, ObjectiveContext, build_objective
+from pipeline.training.gradient_check import GradientCheck
+from pipeline.training.observer import Observer
+from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
 from pipeline.training.recipe import RunConfig
+from pipeline.training.recovery import SkippedSteps
+from pipeline.training.run_state import RunState
+from pipeline.training.step import PrefetchedBatches, TrainStep, micro_batches
+from pipeline.training.trainer import Trainer
+from pipeline.training.validation import HeldOutPairs, Validation
 
 
 def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Loader:
@@ -41,3 +71,185 @@ def objective_of(run: RunConfig, *, loader: Loader, architecture: Architecture, 
             seed=run.seed,
         ),
     )
+
+
+def starting_objective(run: RunConfig, logit: tuple[float, float | None] | None) -> ObjectiveConfig:
+    """The run's objective with the temperature (and bias) of the pretrained weights as its initial values.
+
+    A temperature outside the objective's bounds starts at the nearest bound. Objectives with a fixed temperature keep
+    theirs, which is a setting.
+
+    Args:
+        run: The run's configuration.
+        logit: log(1/tau) and bias of the pretrained weights; None without pretrained weights.
+    """
+    config = run.objective
+    if logit is None or not run.model.pretrained_temperature:
+        return config
+    names = {field.name for field in fields(config)}
+    changes: dict[str, Any] = {}
+    if "tau_init" in names:
+        tau = math.exp(-logit[0])
+        low, high = getattr(config, "tau_min", tau), getattr(config, "tau_max", tau)
+        changes["tau_init"] = min(max(tau, low), high)
+    if "bias_init" in names and logit[1] is not None:
+        changes["bias_init"] = logit[1]
+    return replace(config, **changes)
+
+
+def describe_start(run: RunConfig, logit: tuple[float, float | None] | None) -> str:
+    """A log message about the weights a run starts from; empty without pretrained weights."""
+    if logit is None:
+        return ""
+    tau, bias = math.exp(-logit[0]), "" if logit[1] is None else f" and bias {logit[1]:.4g}"
+    start = f"Starting from the weights {run.model.pretrained}, whose temperature is {tau:.4g}{bias}"
+    if not run.model.pretrained_temperature:
+        return f"{start}; the objective starts at its own (model.pretrained_temperature=false)."
+    config = starting_objective(run, logit)
+    initial = getattr(config, "tau_init", None)
+    if initial is None:
+        return f"{start}; {config.name} has a fixed temperature, which is a setting: objective.tau."
+    if not math.isclose(initial, tau, rel_tol=1e-3):
+        return (
+            f"{start}; the objective starts at {initial:.4g}, its bound nearest to that (objective.tau_min, tau_max)."
+        )
+    return f"{start}; the objective starts there."
+
+
+@contextmanager
+def build_state(run: RunConfig, *, world: World) -> Iterator[tuple[RunState, Architecture]]:
+    """The parts of a run that have state, in their initial state."""
+    if run.evaluation.suite is not None and run.evaluation.workers != 0:
+        preload(*WORKER_IMPORTS)  # the fork server starts with the loader, and serves the evaluation, too
+    towers, architecture = build_towers(run.model, seed=run.seed)
+    with loader_of(run, architecture=architecture, world=world) as loader:
+        starting = replace(run, objective=starting_objective(run, towers.logit))
+        objective = objective_of(starting, loader=loader, architecture=architecture, world=world)
+        engine = ENGINES[run.engine.name](
+            towers.to(world.device),
+            config=run.engine,
+            optimizer=run.optimizer,
+            world=world,
+            global_batch=run.batch_size,
+            compile_towers=run.model.compile,
+        )
+        limit_collectives(collectives_limit(run))
+        engine.train()
+        state = RunState(
+            run=run,
+            world=world,
+            loader=loader,
+            engine=engine,
+            objective=objective,
+            skipped=SkippedSteps(),
+            ema=WeightAverage(run.ema, engine.state) if run.ema.decay is not None else None,
+        )
+        yield state, architecture
+
+
+def build_trainer(
+    state: RunState, architecture: Architecture, *, telemetry: Telemetry, end: int, resumed: Checkpoint | None
+) -> Trainer:
+    """The training loop around the state of a run.
+
+    Args:
+        state: The parts that have state, in their initial state.
+        architecture: Of the towers.
+        telemetry: The run's log.
+        end: The step at which the stage ends.
+        resumed: The checkpoint that will be restored; None for a new run.
+    """
+    run, world, engine, folder = state.run, state.world, state.engine, Path(state.run.output)
+    chunks = micro_batches(run.batch_size // world.size, run.engine.micro_batch)
+    phases = world.phases
+    assert phases is not None
+    meter = Meter(run.batch_size, phases)
+    batches = PrefetchedBatches(state.loader, steps=end, meter=meter, device=world.device)
+    first_step = resumed.step if resumed else 0
+    check = _gradient_check(run, engine, world=world, chunks=chunks) if first_step < end else None
+    packed = run.model.text_batching == "packed"
+    trimming = text_trimming(
+        engine.module.clip, wanted=run.model.trim_text, longest=run.model.text_tokens, packed=packed
+    )
+    evaluation = None
+    if run.evaluation.suite is not None:
+        evaluation = PeriodicEvaluation(run.evaluation, run=folder, world=world)
+    return Trainer(
+        state=state,
+        end=end,
+        batches=batches,
+        take_step=TrainStep(
+            engine,
+            state.objective,
+            world=world,
+            seed=run.seed,
+            chunks=chunks,
+            on_gradients=check.reference if check else None,
+            pack_texts=packed,
+            rehearsed_width=_rehearsed_width(run, architecture, trimming, device=world.device),
+        ),
+        architecture=architecture,
+        telemetry=telemetry,
+        observer=Observer(
+            folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
+        ),
+        meter=meter,
+        utilization=Utilization(
+            run.model,
+            device=world.device,
+            ranks=world.size,
+            bf16=engine.bf16,
+            peak_tflops=run.telemetry.peak_tflops,
+        ),
+        writer=CheckpointWriter(
+            folder,
+            config=run.checkpoint,
+            world=world,
+            architecture=architecture,
+            on_event=telemetry.event,
+            resumed_from=resumed.path if resumed else None,
+        ),
+        gradient_check=check,
+        tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),
+        trimming=trimming,
+        on_rollback=partial(forget_after, folder),
+    )
+
+
+def _rehearsed_width(
+    run: RunConfig, architecture: Architecture, trimming: TextTrimming | None, *, device: torch.device
+) -> int | None:
+    """Tokens of the widest batch of texts, if it is to be rehearsed. A packed batch is never as large: it never holds
+    longest captions only."""
+    wanted = device.type == "cuda" if run.engine.rehearse_widest is None else run.engine.rehearse_widest
+    if not wanted or trimming is None or run.model.text_batching == "packed":
+        return None
+    return trimming.longest or architecture.context_length
+
+
+def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
+    """The validation, at the temperature with which the objective starts: call it before a checkpoint is restored."""
+    config = state.run.validation
+    if not config.sources:
+        return None
+    return Validation(
+        config,
+        pairs=HeldOutPairs(config, state.run.data, state.world),
+        tau=math.exp(-state.objective.logit_parameters()[0]),
+        history=state.validation,
+        report=telemetry.event,
+    )
+
+
+def _gradient_check(run: RunConfig, engine: Engine, *, world: World, chunks: list[slice]) -> GradientCheck | None:
+    """The check of the first gradient against an fp32 copy of the towers with open_clip's own attention."""
+    if not run.engine.probe:
+        return None
+    model = replace(without_weights(run.model), grad_checkpointing=True, packed_attention=False, trim_image=False)
+    plain, _ = build_towers(model, seed=run.seed)
+    return GradientCheck(engine, plain, world=world, seed=run.seed, chunks=chunks)
+
+
+def collectives_limit(run: RunConfig) -> float:
+    """Minutes until a collective times out. The heartbeats come first: they report which rank is behind."""
+    return 1.5 * run.engine.timeout_minutes + 1.0

@@ -42,11 +42,6 @@ class GradientCheck:
         self._before: dict[tuple[str, str], Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
-    @property
-    def active(self) -> bool:
-        """Whether a step is still to be checked."""
-        return self._plain is not None
-
     def begin(self) -> None:
         """Copy the engine's weights and moments. Collective."""
         assert self._plain is not None
@@ -123,10 +118,14 @@ def compare_gradients(applied: Mapping[str, Tensor], expected: Mapping[str, Tens
     distance = math.sqrt(sum(errors.values()) / size) if size else 0.0
     if not distance <= tolerance:
         worst = max(errors, key=lambda name: errors[name])
+        share = errors[worst] / sum(errors.values())
+        own = math.sqrt(errors[worst] / max(float(expected[worst].double().square().sum()), 1e-300))
         raise UserError(
-            f"The engine's gradient differs from plain autograd by {distance:.2%} (allowed {tolerance:.2%}; most in "
-            f"{worst}): this version or configuration of DeepSpeed computes wrong gradients here. The run stops before "
-            "such a step is in a checkpoint. Try another ZeRO stage (engine.deepspeed) or version of DeepSpeed; "
-            "engine.probe=false trains without this check."
+            f"The engine's gradient differs from plain autograd by {distance:.2%} (allowed {tolerance:.2%}). The layer "
+            f"with the largest difference is {worst}: {own:.2%} of its own gradient, {share:.0%} of the whole squared "
+            "difference. The run stops before such a step is in a checkpoint. If one layer makes up most of it, its "
+            "kernel in this precision is the likely cause: try engine.deepspeed=zero2_fp32. If all layers differ, this "
+            "version or configuration of DeepSpeed computes wrong gradients: try another ZeRO stage "
+            "(engine.deepspeed) or version. engine.probe=false trains without this check."
         )
     return distance

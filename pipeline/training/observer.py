@@ -24,13 +24,14 @@ class Observer:
     def __init__(
         self, run: Path, *, config: TelemetryConfig, telemetry: Telemetry, world: World, tokenizer: Any
     ) -> None:
-        self._config, self._telemetry, self._tokenizer, self._world = config, telemetry, tokenizer, world
-        self._profile = StepProfiler(run / "profile", config.profile, telemetry) if world.is_main else None
-
-    def before(self, step: int) -> None:
-        """Call it before step number `step` (from 0)."""
-        if self._profile is not None:
-            self._profile.before(step)
+        self._config = config
+        self._telemetry = telemetry
+        self._tokenizer = tokenizer
+        self._world = world
+        self.profiler: StepProfiler | None = None
+        """Profiles the configured steps; None on other ranks, and without any."""
+        if config.profile is not None and world.is_main:
+            self.profiler = StepProfiler(run / "profile", config.profile, telemetry)
 
     def after(
         self,
@@ -50,8 +51,8 @@ class Observer:
             text: Tokens [b, L] of these images.
             state_distributions: Returns the distributions of the objective's state; called when they are due.
         """
-        if self._profile is not None:
-            self._profile.after(step)
+        if self.profiler is not None:
+            self.profiler.after(step)
         if not self._world.is_main:
             return
         every, pictures = self._config.histograms_every, self._config.images_every
@@ -72,11 +73,14 @@ class Observer:
 class StepProfiler:
     """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
-    def __init__(self, folder: Path, steps: tuple[int, int] | None, telemetry: Telemetry) -> None:
-        self._folder, self._steps, self._telemetry = folder, steps, telemetry
+    def __init__(self, folder: Path, steps: tuple[int, int], telemetry: Telemetry) -> None:
+        self._folder = folder
+        self._steps: tuple[int, int] | None = steps
+        self._telemetry = telemetry
         self._running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
+        """Call it before step number `step` (from 0)."""
         if self._steps is None or self._running is not None or not self._steps[0] <= step <= self._steps[1]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]

@@ -2,16 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, name_of
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.distributed.world import PatientRanks, World
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.datasets.task_data import plain
+from pipeline.evaluation.run.session import EvaluationConfig
+from pipeline.evaluation.run.summary import aggregate
 from pipeline.evaluation.watch.watcher import brief
 from pipeline.metrics.logger import Telemetry
 from pipeline.model.evaluation_model import EvaluationModel, copy_for_evaluation
-from pipeline.training.periodic_eval import PeriodicEvaluation
+from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.training.recipe import InTrainingConfig, RunConfig
+from pipeline.training.run_start import PREVIOUS
 from pipeline.training.run_state import RunState
-from pipeline.training.validation import Validation
+from pipeline.training.validation import Validation, ValidationHistory
+
+
+@dataclass(frozen=True)
+class PeriodicScores:
+    """What an evaluation found."""
+
+    scores: Mapping[str, float]
+    """By task, and by aggregate if all of its tasks were evaluated."""
+    failures: Mapping[str, str]
+    """Reasons, by task."""
+
+
+class PeriodicEvaluation:
+    """Evaluates a run's current weights.
+
+    Args:
+        config: The evaluation section.
+        run: The run's folder.
+        world: The ranks.
+
+    Raises:
+        UserError: The suite is missing or incomplete.
+    """
+
+    def __init__(self, config: InTrainingConfig, *, run: Path, world: World) -> None:
+        self._suite = open_suite(config.suite or "")
+        self._suite.check_places()
+        self._run, self._world = run, world
+        self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
+        self._failed: dict[str, list[int]] = {}
+
+    def __call__(self, model: EvaluationModel, *, step: int) -> PeriodicScores:
+        """Evaluate. Collective.
+
+        The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
+        the same weights. Whatever fails is returned, on all ranks alike, because training continues.
+
+        Args:
+            model: The weights of this step, on this rank's device.
+            step: Number of steps that they have taken.
+        """
+        folder = self._run / "evaluation" / name_of(step)
+        processes = (PatientRanks(self._world), self._world.device)
+        try:
+            (evaluation,) = evaluate(
+                model, suite=self._suite, output=folder, config=self._settings, processes=processes
+            )
+            results, failures = evaluation.results, dict(evaluation.failures)
+        except UserError as error:  # a full disk, a damaged lock
+            results, failures = {}, dict.fromkeys(self._suite.keys, str(error))
+        for task in failures:
+            self._failed.setdefault(task, []).append(step)
+        scores = {task: result.score for task, result in results.items()}
+        means = {name: value.score for name, value in aggregate(results).items()}
+        complete = {name: mean for name, mean in means.items() if mean is not None}
+        return PeriodicScores({**scores, **complete}, failures)
+
+    def unscored(self) -> str:
+        """One sentence on the tasks that failed since this process started; empty when none did."""
+        if not self._failed:
+            return ""
+        found = "; ".join(f"{task} (step {', '.join(map(str, steps))})" for task, steps in self._failed.items())
+        where = self._run / "evaluation"
+        return f"Tasks without a score: {plain(found, longest=600)}. The reasons are in {where}/step-*/summary.json."
+
+
+def scores_are_logged(run: Path, step: int, *, world: World) -> bool:
+    """Whether the scores after this step are in a run's metrics, into which they come last. Collective."""
+    records = read_records(run / METRICS_NAME) if world.is_main else []
+    found = any(record.get("kind") == "evaluation" and record.get("step") == step for record in records)
+    return bool(world.gather_objects(found)[0])
+
+
+@dataclass(frozen=True)
+class MissedTests:
+    """Tests that were due at a checkpoint, but that a signal or a kill has prevented."""
+
+    validation: bool = False
+    evaluation: bool = False
+
+
+def missed_tests(run: RunConfig, checkpoint: Checkpoint, *, world: World) -> MissedTests:
+    """What a run that continues from a checkpoint makes up for. Collective."""
+    step = checkpoint.step
+    history = ValidationHistory()
+    history.load_state_dict(checkpoint.meta.get("validation") or history.state_dict(), step=step)
+    validated = history.step == step or not run.validation.sources or PREVIOUS in checkpoint.meta
+    ended = history.ends_run(run.validation.patience)
+    evaluated = run.evaluation.suite is None or not evaluation_is_due(run, step=step, ended=ended)
+    return MissedTests(
+        validation=not validated and validation_is_due(run, step=step),
+        evaluation=not evaluated and not scores_are_logged(Path(run.output), step, world=world),
+    )
+
+
+def validation_is_due(run: RunConfig, *, step: int) -> bool:
+    """Whether the weights after `step` steps are validated; those of the last step always are."""
+    return step == run.total_steps or step % run.validation.every == 0
+
+
+def evaluation_is_due(run: RunConfig, *, step: int, ended: bool) -> bool:
+    """Whether the weights after `step` steps are evaluated: also if the validation loss has ended the run with them."""
+    return ended or step == run.total_steps or step % run.evaluation.every == 0
 
 
 @dataclass
@@ -40,8 +154,8 @@ class PeriodicTests:
         Args:
             stop: A signal has ended the run.
         """
-        step, last = self.state.step, self.state.run.total_steps
-        if self.validation is None or not self.validation.due(step, last=last) or (stop and step < last):
+        step, run = self.state.step, self.state.run
+        if self.validation is None or not validation_is_due(run, step=step) or (stop and step < run.total_steps):
             return False
         scores, best = self.validation(self._copy("validation"), step=step)
         self.telemetry.validation(step=step, scores=scores)
@@ -49,8 +163,9 @@ class PeriodicTests:
 
     def evaluate(self, *, stop: bool) -> None:
         """Evaluate the suite if that is due. Collective; call it after `validate`, which it ends."""
-        step = self.state.step
-        if self.evaluation is not None and self._evaluation_is_due(stop=stop):
+        step, run = self.state.step, self.state.run
+        due = evaluation_is_due(run, step=step, ended=self.ended_run) and not (stop and step < run.total_steps)
+        if self.evaluation is not None and due:
             found = self.evaluation(self._copy("evaluation"), step=step)
             self.telemetry.evaluation(step=step, scores=found.scores)
             if found.failures:
@@ -61,26 +176,22 @@ class PeriodicTests:
                 )
         self._model = None
 
-    def finish_evaluation(self, *, resized: bool) -> None:
-        """Evaluate the restored weights if that was due, but the run ended meanwhile. Collective.
+    def make_up(self, missed: MissedTests) -> bool:
+        """Test the restored weights where that was prevented. Collective.
 
-        Args:
-            resized: They were restored for the next stage, so that they are no longer those of the checkpoint.
+        Returns:
+            Whether the history of validations has changed, so that the checkpoint is to be written again.
         """
-        step = self.state.step
-        if self.evaluation is None or not self._evaluation_is_due(stop=False) or self.evaluation.logged(step):
-            return
-        if resized:
-            self.telemetry.warning(
-                f"The evaluation after step {step} was not finished; `neuclip evaluate` makes up for it.", step=step
-            )
-            return
-        self.telemetry.event(f"The evaluation after step {step} was not finished: doing it now.", step=step)
-        self.evaluate(stop=False)
-
-    def _evaluation_is_due(self, *, stop: bool) -> bool:
-        step, run = self.state.step, self.state.run
-        return step == run.total_steps or self.ended_run or (step % run.evaluation.every == 0 and not stop)
+        for name, value in (("validation", missed.validation), ("evaluation", missed.evaluation)):
+            if value:
+                step = self.state.step
+                self.telemetry.event(f"The {name} after step {step} was not finished: doing it now.", step=step)
+        if missed.validation:
+            self.validate(stop=False)
+        if missed.evaluation:
+            self.evaluate(stop=False)
+        self._model = None
+        return missed.validation
 
     def report_end(self) -> None:
         """Log which tasks have failed since this process started, if any."""

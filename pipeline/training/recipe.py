@@ -3,34 +3,100 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pipeline import config as cfg
 from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
-from pipeline.data.data_config import DataConfig
+from pipeline.data.data_config import DataConfig, Source, as_sources
+from pipeline.data.shards.check_shards import check_captions
 from pipeline.engine.ema import EmaConfig
-from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, zero_stage
+from pipeline.engine.engine_config import EngineConfig
+from pipeline.engine.engine_protocol import ENGINES
 from pipeline.engine.lr_schedule import ScheduleConfig, stage_steps
-from pipeline.engine.optim import OptimizerConfig, check_stage
+from pipeline.engine.optim import OptimizerConfig
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
-from pipeline.training.budget import resolve_budget
-from pipeline.training.periodic_eval import InTrainingConfig
-from pipeline.training.plan_config import PlanConfig
-from pipeline.training.step import check_micro_batch
-from pipeline.training.validation_config import ValidationConfig
+from pipeline.training.recipe_keys import DEFAULT_OBJECTIVE, RECIPE_KEYS, choose_method, resolve_budget, scale_rates
 
+log = logging.getLogger(__name__)
 CONFIG_NAME = "config.yaml"
-DEFAULT_OBJECTIVE = "neuclip"
-SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
+CONSENTS = ("data.allow_commands", "data.allow_outside", "model.trust_remote_code")
+"""Settings by which users let what they were given by others act on their machine."""
+RESOLVED = ("seed", "max_skipped_steps", "model", "optimizer", "schedule", "engine", "checkpoint", "telemetry")
+"""Every resolved configuration has all of these, also of earlier versions: it is recognized under any name."""
+
+
+@section
+class InTrainingConfig:
+    """Evaluation of a small suite while training; the ranks share the work. For larger suites use `neuclip watch`."""
+
+    suite: str | None = None
+    """A folder of tasks, or a YAML file that describes tasks; None: no evaluation while training."""
+    every: int = Field(default=1000, ge=1)
+    """Steps between evaluations; the weights of the last step are always evaluated."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that decode images on each rank. None: one per core; 0: the rank itself, fastest for tiny suites."""
+    cache: str | None = None
+    """Folder that keeps decoded images, so that only the first evaluation decodes them."""
+
+
+@section
+class ValidationConfig:
+    """Loss on held-out pairs while training: the symmetric contrastive loss (InfoNCE) of all validation pairs against
+    each other at one fixed temperature, whatever the objective, so that it is comparable over steps and methods."""
+
+    sources: Annotated[tuple[Source, ...], BeforeValidator(as_sources)] = ()
+    """Held-out shards, given as in `data.sources`, without weights; none: no validation."""
+    every: int = Field(default=500, ge=1)
+    """Steps between validations; the weights of the last step are always validated."""
+    samples: int | None = Field(default=4096, ge=2)
+    """Pairs to use, the first ones of every shard in proportion to its size; None: all. Each is compared with all
+    others, so losses are comparable only for equal numbers."""
+    batch_size: int = Field(default=64, ge=1)
+    """Pairs that a rank encodes at a time."""
+    tau: float | None = Field(default=None, gt=0)
+    """Temperature of the validation loss. None: the temperature that the objective starts with (for pretrained weights,
+    theirs). It stays fixed during the run."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop the run early after so many validations in a row without a lower loss; None: never."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """A loss counts as lower if it is lower than the best one by more than this."""
+    keep_best: bool = True
+    """Write a checkpoint whenever the validation loss is lower than ever, and keep the best one: `checkpoints/best` has
+    its name."""
+
+
+@section
+class PlanConfig:
+    """What `neuclip plan` assumes about machine and data. Training does not read it."""
+
+    gpus: int = Field(default=1, ge=1)
+    """Number of ranks, unless `--ranks` is given."""
+    gpus_per_node: int = Field(default=8, ge=1)
+    """Ranks that share the cores of a node. `--measure` gives one rank its share of this machine's cores."""
+    peak_tflops: float = Field(default=989.0, gt=0)
+    """Dense bf16 peak of one GPU: H100 and H200 989, A100 312, L40S 362, T4 (fp16) 65."""
+    gpu_gib: float = Field(default=80.0, gt=0)
+    """Memory of one GPU, in GiB."""
+    mfu: float = Field(default=0.3, gt=0, le=1)
+    """Share of the peak that the executed arithmetic reaches, recomputation included."""
+    dataset_size: int | None = Field(default=None, ge=1)
+    """Number of samples, used while there is no manifest."""
+    sample_bytes: int = Field(default=30_000, ge=1)
+    """Stored bytes of a sample, used while there is no manifest."""
+    images_per_core: float = Field(default=500.0, gt=0)
+    """Images that one core decodes per second; `neuclip doctor --data` measures it. About 700 for images stored at 256
+    px, 300 at 512 px."""
 
 
 @section
@@ -48,8 +114,9 @@ class RunConfig:
     max_skipped_steps: int = Field(default=10, ge=0)
     """Stop when more than this many steps in a row were skipped because loss or gradient was not finite."""
     max_rollbacks: int = Field(default=0, ge=0)
-    """Instead of stopping, roll back to the newest undamaged checkpoint from before the skipped steps and continue with
-    the data after them, at most this many times in a run. The step count is rolled back, too; the data is not."""
+    """Instead of stopping, roll back and continue with the data after the skipped steps, at most this many times in a
+    run: to the newest undamaged checkpoint with 3 applied steps between it and the skipped ones, or to an earlier one
+    if no good one was written since the last rollback. The step count is rolled back, too; the data is not."""
     data: DataConfig
     objective: ObjectiveConfig
     model: ModelConfig = ModelConfig()
@@ -86,62 +153,53 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Raises:
         UserError: A file cannot be read, or recipes extend each other in a circle.
     """
-    tree, seen = cfg.read_yaml(path), {path.resolve()}
+    tree, seen = _read_file(path), {path.resolve()}
     while "extends" in tree:
         base = path.parent / f"{tree.pop('extends')}.yaml"
         if base.resolve() in seen:
             raise UserError(f"{path} extends itself by way of {base}.")
         seen.add(base.resolve())
-        tree = cfg.merge(cfg.read_yaml(base), tree)
+        tree = cfg.merge(_read_file(base), tree)
     return tree
 
 
-def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds the settings of each.
-
-    Those of the chosen method (`objective.name` of the overrides, else of the recipe) override the rest of the recipe.
-
-    Raises:
-        UserError: The recipe has such parts, but none for this method.
-    """
-    tree = dict(recipe)
-    methods = tree.pop("methods", None)
-    if methods is None:
+def _read_file(path: Path) -> dict[str, Any]:
+    """A recipe's tree; that of a run's folder, which may be of somebody else, without consents."""
+    tree = cfg.read_yaml(path)
+    if path.name != CONFIG_NAME and not all(key in tree for key in RESOLVED):
         return tree
-    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
-        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
-    name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
-    if str(name) not in methods:
-        raise UserError(
-            f"This recipe has no settings for objective.name = {name!r}. {cfg.suggest(str(name), tuple(methods))} "
-            "Add a part under `methods`, or write a recipe without that section."
+    if given := consents_in(tree):
+        log.warning(
+            "%s, which may come from somebody else, has %s: it is not taken from there. If you trust the run and its "
+            "data, give it on the command line.",
+            path,
+            " ".join(given),
         )
-    return cfg.merge(tree, methods[str(name)])
+    return without_consents(tree)
 
 
-def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
+def consents_in(stored: Mapping[str, Any]) -> list[str]:
+    """The consents in a stored configuration, as overrides."""
+    given = [key for key, value in cfg.flatten(stored).items() if value]
+    return [f"{consent}=true" for consent in CONSENTS if any(f".{key}".endswith(f".{consent}") for key in given)]
 
-    If a recipe has `reference_batch`, the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen,
-    both are multiplied by batch_size / reference_batch. A rate that is given as an override is not scaled.
+
+def without_consents(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that was read from a checkpoint or a run's folder, without the consents in it.
+
+    It comes from whoever wrote the checkpoint. Users consent for themselves: in a recipe of their own, by an override,
+    or by the environment (NEUCLIP_TRUST_REMOTE_CODE=1).
     """
-    tree = dict(recipe)
-    reference = tree.pop("reference_batch", None)
-    size = above.get("batch_size", tree.get("batch_size"))
-    if reference is None or size == reference:
-        return tree
-    if not all(isinstance(number, int) and number > 0 for number in (reference, size)):
-        raise UserError(f"reference_batch = {reference!r} and batch_size = {size!r} must be positive whole numbers.")
-    for section_name, key in SCALED_RATES:
-        values = _section(tree, section_name)
-        if key in values:
-            tree[section_name] = {**values, key: float(values[key]) * size / reference}
+    tree = dict(stored)
+    for key in CONSENTS:
+        name, _, leaf = key.partition(".")
+        if isinstance(tree.get(name), Mapping):
+            tree[name] = {other: value for other, value in tree[name].items() if other != leaf}
+    if isinstance(methods := tree.get("methods"), Mapping):
+        tree["methods"] = {
+            name: without_consents(part) if isinstance(part, Mapping) else part for name, part in methods.items()
+        }
     return tree
-
-
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = tree.get(name, {})
-    return value if isinstance(value, Mapping) else {}
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
@@ -151,7 +209,7 @@ def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:
     if not isinstance(given, Mapping):
         raise UserError(f"objective = {given!r} must be a section with a name, for example objective.name=neuclip.")
     objective = parse_objective({"name": DEFAULT_OBJECTIVE, **given})
-    offered = [f"objective.{key}" for key in cfg.keys(type(objective))]
+    offered = [*(f"objective.{key}" for key in cfg.keys(type(objective))), *RECIPE_KEYS]
     run = cfg.parse(RunConfig, {**tree, "objective": objective}, extra_keys=offered)
     check_run(run, world_size=1)
     return run
@@ -174,6 +232,11 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"{list(run.data.crop.scale)}, data.crop.ratio = {list(run.data.crop.ratio)}. Set data.crop.scale=[1,1] "
             "data.crop.ratio=[1,1] (always the central square), or leave model.image_features_cache out."
         )
+    if bool(run.objective.distill) != bool(run.data.teacher_features):
+        raise UserError(
+            f"objective.distill={run.objective.distill:g} data.teacher_features={run.data.teacher_features}: "
+            "distillation needs a weight above 0 and the folder of `neuclip features`, or neither."
+        )
     uploads, limit = run.checkpoint.mirror_minutes, run.engine.timeout_minutes
     if run.checkpoint.mirror and uploads >= limit:
         raise UserError(
@@ -184,8 +247,28 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_ranks(run, world_size=world_size)
     check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
-    settings = deepspeed_settings(run.engine, global_batch=run.batch_size, world_size=world_size)
-    check_stage(run.optimizer, stage=zero_stage(settings))
+    facts = ENGINES[run.engine.name].facts(
+        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
+    )
+    if run.model.sync_batchnorm and world_size > 1 and facts.stage > 1:
+        raise UserError(
+            f"model.sync_batchnorm=true with ZeRO stage {facts.stage} (engine.deepspeed): batch norms and DeepSpeed "
+            "would both communicate during the backward pass, in two groups of NCCL, which can wait for each other "
+            "forever. Take a lower stage, for example engine.deepspeed=zero1_bf16."
+        )
+    if run.model.lora.rank is not None:
+        refused = {
+            "model.pretrained, which is not given: adapters are trained beside pretrained weights":
+                run.model.pretrained is None,
+            "a ZeRO stage below 3 (engine.deepspeed)": facts.stage == 3,
+            "no ema.decay": run.ema.decay is not None,
+            "no schedule.stages": bool(run.schedule.stages),
+            "no model.compile": run.model.compile,
+            "whole towers locked or none (no model.unlocked_*_blocks)":
+                run.model.unlocked_image_blocks + run.model.unlocked_text_blocks > 0,
+        }  # fmt: skip
+        if found := [what for what, wrong in refused.items() if wrong]:
+            raise UserError(f"model.lora needs {'; '.join(found)}.")
     ends = [0, *(end for _, end in stage_steps(run.schedule, total_steps=run.total_steps))]
     if any(end <= first for first, end in itertools.pairwise(ends)):
         raise UserError(
@@ -197,6 +280,16 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"schedule.warmup_steps = {run.schedule.warmup_steps} exceeds the run's {run.total_steps} steps "
             f"(samples {run.samples} / batch_size {run.batch_size})."
         )
+
+
+def check_captions_of(run: RunConfig) -> None:
+    """Check the captions of a run's data and of its validation, as far as they are on this machine.
+
+    Raises:
+        UserError: As `check_captions`.
+    """
+    for sources in filter(None, (run.data.sources, run.validation.sources)):
+        check_captions(replace(run.data, sources=sources))
 
 
 def check_ranks(run: RunConfig, *, world_size: int) -> None:
@@ -216,3 +309,23 @@ def check_ranks(run: RunConfig, *, world_size: int) -> None:
         f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or another "
         "number of ranks."
     )
+
+
+def check_micro_batch(*, global_batch: int, world_size: int, micro_batch: int | None) -> int:
+    """The local batch.
+
+    Raises:
+        UserError: The global batch is not divisible by the ranks, or the local batch not by the micro-batch.
+    """
+    if global_batch % world_size:
+        raise UserError(
+            f"batch_size = {global_batch} is not divisible by the {world_size} ranks of this run: use a multiple of "
+            f"{world_size}, for example {max(1, round(global_batch / world_size)) * world_size}."
+        )
+    local = global_batch // world_size
+    if micro_batch is not None and local % min(micro_batch, local):
+        raise UserError(
+            f"engine.micro_batch = {micro_batch} does not divide the local batch {local} "
+            f"(batch_size {global_batch} on {world_size} ranks)."
+        )
+    return local

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,15 +12,19 @@ from torch import Tensor
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import Snapshot
 from pipeline.config import to_tree
-from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.accounting import Position
+from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
+from pipeline.errors import UserError
+from pipeline.model.lora import Adapters, is_adapter, merged
+from pipeline.model.model_folder import weights_digest
 from pipeline.model.resize import resized_moments, resized_state
 from pipeline.objectives import Objective
-from pipeline.training.new_batch_size import PREVIOUS
 from pipeline.training.recipe import RunConfig
-from pipeline.training.skipped_steps import SkippedSteps
+from pipeline.training.recovery import SkippedSteps
+from pipeline.training.run_start import PREVIOUS, read_origin
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
 
@@ -36,8 +42,12 @@ class RunState:
     ema: WeightAverage | None = None
     """The average of the weights; None without one."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
+    base: str = ""
+    """Digest of the weights beside which adapters are trained; known once it was needed."""
     step: int = 0
     """Updates taken."""
+    position: Position = field(default_factory=Position)
+    """Position in the data after the last batch that was trained on."""
 
     @property
     def evaluates_average(self) -> bool:
@@ -46,55 +56,87 @@ class RunState:
     def weights_to_evaluate(self) -> dict[str, Tensor]:
         """The weights that are evaluated while training, as full fp32 tensors on every rank. Collective."""
         average = self.ema if self.evaluates_average else None
-        return dict(self.engine.state.weights() if average is None else average.weights())
+        weights = dict(self.engine.state.weights() if average is None else average.weights())
+        return merged(weights, self.run.model.lora)
 
-    def snapshot(self, batch: Batch) -> Snapshot:
-        """The state after `batch`, on the CPU. Collective: all ranks gather, and rank 0 keeps the result."""
+    def snapshot(self) -> Snapshot:
+        """The state after the last step, on the CPU. Collective: all ranks gather, and rank 0 keeps the result."""
         state, main = self.engine.state, self.world.is_main
+        weights, lora = dict(state.weights(keep=main)), self.run.model.lora
         moments = {(name, key): value for name, key, value in state.moments(keep=main)}
         return Snapshot(
             step=self.step,
-            weights=dict(state.weights(keep=main)),
+            weights=merged(weights, lora),
             moments=moments,
             counter=state.counter(),
             objective={name: value.detach().cpu().clone() for name, value in self.objective.state_dict().items()},
             rows=self.objective.row_blocks(),
             logit=self.objective.logit_parameters(),
-            facts=self._facts(batch),
+            facts=self._facts(),
             ema=None if self.ema is None else dict(self.ema.weights(keep=main)),
+            adapters=None if lora.rank is None else self._adapters(weights),
             best=self.run.validation.keep_best and self.validation.best_step == self.step,
+            last_good=self.skipped.last_good(self.step) if self.run.max_rollbacks else None,
         )
 
-    def _facts(self, batch: Batch) -> dict[str, Any]:
+    def _adapters(self, weights: Mapping[str, Tensor]) -> Adapters:
+        """The adapters among the engine's weights."""
+        if weights and not self.base:
+            self.base = weights_digest({name: value for name, value in weights.items() if not is_adapter(name)})
+        tensors = {name: value for name, value in weights.items() if is_adapter(name)}
+        return Adapters(self.engine.module.clip.adapters, tensors, self.base)
+
+    def _weights_of(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """A checkpoint's weights as the engine has them: with adapters, beside the pretrained weights. Collective.
+
+        Raises:
+            UserError: It has adapters and the run does not, or the other way round, or they are of other weights.
+        """
+        base, stored = checkpoint.meta.get("adapters_of"), checkpoint.adapters()
+        if (stored is None) != (self.run.model.lora.rank is None):
+            raise UserError(
+                f"{checkpoint.path} has {'no ' if stored is None else ''}adapters, and model.lora.rank = "
+                f"{self.run.model.lora.rank}, which cannot change within a run. A new run can start from its merged "
+                f"weights: model.arch=pretrained model.pretrained={checkpoint.path}"
+            )
+        if stored is None:
+            return checkpoint.weights()
+        weights = dict(self.engine.state.weights())
+        if self._adapters(weights).base != base:
+            raise UserError(
+                f"model.pretrained = {self.run.model.pretrained} has other weights than those beside which the "
+                f"adapters of {checkpoint.path} were trained. Give the same ones, or start a new run from the merged "
+                f"weights: model.arch=pretrained model.pretrained={checkpoint.path}"
+            )
+        return {**weights, **stored}
+
+    def _facts(self) -> dict[str, Any]:
         return {
             "samples": self.step * self.run.batch_size,
-            "data": self.loader.state_dict(batch.position),
+            "data": self.loader.state_dict(self.position),
             "faults": self.skipped.state_dict(),
             "validation": self.validation.state_dict(),
             **({} if self.ema is None else {"ema_updates": self.ema.updates}),
             "config": to_tree(self.run),
+            **({} if (origin := read_origin(Path(self.run.output))) is None else {"origin": asdict(origin)}),
             "world_size": self.world.size,
             "versions": versions(),
         }
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Continue from a checkpoint. Collective. Returns the samples skipped because of another batch size."""
-        skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
-        self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
-        self.restore_training(checkpoint)
-        return skipped
-
-    def restore_training(self, checkpoint: Checkpoint) -> None:
-        """Restore everything but the position in the data and the counts of skipped steps. Collective.
+        """Continue from a checkpoint. Collective. Returns the samples skipped because of another batch size.
 
         Position embeddings of a stage with another image size are interpolated, and so is their optimizer state.
         """
+        skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
+        self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
+        self.position = self.loader.position
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
         average = checkpoint.ema() if self.ema is not None else None
         if self.ema is not None and average is not None:
             self.ema.load(resized_state(average, shapes=shapes), updates=checkpoint.meta["ema_updates"])
         self.engine.state.load(
-            weights=resized_state(checkpoint.weights(), shapes=shapes),
+            weights=resized_state(self._weights_of(checkpoint), shapes=shapes),
             moments=resized_moments(checkpoint.moments(), shapes=shapes),
             counter=checkpoint.meta["counter"],
         )
@@ -106,5 +148,6 @@ class RunState:
         if self.ema is not None and average is None:  # the run had no average before
             self.ema.reset()
         stored = checkpoint.meta.get("validation") if before is None else None
-        self.validation.load_state_dict(stored or ValidationHistory().state_dict())
+        self.validation.load_state_dict(stored or ValidationHistory().state_dict(), step=checkpoint.step)
         self.step = checkpoint.step
+        return skipped

@@ -74,7 +74,9 @@ def check_stages(run: RunConfig) -> None:
     before: dict[str, Tensor] = {}
     for stage in stages_of(run):
         towers, _ = build_towers(without_weights(stage.run.model), seed=0, device="meta")
-        text_trimming(towers.clip, wanted=stage.run.model.trim_text, longest=stage.run.model.text_tokens)
+        model = stage.run.model
+        packed = model.text_batching == "packed"
+        text_trimming(towers.clip, wanted=model.trim_text, longest=model.text_tokens, packed=packed)
         weights = towers.clip.state_dict()
         resized_state(before, shapes={name: value.shape for name, value in weights.items()})
         before = weights

@@ -4,24 +4,106 @@ Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): with `engin
 the features of all micro-batches are computed without a graph, the objective sees the whole global batch once, and
 every micro-batch then goes through the model again, with a graph, to receive its rows of the feature gradient. The
 result is the gradient of the whole batch in the memory of one micro-batch, at the cost of one more forward pass.
+
+The next batch for a GPU is fetched in a thread, from the begin of a step on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed.timing import Phases
+from pipeline.data.loading.loader import Batch
+from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
-from pipeline.errors import UserError
 from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective, ObjectiveOutput
+from pipeline.objectives.distill import Teacher
+from pipeline.training.flags import Flags
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A batch's images on their way to the GPU."""
+
+    batch: Batch
+    image: Tensor
+    done: torch.cuda.Event
+
+
+class PrefetchedBatches:
+    """A loader's batches in their order. On a GPU, one is fetched ahead in a thread.
+
+    The thread joins and pins the batch and copies its images on a stream of its own, while the training thread queues
+    the step before: wherever that waits for the device, the next batch is being prepared. On a CPU, where operators
+    need the cores, batches are fetched when they are due.
+
+    An error while fetching ahead is raised by the call of `next` for that batch: the step before it, and its
+    checkpoint, are not affected.
+
+    Args:
+        loader: The batches.
+        steps: Steps of the run; nothing is fetched ahead of the last one.
+        meter: Counts the wait for batches.
+        device: Where the step is computed.
+    """
+
+    def __init__(self, loader: Iterator[Batch], *, steps: int, meter: Meter, device: torch.device) -> None:
+        self._loader, self._steps, self._meter, self._device = loader, steps, meter, device
+        self._ahead: Future[_Copy] | None = None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy: _Copy | None = None
+
+    def next(self) -> Batch:
+        """Return the next batch, prefetched or fetched now. Errors of the loader are raised here."""
+        if self._ahead is None:
+            with self._meter.waiting():
+                return next(self._loader)
+        ahead, self._ahead = self._ahead, None
+        with self._meter.waiting(hidden_by=self._device):
+            self._copy = ahead.result()
+        return self._copy.batch
+
+    def fetch_ahead(self, step: int) -> None:
+        """Start to fetch the batch that follows step number `step` (from 0), and to copy its images."""
+        if self._copies is not None and self._ahead is None and step + 1 < self._steps:
+            self._ahead = Future()
+            threading.Thread(
+                target=self._fetch, args=(self._ahead, self._copies), name="next batch", daemon=True
+            ).start()
+
+    def settle(self) -> None:
+        """Wait until the loader is not in use; the batch that was fetched ahead is still the next one."""
+        if self._ahead is not None:
+            self._ahead.exception()
+
+    def image(self, batch: Batch) -> Tensor:
+        """The images of a batch on the device; the work queued there from now on waits for them, not the host."""
+        copy, self._copy = self._copy, None
+        if copy is None or copy.batch is not batch:
+            return batch.image.to(self._device, non_blocking=True)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copy.done)
+        copy.image.record_stream(stream)  # its memory belongs to the other stream
+        return copy.image
+
+    def _fetch(self, ahead: Future[_Copy], copies: torch.cuda.Stream) -> None:
+        try:
+            with torch.cuda.stream(copies):  # and its device, which a new thread would not use for pinned memory
+                batch = next(self._loader)
+                image = batch.image.to(self._device, non_blocking=True)
+                ahead.set_result(_Copy(batch, image, copies.record_event()))
+        except Exception as error:
+            ahead.set_exception(error)
 
 
 @dataclass(frozen=True)
@@ -35,23 +117,22 @@ class StepResult:
     """The weights were updated."""
     stop: bool
     """Some rank has received a signal to stop."""
+    missing: bool
+    """Some rank had no batch: the step has changed nothing and does not count."""
     text_tokens: float
     """Tokens per text that this rank's towers computed."""
 
 
-@dataclass(frozen=True)
-class StepHooks:
-    """What is called in the middle of a step."""
-
-    on_gradients: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None] | None = None
-    """Called with the inputs, the feature gradients and the step's number, between backward and update."""
-    before_update: Callable[[int], None] | None = None
-    """Called with the step's number when backward is queued on the device, before the update waits for it: the host has
-    time then. Not called in a step that ends the run by a signal."""
+OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None]
+"""Takes the inputs of a step, its feature gradients, and its number."""
 
 
 class TrainStep:
     """Takes steps on one rank. Dropout and patch dropout draw from a stream named by (seed, step, rank, micro-batch).
+
+    A step that must not be taken, because its loss or feature gradients are not finite or a rank has no batch, is
+    queued like any other, so that the host need not wait for them: its feature gradients become NaN, and the engine
+    skips it.
 
     Args:
         engine: Runs the towers.
@@ -59,7 +140,10 @@ class TrainStep:
         world: The ranks.
         seed: Names the random streams.
         chunks: The rows of each micro-batch, from `micro_batches`.
-        hooks: What is called in the middle of a step.
+        on_gradients: Called between backward and update; may be set to None at any time.
+        pack_texts: Pack texts whose lengths are given, instead of padding them.
+        rehearsed_width: Before the step that follows the first one applied, compute one with texts of this width, and
+            skip it: its memory is needed sooner or later. None: do not.
     """
 
     def __init__(
@@ -70,13 +154,21 @@ class TrainStep:
         world: World,
         seed: int,
         chunks: Sequence[slice],
-        hooks: StepHooks | None = None,
+        on_gradients: OnGradients | None = None,
+        pack_texts: bool = False,
+        rehearsed_width: int | None = None,
     ) -> None:
-        self.engine, self.objective, self.world, self.seed = engine, objective, world, seed
-        self.chunks, self.hooks = chunks, hooks or StepHooks()
+        self.engine = engine
+        self.objective = objective
+        self.world = world
+        self.seed = seed
+        self.chunks = chunks
+        self.on_gradients = on_gradients
+        self.pack_texts = pack_texts
         self.cached = len(self.chunks) > 1
         self.phases = world.phases or Phases(world.device)
         self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._to_rehearse, self._applied = rehearsed_width, False
 
     def __call__(
         self,
@@ -86,7 +178,9 @@ class TrainStep:
         step: int,
         lr_scale: float,
         stop: bool = False,
+        missing: bool = False,
         text_lengths: Tensor | None = None,
+        teacher: Teacher | None = None,
     ) -> StepResult:
         """Take one step. Collective.
 
@@ -96,34 +190,68 @@ class TrainStep:
             step: Number of the step, from 0.
             lr_scale: The learning rate as a share of its peak.
             stop: Whether this rank has received a signal to stop.
+            missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
             text_lengths: int64 [b] on the host, from `TextTrimming`: the towers read trimmed texts. None: whole texts.
+            teacher: Its features of these samples, with `objective.distill`.
         """
+        given = {} if teacher is None else {"teacher": teacher}  # most objectives know of none
+        facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale}
+        if self._applied and self._to_rehearse is not None and text_lengths is not None:
+            widest = torch.full_like(text_lengths, self._to_rehearse)
+            self._to_rehearse = None
+            self._take(inputs, widest, given, **facts, rehearsal=True)
+        result = self._take(inputs, text_lengths, given, **facts, stop=stop, missing=missing)
+        self._applied = self._applied or result.applied
+        return result
+
+    def _take(
+        self,
+        inputs: tuple[Tensor, Tensor],
+        text_lengths: Tensor | None,
+        given: Mapping[str, Teacher],
+        *,
+        sample_ids: Tensor,
+        step: int,
+        lr_scale: float,
+        stop: bool = False,
+        missing: bool = False,
+        rehearsal: bool = False,
+    ) -> StepResult:
+        """A step; as a rehearsal one that computes everything and changes nothing that lasts."""
         image, text = inputs
-        texts = TextChunks(text, self.chunks, lengths=text_lengths)
+        texts = TextChunks(text, self.chunks, lengths=text_lengths, packed=self.pack_texts)
         self.objective.prefetch(sample_ids)
+        statistics = BatchStatistics(self._batch_norms)
         with self.phases("forward"):
             features = self._features(image, texts, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
-            output = self.objective.compute(f_image, f_text, sample_ids=sample_ids)
-            finite, stop = self._agree(output, stop)
-        tokens = texts.computed_tokens / len(text)
-        if not finite:  # decided before backward: some engines keep a gradient until they have applied it
-            self.objective.discard()
-            return StepResult(output, finite=False, applied=False, stop=stop, text_tokens=tokens)
+            output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
+            flags = self._agree(output, stop=stop, skip=missing or rehearsal)
+            to_skip = flags.values[::2].any()
+            gradients = (
+                output.grad_image.masked_fill(to_skip, torch.nan),
+                output.grad_text.masked_fill(to_skip, torch.nan),
+            )
         with self.phases("backward"):
-            self._backward(features, output, (image, texts), step)
-        if self.hooks.on_gradients is not None:
-            self.hooks.on_gradients(inputs, (output.grad_image, output.grad_text), step)
-        if self.hooks.before_update is not None and not stop:
-            self.hooks.before_update(step)
+            self._backward(features, gradients, (image, texts), step)
+        if self.on_gradients is not None and not rehearsal:
+            self.on_gradients(inputs, gradients, step)
         with self.phases("optimizer"):
             applied = self.engine.step(lr_scale=lr_scale)
             if applied:
                 self.objective.commit(lr_scale=lr_scale)
             else:
                 self.objective.discard()
-        return StepResult(output, finite=True, applied=applied, stop=stop, text_tokens=tokens)
+                statistics.restore()
+        bad, stop, skipped = flags.read()
+        if applied and (bad or skipped):
+            raise RuntimeError(
+                f"{type(self.engine).__name__}.step applied a gradient of NaN at step {step} instead of returning "
+                "False: the weights are lost, the last checkpoint is intact."
+            )
+        tokens = texts.computed_tokens / len(text)
+        return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
 
     def _features(self, image: Tensor, texts: TextChunks, step: int) -> tuple[Tensor, Tensor]:
         """[b, d] features of both sides: with a graph when there is one micro-batch, else without."""
@@ -141,9 +269,12 @@ class TrainStep:
         return torch.cat(of_images), texts.in_order(of_texts)
 
     def _backward(
-        self, features: tuple[Tensor, Tensor], output: ObjectiveOutput, inputs: tuple[Tensor, TextChunks], step: int
+        self,
+        features: tuple[Tensor, Tensor],
+        gradients: tuple[Tensor, Tensor],
+        inputs: tuple[Tensor, TextChunks],
+        step: int,
     ) -> None:
-        gradients = (output.grad_image, output.grad_text)
         if not self.cached:
             self.engine.backward(features, gradients)
             return
@@ -153,12 +284,13 @@ class TrainStep:
                 again = self.engine.forward(image[rows], texts.tokens(index))
             self.engine.backward(again, (gradients[0][rows], texts.rows(index, gradients[1])))
 
-    def _agree(self, output: ObjectiveOutput, stop: bool) -> tuple[bool, bool]:
-        """`(all finite, any stop)` over the ranks: one collective of two numbers and one host synchronisation."""
+    def _agree(self, output: ObjectiveOutput, *, stop: bool, skip: bool) -> Flags:
+        """`(any not finite, any stop, any to be skipped)` over the ranks: one collective."""
         total = output.loss + output.grad_image.sum() + output.grad_text.sum()
-        flags = torch.stack([(~torch.isfinite(total)).float(), torch.full_like(total, float(stop))])
-        bad, stopped = self.world.all_reduce(flags, "max").tolist()
-        return not bad, bool(stopped)
+        flags = torch.stack(
+            [(~torch.isfinite(total)).float(), *(torch.full_like(total, float(flag)) for flag in (stop, skip))]
+        )
+        return Flags(self.world.all_reduce(flags, "max"))
 
 
 @contextlib.contextmanager
@@ -173,6 +305,20 @@ def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(value)
         yield
+
+
+class BatchStatistics:
+    """The running statistics of batch norms as they are now, for a step that turns out to be skipped."""
+
+    def __init__(self, batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> None:
+        self._now = [buffer for norm in batch_norms for buffer in norm.buffers(recurse=False)]
+        self._kept = [buffer.clone() for buffer in self._now]
+
+    def restore(self) -> None:
+        """Undo what forward passes have changed since."""
+        with torch.no_grad():
+            for buffer, kept in zip(self._now, self._kept, strict=True):
+                buffer.copy_(kept)
 
 
 @contextlib.contextmanager
@@ -195,23 +341,3 @@ def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
     """The rows of each micro-batch of a rank; None makes one of the whole local batch."""
     size = micro_batch or local_batch
     return [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
-
-
-def check_micro_batch(*, global_batch: int, world_size: int, micro_batch: int | None) -> int:
-    """The local batch.
-
-    Raises:
-        UserError: The global batch is not divisible by the ranks, or the local batch not by the micro-batch.
-    """
-    if global_batch % world_size:
-        raise UserError(
-            f"batch_size = {global_batch} is not divisible by the {world_size} ranks of this run: use a multiple of "
-            f"{world_size}, for example {max(1, round(global_batch / world_size)) * world_size}."
-        )
-    local = global_batch // world_size
-    if micro_batch is not None and local % min(micro_batch, local):
-        raise UserError(
-            f"engine.micro_batch = {micro_batch} does not divide the local batch {local} "
-            f"(batch_size {global_batch} on {world_size} ranks)."
-        )
-    return local

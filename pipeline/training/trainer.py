@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipeline.checkpoint.reader import agreed_checkpoint
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.stalls import NoBatch
 from pipeline.distributed.heartbeat import Heartbeat
-from pipeline.distributed.signals import EXIT_PREEMPTED, stop_signals
-from pipeline.distributed.timing import Meter, Phases
+from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
+from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
-from pipeline.engine.lr_schedule import lr_scale
-from pipeline.errors import UserError
+from pipeline.engine.lr_schedule import lr_scale as scheduled_scale
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import TextTrimming
 from pipeline.objectives import Objective
+from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.image_features import ImageFeatures
-from pipeline.training.last_checkpoint import save_again
 from pipeline.training.observer import Observer
-from pipeline.training.periodic_tests import PeriodicTests
-from pipeline.training.prefetch import PrefetchedBatches
+from pipeline.training.periodic_tests import MissedTests, PeriodicTests
 from pipeline.training.recipe import RunConfig
+from pipeline.training.recovery import checkpoint_before, save_again
 from pipeline.training.run_state import RunState
-from pipeline.training.step import StepResult, TrainStep
+from pipeline.training.scalars import scalars_of
+from pipeline.training.step import PrefetchedBatches, StepResult, TrainStep
+from pipeline.training.teacher import StoredTeacher
 
-T = TypeVar("T")
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
 
@@ -63,90 +67,159 @@ class Trainer:
     """None: the towers read whole texts, padding included."""
     on_rollback: Callable[[int], None]
     """Called on rank 0 with the step to which the run has rolled back."""
-    resumed_at: int | None = None
-    """The first step of this stage, if the weights are those of a checkpoint; None: a new run."""
+    missed: MissedTests = field(default_factory=MissedTests)
+    """What was due at the checkpoint that was restored, but was prevented."""
+    rollback: Checkpoint | None = None
+    """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
+    saved_step: int = 0
+    """The step of the last checkpoint that was begun."""
     image_features: ImageFeatures | None = None
     """Stored outputs of a locked image tower; None: the tower runs in every step."""
+    teacher: StoredTeacher | None = None
+    """Whose similarities the run learns from, too."""
+    signals: StopSignals = field(default_factory=StopSignals)
+    """Shared by the trainers of a run."""
+    run: RunConfig = field(init=False)
+    world: World = field(init=False)
+    loader: Loader = field(init=False)
+    engine: Engine = field(init=False)
+    objective: Objective = field(init=False)
+    phases: Phases = field(init=False)
+    normalized: Callable[[Tensor], Tensor] = field(init=False)
+    """uint8 images on the device -> images as the engine takes them."""
 
-    @property
-    def run(self) -> RunConfig:
-        return self.state.run
-
-    @property
-    def world(self) -> World:
-        return self.state.world
-
-    @property
-    def loader(self) -> Loader:
-        return self.state.loader
-
-    @property
-    def engine(self) -> Engine:
-        return self.state.engine
-
-    @property
-    def objective(self) -> Objective:
-        return self.state.objective
-
-    @property
-    def phases(self) -> Phases:
-        return self.take_step.phases
+    def __post_init__(self) -> None:
+        state = self.state
+        self.run = state.run
+        self.world = state.world
+        self.loader = state.loader
+        self.engine = state.engine
+        self.objective = state.objective
+        self.phases = self.take_step.phases
+        self.normalized = partial(
+            normalize,
+            mean=self.architecture.mean,
+            std=self.architecture.std,
+            dtype=state.engine.dtype,
+            memory_format=state.engine.module.image_format,
+        )
 
     @property
     def step(self) -> int:
-        """Updates taken."""
         return self.state.step
 
+    @property
+    def goes_on(self) -> bool:
+        """After `fit`: another trainer continues the run, in the next stage or after a rollback."""
+        return self.rollback is not None or self.step == self.end < self.run.total_steps
+
     def fit(self) -> int:
-        """Train until the end of the stage (the last one: the sample budget) or a signal. Returns the exit code."""
-        limit = 60 * self.run.engine.timeout_minutes
-        stop, batch = False, None
-        with (
-            stop_signals() as signals,
-            Heartbeat(Path(self.run.output), world=self.world, phases=self.phases, timeout_seconds=limit),
-        ):
-            if self.resumed_at is not None:
-                self.tests.finish_evaluation(resized=0 < self.resumed_at == self.step)
+        """Train until the end of the stage (the last one: the sample budget), a signal or a rollback.
+
+        Returns:
+            The exit code; EXIT_DONE also for a rollback, after which `rollback` is set.
+        """
+        engine, signals = self.run.engine, self.signals.received
+        starts = self.world.gather_objects((new_run_id(), bool(signals)))
+        start, stop = starts[0][0], any(stop for _, stop in starts)  # between the stages
+        self.saved_step = self.step
+        heartbeat = Heartbeat(
+            Path(self.run.output),
+            world=self.world,
+            phases=self.phases,
+            timeout_seconds=60 * engine.timeout_minutes,
+            lost_after=engine.lost_rank_seconds,
+            start=start,
+        )
+        self.signals.begin(self._announce_stop, share=partial(self.world.count, f"stop/{start}"))
+        self.loader.stopped = self.signals.on_any_rank
+        with heartbeat, present_objects_kept():
+            if not stop and self.tests.make_up(self.missed):
+                self._save(now=True)
             self.meter.start()
-            while self.step < self.end and not stop and not self.tests.ended_run:
-                batch = self._load()
-                result = self.train_step(batch, stop=bool(signals))
-                if self._must_roll_back():
-                    self._roll_back()
-                    continue
-                self.state.step += 1
-                stop = result.stop
-                self._record(batch, result)
-                best = self.tests.validate(stop=stop)
-                self._save(batch, now=stop or best or self.tests.ended_run)
-                self.tests.evaluate(stop=stop)
-            saved = self._finish(batch, stop=stop)
+            while self.step < self.end and not (stop or self.tests.ended_run or self.rollback):
+                stop = self._train_on(signals)
+            saved = self._finish(stop=stop, signals=signals)
+            stop = self._any(stop or bool(signals))
+        self.signals.announce = None  # this trainer's memory is freed
         self.tests.report_end()
         if not saved:
             return EXIT_NOT_SAVED
         if self.tests.ended_run and self.tests.validation is not None:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
-        if self.step < self.end or (stop and self.step < self.run.total_steps):
+        if stop and self.step < self.run.total_steps:
             self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
 
-    def _load(self) -> Batch:
-        self.phases.mark("data", step=self.step)
-        batch = self.batches.next()
-        self.observer.before(self.step)
-        return batch
+    def _train_on(self, signals: list[int]) -> bool:
+        """Take the next step, and do what follows it. Returns whether the run stops because of a signal."""
+        before = self.state.position
+        batch, missing = self._load()
+        result = self.train_step(batch, stop=bool(signals), missing=missing)
+        if result.missing:
+            self.state.position = before
+            self.telemetry.event("A rank had no batch when the signal came: the run stops without that step.")
+            if self.step > self.saved_step:
+                self._save(now=True)
+            return True
+        if self.state.skipped.check(self.run, step=self.step):
+            self.rollback = self._roll_back()
+            return result.stop
+        self.state.step += 1
+        self._record(batch, result)
+        best = self.tests.validate(stop=result.stop)
+        # At the end of a stage, no further step asks the other ranks.
+        stop = result.stop or (self.step == self.end and self._any(bool(signals)))
+        self._save(now=stop or best or self.tests.ended_run)
+        self.tests.evaluate(stop=stop)
+        return stop
 
-    def train_step(self, batch: Batch, *, stop: bool = False, lr_scale: float | None = None) -> StepResult:
+    def _any(self, value: bool) -> bool:
+        """Whether a value is true on any rank. Collective."""
+        return any(self.world.gather_objects(value))
+
+    def _announce_stop(self, number: int) -> None:
+        """Say at once, in a thread, what the first signal does: the step may take minutes."""
+        if self.world.is_main and self.run.telemetry.progress != "quiet":
+            lost = self.step - self.saved_step
+            with suppress(OSError, ValueError):
+                print(
+                    "Stopping after this step and a checkpoint; Ctrl-C again ends now and loses "
+                    f"{lost:,} step{'s' * (lost != 1)}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _load(self) -> tuple[Batch, bool]:
+        """The next batch, and False; or a stand-in and True, if the run is to stop and there is none."""
+        self.phases.mark("data", step=self.step)
+        try:
+            batch = self.batches.next()
+        except NoBatch:
+            return self.loader.stand_in(), True
+        self.state.position = batch.position
+        if self.observer.profiler is not None:
+            self.observer.profiler.before(self.step)
+        return batch, False
+
+    def train_step(
+        self, batch: Batch, *, stop: bool = False, missing: bool = False, lr_scale: float | None = None
+    ) -> StepResult:
         """Take one step and count it, but do not advance `step`. Collective.
 
         Args:
             batch: This rank's part of the global batch.
             stop: Whether this rank has received a signal to stop.
+            missing: The batch is a stand-in.
             lr_scale: Share of the learning rates, by default that of the schedule.
         """
+        if lr_scale is None:
+            lr_scale = scheduled_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
         device, image = self.world.device, self.normalized(self.batches.image(batch))
+        if not missing:
+            self.batches.fetch_ahead(self.step)
         computed_images = len(image) / len(batch.text)
         if self.image_features is not None:
             with self.phases("forward"):
@@ -157,10 +230,14 @@ class Trainer:
             (image, text),
             sample_ids=ids,
             step=self.step,
-            lr_scale=self._lr_scale(self.step) if lr_scale is None else lr_scale,
+            lr_scale=lr_scale,
             stop=stop,
+            missing=missing,
             text_lengths=self.trimming.lengths(texts) if self.trimming else None,
+            teacher=self.teacher.of(batch.sample_id, device=device) if self.teacher else None,
         )
+        if result.missing:
+            return result
         if self.image_features is not None:
             self.image_features.save()
         self.utilization.count(text_tokens=result.text_tokens, images=computed_images)
@@ -177,16 +254,6 @@ class Trainer:
             self._report_epoch(batch)
         return result
 
-    def normalized(self, image: Tensor) -> Tensor:
-        """uint8 images on the device, as the engine takes them."""
-        return normalize(
-            image,
-            mean=self.architecture.mean,
-            std=self.architecture.std,
-            dtype=self.engine.dtype,
-            memory_format=self.engine.module.image_format,
-        )
-
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
         self.observer.after(
@@ -196,46 +263,44 @@ class Trainer:
             text=batch.shown_text,
             state_distributions=self.objective.distributions,
         )
-        if self._is_last(result.stop) or self.step % self.run.telemetry.every == 0:
-            self.telemetry.train(step=self.step, scalars=self._scalars(batch, result))
+        if result.stop or self.step == self.end or self.step % self.run.telemetry.every == 0:
+            scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
+            self.telemetry.train(step=self.step, scalars=scalars)
+            gc.collect()
 
-    def _save(self, batch: Batch, *, now: bool) -> None:
-        """Start writing a checkpoint if one is due."""
-        if self._is_last(now) or self.step % self.run.checkpoint.every == 0:
+    def _save(self, *, now: bool) -> None:
+        """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends."""
+        due = self.step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row
+        if now or self.step == self.end or due:
             self.phases.mark("checkpoint")
-            self.writer.save(self.state.snapshot(batch))
+            self.writer.save(self.state.snapshot())
+            self.saved_step = self.step
 
-    def _finish(self, batch: Batch | None, *, stop: bool) -> bool:
+    def _finish(self, *, stop: bool, signals: list[int]) -> bool:
         """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""
         self.phases.mark("last checkpoint")
         self.writer.finish()
-        if batch is None or not self._agreed(self.writer.problem):  # every rank waits here until rank 0 has written
+        if not self._agreed(self.writer.problem) or self.rollback:  # every rank waits here until rank 0 has written
             return True
         return save_again(
-            lambda: self.state.snapshot(batch),
+            self.state.snapshot,
             writer=self.writer,
             agreed=self._agreed,
             minutes=0.0 if stop else self.run.checkpoint.retry_minutes,
+            stopped=lambda: bool(signals),
             report=self.telemetry.event,
             fallback=self.run.checkpoint.fallback,
         )
 
-    def _agreed(self, value: T) -> T:
+    def _agreed(self, value: Any) -> Any:
         """Rank 0's value. Collective."""
         self.phases.mark("last checkpoint")
-        agreed: T = self.world.gather_objects(value)[0]
-        return agreed
-
-    def _is_last(self, stop: bool) -> bool:
-        return stop or self.step == self.end
-
-    def _lr_scale(self, step: int) -> float:
-        return lr_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
+        return self.world.gather_objects(value)[0]
 
     def _check_gradient(self) -> None:
         if self.gradient_check is not None:
             distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
-            self.gradient_check = None
+            self.gradient_check = self.take_step.on_gradients = None
             self.telemetry.event(
                 f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
                 f"({TOLERANCE[self.engine.bf16]:g} allowed)."
@@ -248,64 +313,31 @@ class Trainer:
         )
         self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
 
-    def _must_roll_back(self) -> bool:
-        return self.state.skipped.check(
-            step=self.step, max_skipped_steps=self.run.max_skipped_steps, max_rollbacks=self.run.max_rollbacks
-        )
+    def _roll_back(self) -> Checkpoint:
+        """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
 
-    def _roll_back(self) -> None:
-        """Return to the newest good checkpoint from before the skipped steps; the data continues after them."""
+        The run continues from it as a run that is resumed: its step may be one of an earlier stage.
+        """
+        self.batches.settle()
         skipped, here = self.state.skipped, self.step + 1
         count = skipped.in_a_row
         self.writer.wait()  # the checkpoint may be the one that is being written
-        folder = Path(self.run.output)
-        checkpoint = agreed_checkpoint(
-            folder, "latest", world=self.world, on_event=self.telemetry.event, not_after=here - count
+        found = checkpoint_before(
+            skipped, Path(self.run.output), world=self.world, step=here, on_event=self.telemetry.event
         )
-        if checkpoint is None:
-            raise UserError(
-                f"{count} steps in a row were skipped, and there is no checkpoint from before step {here - count}, the "
-                "first of them, to roll back to. Start again with a smaller optimizer.lr."
-            )
-        self.state.restore_training(checkpoint)
-        skipped.in_a_row = 0
-        skipped.rollbacks += 1
-        self.world.barrier()  # all ranks have read it
+        skipped.roll_back(found.step)
         if self.world.is_main:
-            self.writer.abandon_after(self.step)
-            self.on_rollback(self.step)
-        self.telemetry.rewind(self.step)
+            self.writer.abandon_after(found.step)
+            self.on_rollback(found.step)
         self.telemetry.event(
-            f"Rolled back to {checkpoint.path.name} after {count} skipped steps in a row; the data continues after "
+            f"Rolled back to {found.path.name} after {count} skipped steps in a row; the data continues after "
             f"them (rollback {skipped.rollbacks} of {self.run.max_rollbacks}).",
             step=here,
             rollbacks=skipped.rollbacks,
-            checkpoint=checkpoint.path.name,
+            checkpoint=found.path.name,
         )
-
-    def _scalars(self, batch: Batch, result: StepResult) -> dict[str, float]:
-        """This step's metrics, read from the device in one go."""
-        metrics = dict(result.output.metrics)
-        values = torch.stack([value.float() for value in metrics.values()]).tolist()
-        norm = self.engine.gradient_norm()
-        position = batch.position
-        scale = self._lr_scale(self.step - 1)
-        rates = self.meter.read()
-        return {
-            "samples": self.step * self.run.batch_size,
-            "epoch": position.epoch + position.batch / self.loader.steps_per_epoch,
-            "loss": float(result.output.loss),
-            **dict(zip(metrics, values, strict=True)),
-            "lr": self.run.optimizer.lr * scale,
-            **self.objective.learning_rates(lr_scale=scale),
-            **({} if norm is None else {"gradient_norm": norm}),
-            **self.state.skipped.scalars(),
-            **self.objective.counters(),
-            "text_tokens": result.text_tokens,
-            "corrupt_samples": self.loader.replaced(position),
-            **rates,
-            **self.utilization.scalars(rates["samples_per_second"]),
-        }
+        now = {"data": self.loader.state_dict(self.state.position), "faults": skipped.state_dict()}
+        return replace(found, meta={**found.meta, **now})
 
     def _report_epoch(self, batch: Batch) -> None:
         """Log the samples that were seen and skipped in the epoch that ends with this batch."""

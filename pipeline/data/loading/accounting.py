@@ -74,7 +74,7 @@ class DataReport:
         """Return this report if at most `limit` of the samples so far are corrupt.
 
         Raises:
-            UserError: more are; the message names the reasons and the worst shards.
+            UserError: More are; the message names the reasons and the worst shards.
         """
         if too_many(self.replaced, samples=self.samples, planned=self.planned_samples, limit=limit):
             raise UserError(
@@ -99,7 +99,7 @@ def replaced(position: Position, layout: Layout, world: World, *, limit: float) 
     """Corrupt samples of the epoch so far: a collective of one number, plus a full report if there are too many.
 
     Raises:
-        UserError: too many samples are corrupt; raised on every rank.
+        UserError: Too many samples are corrupt; raised on every rank.
     """
     total = sum(world.gather_objects(position.corrupt.total))
     samples, planned = position.batch * layout.global_batch, layout.steps * layout.global_batch

@@ -26,6 +26,7 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import draw, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.pixels import check_scans
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -39,10 +40,10 @@ def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
     """`(top, left, height, width)` of a random resized crop by torchvision's rule, or of the fixed crop.
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        crop: limits of area and aspect ratio.
-        state: hash key; the same key and size always give the same box.
+        height: Of the image, in pixels.
+        width: Of the image, in pixels.
+        crop: Limits of area and aspect ratio.
+        state: Hash key; the same key and size always give the same box.
     """
     if crop.fixed:  # the rule would move the crop of an image that is a pixel wider than high
         return _central_box(height, width, ratio=crop.ratio)
@@ -105,11 +106,11 @@ class ImageDecoder:
         """Decode, crop and resize.
 
         Args:
-            data: the encoded image.
-            state: hash key of the crop.
+            data: The encoded image.
+            state: Hash key of the crop.
 
         Raises:
-            CorruptSample: PIL cannot decode the image, or it has more than `max_pixels`.
+            CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
         """
         if self.mode != "exact" and (pixels := ppm_pixels(data)) is not None:
             return self._raw(pixels, state)
@@ -128,6 +129,7 @@ class ImageDecoder:
     def _fast(self, data: bytes, state: int) -> Tensor:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         self._check(height, width)
+        check_scans(data)
         if colorspace not in RGB_JPEG:
             raise ValueError(f"PIL decodes {colorspace}")
         box = crop_box(height, width, crop=self.crop, state=state)
@@ -191,10 +193,10 @@ def normalize(
 
     Args:
         image: uint8 [b, 3, H, W].
-        mean: of each channel.
-        std: of each channel.
-        dtype: of the result.
-        memory_format: of the result.
+        mean: Of each channel.
+        std: Of each channel.
+        dtype: Of the result.
+        memory_format: Of the result.
     """
     out = torch.empty(image.shape, dtype=dtype, device=image.device, memory_format=memory_format)
     if dtype == torch.float32:

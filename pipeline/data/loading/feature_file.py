@@ -1,4 +1,4 @@
-"""Outputs of an image tower on disk, one record per sample, read and written by all processes of a run at once.
+"""Outputs of towers on disk, one record per sample, read and written by all processes of a run at once.
 
 The file is a numpy array, which `numpy.load` reads. A record is a checksum and the values of one sample; a record that
 was never written, or was torn by a kill or a full disk, has no valid checksum and counts as missing. Processes
@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 
 CHECKSUM_BYTES = 4
-VALUES = {torch.float32: "<f4", torch.bfloat16: "<u2"}  # numpy has no bf16: its bits
+VALUES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2"}  # numpy has no bf16: its bits
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ class FeatureFile:
     samples: int
     dim: int
     dtype: torch.dtype
-    """Of the values; fp32 or bf16."""
+    """Of the values; fp32, fp16 or bf16."""
 
     @property
     def value_bytes(self) -> int:
@@ -76,9 +76,9 @@ class FeatureFile:
         Every process may call this at the same time. The disk's blocks are taken as records are written.
 
         Raises:
-            UserError: the disk has too little space for the records that it does not hold yet, or there is another
+            UserError: The disk has too little space for the records that it does not hold yet, or there is another
                 file.
-            OSError: the file cannot be created.
+            OSError: The file cannot be created.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -86,14 +86,13 @@ class FeatureFile:
             header = self.header
             found = os.pread(descriptor, len(header), 0)
             if not header.startswith(found.rstrip(b"\0")):
-                raise UserError(f"{self.path} is not a file of image features, or is damaged: delete it.")
+                raise UserError(f"{self.path} is not a file of image features like these, or is damaged: delete it.")
             needed = self.file_bytes - os.fstat(descriptor).st_blocks * 512
             free = shutil.disk_usage(self.path.parent).free
             if needed > free:
                 raise UserError(
                     f"The features of {self.samples:,} images need {needed / 1e9:.3g} GB more in {self.path.parent}, "
-                    f"where {free / 1e9:.3g} GB are free: set model.image_features_cache to a folder on another disk, "
-                    "or leave it out."
+                    f"where {free / 1e9:.3g} GB are free: name a folder on another disk."
                 )
             os.pwrite(descriptor, header, 0)
             if os.fstat(descriptor).st_size < self.file_bytes:
@@ -107,16 +106,18 @@ class FeatureStore:
 
     Args:
         file: What to open; it was created before.
+        writable: Whether it is written, too.
 
     Raises:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, file: FeatureFile) -> None:
+    def __init__(self, file: FeatureFile, *, writable: bool = True) -> None:
         self.file = file
         self._offset, self._size = len(file.header), CHECKSUM_BYTES + file.value_bytes
-        self._descriptor = os.open(file.path, os.O_RDWR)
-        self._readable = self._writable = True
+        self._descriptor = os.open(file.path, os.O_RDWR if writable else os.O_RDONLY)
+        self._readable, self.writable = True, writable
+        """`writable` is False from the first record on that could not be written."""
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -147,7 +148,7 @@ class FeatureStore:
         finite = values.isfinite().all(dim=1).tolist()
         rows = values.contiguous().view(torch.uint8).numpy()
         for sample_id, row, usable in zip(sample_ids.tolist(), rows, finite, strict=True):
-            if usable and self._writable:
+            if usable and self.writable:
                 self._write(sample_id, row.tobytes())
 
     def _write(self, sample_id: int, values: bytes) -> None:
@@ -158,7 +159,7 @@ class FeatureStore:
         except OSError as error:
             problem = str(error.strerror)
         if problem:
-            self._writable = False
+            self.writable = False
             log.warning(
                 "%s takes no more image features (%s). Training continues: what is stored is read, the rest is "
                 "computed in every epoch.",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +17,25 @@ from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
-from pipeline.data.loading.resume import pixel_identity, restore_position, save_position, with_batch_size
-from pipeline.data.loading.stalls import StallWatch, describe_workers
+from pipeline.data.loading.resume import (
+    check_place,
+    pixel_identity,
+    place_of,
+    restore_position,
+    save_position,
+    with_batch_size,
+)
+from pipeline.data.loading.stalls import NoBatch, StallWatch, describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, joined_features
-from pipeline.data.loading.worker_processes import means_worker_died, prepare_workers
-from pipeline.data.order.canonical_order import Order
+from pipeline.data.loading.worker_processes import means_worker_died, prepare_workers, worker_died_message
+from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
-from pipeline.data.order.mixture import Mixture, load_mixture
-from pipeline.data.order.streams import Layout, make_layout
+from pipeline.data.order.mixture import Mixture
+from pipeline.data.order.streams import Layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.workers import start_forkserver, start_workers
-from pipeline.distributed.world import World, ranks_here
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -64,28 +70,22 @@ def build_loader(
     """The loader of this rank, at the start of epoch 0.
 
     Args:
-        config: the `data` section.
-        world: this rank.
-        global_batch: samples of a batch over all ranks.
-        seed: of the order, crops and choices of captions.
-        image_size: side of the decoded images, in pixels.
-        tokenize: captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
+        config: The `data` section.
+        world: This rank.
+        global_batch: Samples of a batch over all ranks.
+        seed: Of the order, crops and choices of captions.
+        image_size: Side of the decoded images, in pixels.
+        tokenize: Captions -> int64 [b, L]. It runs in the workers, so it must be picklable if there are any.
 
     Raises:
-        UserError: data, batch size, streams and ranks do not fit together, shards do not match their manifest, or
+        UserError: Data, batch size, streams and ranks do not fit together, shards do not match their manifest, or
             this machine cannot run the workers.
     """
-    mixture = load_mixture(config)
-    layout = make_layout(
-        samples=mixture.epoch_samples,
-        global_batch=global_batch,
-        streams=config.streams,
-        ranks=world.size,
-    )
+    order = make_order(config, ranks=world.size, global_batch=global_batch, seed=seed)
     share = config.streams // world.size
     workers = config.workers
     if workers is None:
-        workers = default_workers(cores=len(os.sched_getaffinity(0)), ranks=ranks_here(world.size))
+        workers = default_workers(world.cores)
     elif workers > share and world.is_main:
         log.warning("data.workers = %d, but a rank has %d streams and uses one worker for each.", workers, share)
     config = replace(config, workers=min(workers, share))
@@ -93,9 +93,9 @@ def build_loader(
     if config.workers:
         rows = global_batch // world.size
         prepare_workers(config, world=world, tokenize=tokenize, streams=share, rows=rows, image_size=image_size)
-    check_shards(mixture.manifest, world)
+    check_shards(order.mixture.manifest, world)
     dataset = StreamDataset(
-        order=Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer),
+        order=order,
         streams=range(world.rank * share, (world.rank + 1) * share),
         decoder=decoder,
         tokenize=tokenize,
@@ -116,7 +116,11 @@ class Loader:
         self._parts: Iterator[Part | Failure] | None = None
         self._reading: MutableSequence[int] = []
         self._position = Position()
-        self._watch = StallWatch(60 * config.timeout_minutes, self._stalled)
+        self.stopped: Callable[[], bool] = lambda: False
+        """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
+        self._watch = StallWatch(
+            60 * config.timeout_minutes, self._stalled, stopped=lambda: self.stopped(), give_up=self._kill_workers
+        )
 
     @property
     def mixture(self) -> Mixture:
@@ -153,8 +157,11 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: the data cannot be read any more.
+            UserError: The data cannot be read any more.
+            NoBatch: The run is to stop, and no batch has come.
         """
+        if self._watch.given_up:
+            raise NoBatch
         if self._parts is None:
             self._parts = self._start()
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
@@ -168,6 +175,18 @@ class Loader:
             features=self._features(parts),
         )
 
+    def stand_in(self) -> Batch:
+        """Black images without a caption in place of the next batch, for a step whose result is discarded."""
+        data, file = self._dataset, self._dataset.features
+        rows, first = len(data.streams) * self.layout.rows, data.streams[0] * self.layout.rows
+        text = data.tokenize([""] * rows)
+        image = torch.zeros((0 if file else rows, data.decoder.size, data.decoder.size, 3), dtype=torch.uint8)
+        features = None
+        if file is not None:
+            features = StoredFeatures(torch.zeros(rows, file.dim, dtype=file.dtype), torch.zeros(0, dtype=torch.int64))
+        ids = torch.arange(first, first + rows)
+        return Batch(image.permute(0, 3, 1, 2), text, ids, self._position, replaced=0, features=features)
+
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
         parts, self._parts = self._parts, None
@@ -180,7 +199,7 @@ class Loader:
         A collective: every rank calls it at the end of an epoch.
 
         Raises:
-            UserError: more of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
+            UserError: More of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
         """
         return report(position or self._position, self.layout, self._world).check(self._config.corrupt_limit)
 
@@ -188,7 +207,7 @@ class Loader:
         """Corrupt samples of the epoch so far: a cheap collective for every logging step.
 
         Raises:
-            UserError: as `report`.
+            UserError: As `report`.
         """
         limit = self._config.corrupt_limit
         return replaced(position or self._position, self.layout, self._world, limit=limit)
@@ -205,19 +224,33 @@ class Loader:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
 
         Args:
-            state: what `state_dict` returned.
-            new_batch_size: allow a state of another batch size, see `with_batch_size`.
+            state: What `state_dict` returned.
+            new_batch_size: Allow a state of another batch size, see `with_batch_size`.
 
         Returns:
             The number of samples skipped because of another batch size.
 
         Raises:
-            UserError: this run's order differs from that of the state.
+            UserError: This run's order differs from that of the state.
         """
         self.close()
         state, skipped = with_batch_size(state, self._dataset) if new_batch_size else (state, 0)
         self._position = restore_position(state, self._dataset, world=self._world)
         return skipped
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The position after the last batch as plain values, without counts: the same on every rank, no collective."""
+        return place_of(self._dataset.order, self._position)
+
+    def move_to(self, place: Mapping[str, Any]) -> None:
+        """Continue after the batch of a `place`, with new counts.
+
+        Raises:
+            UserError: This loader's order differs from that of the place.
+        """
+        self.close()
+        self._position = check_place(place, self._dataset.order)
 
     def use_features(self, file: FeatureFile) -> None:
         """From the next batch that is loaded on, decode only images whose features are not in `file`."""
@@ -250,14 +283,11 @@ class Loader:
             with self._watch:
                 part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
+            if self._watch.given_up:
+                raise NoBatch from error
             if not (self.workers and means_worker_died(error)):
                 raise
-            raise UserError(
-                f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the "
-                "machine ran out of memory. Each worker keeps about half of data.shuffle_buffer encoded samples for "
-                "each of its streams, and data.prefetch batches: lower one of them, or data.workers. `neuclip plan` "
-                "estimates the memory."
-            ) from error
+            raise UserError(worker_died_message(error)) from error
         if isinstance(part, Failure):
             self.close()
             raise UserError(part.message)
@@ -269,13 +299,16 @@ class Loader:
         manifest, ids = self.mixture.manifest, list(self._reading)
         places = [f"sample {i} of {manifest.url(manifest.locate(i)[0])}" if i >= 0 else "" for i in ids]
         lines = describe_workers([worker.pid for worker in workers], places=places)
-        for worker in workers:
-            worker.kill()  # a stopped process ignores everything else, and would outlive this one
+        self._kill_workers()
         return (
             f"Rank {self._world.rank}: no batch came from the loading workers for {self._config.timeout_minutes:g} "
             f"minutes (data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
             f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
         )
+
+    def _kill_workers(self) -> None:
+        for worker in getattr(self._parts, "_workers", []):
+            worker.kill()  # a stopped process ignores everything else, and would outlive this one
 
     def _features(self, parts: list[Part]) -> StoredFeatures | None:
         file = self._dataset.features

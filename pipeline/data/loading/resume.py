@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -12,10 +11,11 @@ from typing import Any
 from pipeline.data.loading.accounting import Position, Tally, merge
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.worker import StreamDataset
-from pipeline.data.order.canonical_order import Order, order_hash, planned_ids
+from pipeline.data.order.canonical_order import CANONICAL, Order, order_hash, planned_ids
 from pipeline.data.order.hashing import MASK
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.versions import version_of
 
 DECODERS = ("simplejpeg", "pillow", "torch")
 # Settings of checkpoints that were written before these were recorded.
@@ -36,7 +36,7 @@ def save_position(position: Position, dataset: StreamDataset, *, world: World) -
         "order_hash": f"{hashed:016x}",
         "corrupt": [[reason, shard, count] for (reason, shard), count in sorted(corrupt.items())],
         "proof": _shared_proof(dataset, position, world),
-        "order": _order_identity(dataset.order),
+        "order": dataset.order.identity,
         "pixels": _sample_identity(dataset),
     }
 
@@ -47,14 +47,8 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     A different decoding is allowed with a warning: it changes pixels, not the order.
 
     Raises:
-        UserError: this run's order differs from that of the state.
+        UserError: This run's order differs from that of the state.
     """
-    changed = _differences(state["order"], _order_identity(dataset.order))
-    if changed:
-        raise UserError(
-            f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
-            "a new run."
-        )
     corrupt = Counter({(reason, shard): count for reason, shard, count in state["corrupt"]})
     position = Position(
         epoch=state["epoch"],
@@ -62,11 +56,33 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
         corrupt=Tally().plus(corrupt if world.is_main else Counter()),
     )
-    if _proof(dataset.order, position, range(dataset.order.layout.streams)) != state["proof"]:
-        raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
+    check_place(state, dataset.order)
     before = {**_UNRECORDED, **state["pixels"]}
     if world.is_main and (changed := _differences(before, _sample_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
+    return position
+
+
+def place_of(order: Order, position: Position) -> dict[str, Any]:
+    """A position as plain values without the counts of corrupt samples, which need no other rank."""
+    proof = _proof(order, position, range(order.layout.streams))
+    return {"epoch": position.epoch, "batch": position.batch, "proof": proof, "order": order.identity}
+
+
+def check_place(state: Mapping[str, Any], order: Order) -> Position:
+    """The position in a state of `save_position` or `place_of`, without counts.
+
+    Raises:
+        UserError: `order` differs from that of the state.
+    """
+    if changed := _differences({"data.order": CANONICAL, **state["order"]}, order.identity):
+        raise UserError(
+            f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
+            "a new run."
+        )
+    position = Position(epoch=state["epoch"], batch=state["batch"])
+    if _proof(order, position, range(order.layout.streams)) != state["proof"]:
+        raise UserError(ANOTHER_ORDER.format(batch=position.batch - 1, epoch=position.epoch))
     return position
 
 
@@ -80,7 +96,7 @@ def with_batch_size(state: Mapping[str, Any], dataset: StreamDataset) -> tuple[d
         The state for `restore_position`, and the number of samples skipped.
 
     Raises:
-        UserError: this program computes another order than the one that wrote the state.
+        UserError: This program computes another order than the one that wrote the state.
     """
     layout, before = dataset.order.layout, int(state["order"]["global batch"])
     if before % layout.streams or state["order"]["data.streams"] != layout.streams:
@@ -112,19 +128,6 @@ def _proof(order: Order, position: Position, streams: range) -> str:
     return f"{order_hash(ids, epoch=epoch, batch=batch, first_row=streams.start * order.layout.rows):016x}"
 
 
-def _order_identity(order: Order) -> dict[str, Any]:
-    """Everything that determines the order of samples."""
-    return {
-        "seed": order.seed,
-        "global batch": order.layout.global_batch,
-        "data.streams": order.layout.streams,
-        "data.shuffle_buffer": order.shuffle_buffer,
-        "data.replacement": order.mixture.replacement,
-        "weights": list(order.mixture.weights),
-        "contents of the shards": list(order.mixture.digests),
-    }
-
-
 def _sample_identity(dataset: StreamDataset) -> dict[str, Any]:
     """Everything else that determines pixels and captions."""
     captions = " ".join(dict.fromkeys(str(field) for field in dataset.captions))
@@ -138,7 +141,7 @@ def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
         "data.crop": [*decoder.crop.scale, *decoder.crop.ratio],
         "data.decoding": decoder.mode,
         "data.max_pixels": decoder.max_pixels,
-        **{f"{name} version": importlib.metadata.version(name) for name in DECODERS},
+        **{f"{name} version": version_of(name) for name in DECODERS},
     }
 
 

@@ -9,9 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from pipeline.distributed.exit_record import record_exit
+from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.signals import EXIT_PREEMPTED
 
+PATIENCE_SECONDS = 2.0
+"""After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
+LEAVE_SECONDS = 20.0
+"""After that, a wait that cannot be ended, such as for a file server in this process, ends the process."""
+STOPPED = "Stopped by a signal, in a wait for a batch that could not be ended: start again with --resume latest."
 SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
 STATES = {
@@ -25,8 +33,8 @@ STATES = {
 }
 
 
-EXIT_STALLED = 76
-"""As `pipeline.distributed.heartbeat.EXIT_STALLED`: what a rank waits for hangs."""
+class NoBatch(Exception):
+    """The run is to stop, and no batch has come."""
 
 
 class StallWatch:
@@ -38,10 +46,22 @@ class StallWatch:
     Args:
         seconds: Limit of one wait.
         describe: Returns what is printed, and kills what would outlive this process.
+        stopped: Whether the run is to stop. It is asked in the thread.
+        give_up: Called once in the thread when the run is to stop and a wait goes on: it lets the wait fail. If it goes
+            on all the same, the process ends with exit code 75.
     """
 
-    def __init__(self, seconds: float, describe: Callable[[], str]) -> None:
-        self._seconds, self._describe = seconds, describe
+    def __init__(
+        self,
+        seconds: float,
+        describe: Callable[[], str],
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._seconds, self._describe, self._stopped, self._give_up = seconds, describe, stopped, give_up
+        self.given_up = False
+        """`give_up` was called: no batch will come any more."""
         self._since: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -55,14 +75,25 @@ class StallWatch:
         self._since = None
 
     def _watch(self) -> None:
+        given_up = 0.0
         while True:
-            time.sleep(min(10.0, self._seconds / 10))
-            since = self._since
-            if since is not None and time.monotonic() - since > self._seconds:
-                text = self._describe()
-                print(text, file=sys.stderr, flush=True)
-                record_exit(EXIT_STALLED, text)
-                os._exit(EXIT_STALLED)
+            time.sleep(min(1.0, self._seconds / 10))
+            since, now = self._since, time.monotonic()
+            if since is None:
+                continue
+            if now - since > self._seconds:
+                _leave(EXIT_STALLED, self._describe())
+            if not self.given_up and now - since > PATIENCE_SECONDS and self._stopped():
+                self.given_up, given_up = True, now
+                self._give_up()
+            if self.given_up and now - given_up > LEAVE_SECONDS:
+                _leave(EXIT_PREEMPTED, STOPPED)
+
+
+def _leave(code: int, text: str) -> NoReturn:
+    print(text, file=sys.stderr, flush=True)
+    record_exit(code, text)
+    os._exit(code)
 
 
 def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list[str]:

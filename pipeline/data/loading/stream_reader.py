@@ -144,10 +144,10 @@ class StreamReader:
     """The records of one stream in its shuffled order; each is read once.
 
     Args:
-        source: reads the epoch's samples.
-        order: the stream's shuffle.
-        first: position in the epoch of the stream's place 0.
-        turn: the turn at which reading starts; earlier samples are skipped.
+        source: Reads the epoch's samples.
+        order: The stream's shuffle.
+        first: Position in the epoch of the stream's place 0.
+        turn: The turn at which reading starts; earlier samples are skipped.
     """
 
     def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:

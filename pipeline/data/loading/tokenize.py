@@ -27,7 +27,7 @@ def fast_tokenizer(tokenizer: Any) -> Any:
     """The cached equivalent of an open_clip tokenizer, or `tokenizer` itself if there is none (Hugging Face's).
 
     Args:
-        tokenizer: what `open_clip.get_tokenizer` returns.
+        tokenizer: What `open_clip.get_tokenizer` returns.
 
     Returns:
         A function from a list of captions to int64 [b, L].

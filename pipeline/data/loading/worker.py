@@ -25,15 +25,12 @@ from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order, order_hash
 from pipeline.data.order.hashing import Purpose, draw, key
-from pipeline.data.order.mixture import shared_epoch
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 from pipeline.distributed.workers import live_with_parent
 from pipeline.errors import UserError
 
 Tokenize = Callable[[list[str]], Tensor]
-Decode = Callable[[TarRecord, int, int, CaptionField], None]
-"""Called with a record, its sample id, the row's number in the epoch, and where captions are."""
 OWN_STREAM_ATTEMPTS, ANY_STREAM_ATTEMPTS = 16, 64
 OPEN_FILES = 65_536
 FULL_PAUSE_SECONDS = 1.0
@@ -66,6 +63,60 @@ class Failure:
     message: str
 
 
+class DecodedRows:
+    """The rows of one part, in order, as they are decoded.
+
+    Args:
+        count: Rows of the part.
+        decoder: Decodes images.
+        store: Stored features, which replace decoded images; None: nothing is stored.
+        seed: Of crops and choices of captions.
+        epoch: The same.
+    """
+
+    def __init__(self, count: int, *, decoder: ImageDecoder, store: FeatureStore | None, seed: int, epoch: int) -> None:
+        self.captions: list[str] = []
+        """Of the rows so far."""
+        self.decoded: list[int] = []
+        """The rows so far that have an image."""
+        self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
+        self._decoder, self._store = decoder, store
+        self._image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
+        self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+
+    @property
+    def images(self) -> Tensor:
+        """uint8 [len(decoded), H, W, 3]"""
+        whole = len(self.decoded) == len(self._image_bHWC)
+        return self._image_bHWC if whole else self._image_bHWC[: len(self.decoded)].clone()
+
+    def add(self, record: TarRecord, *, sample_id: int, number: int, caption: CaptionField) -> None:
+        """Decode a record as the next row.
+
+        Args:
+            record: The sample as stored.
+            sample_id: Its id.
+            number: The row's number in the epoch.
+            caption: Where captions are.
+
+        Raises:
+            CorruptSample: It cannot be used; no row is added.
+        """
+        if record.problem:
+            raise CorruptSample(record.problem)
+        if record.image is None:
+            raise CorruptSample("image is missing")
+        text = caption.read(record, state=draw(self._choices, number))
+        stored = self._store.read(sample_id) if self._store else None
+        if stored is not None and self.features is not None:
+            self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
+        else:
+            pixels = self._decoder(record.image, state=draw(self._crops, number))
+            self._image_bHWC[len(self.decoded)] = pixels.permute(1, 2, 0)
+            self.decoded.append(len(self.captions))
+        self.captions.append(text)
+
+
 class StreamFiller:
     """Decoded rows of one stream in one epoch; `on_sample` is called with the id of each sample before it is read."""
 
@@ -83,29 +134,29 @@ class StreamFiller:
         self._rows, self._on_sample = order.layout.rows, on_sample
         self._reader = self._open(stream, turn=batch * self._rows)
 
-    def fill(self, batch: int, *, decode: Decode, corrupt: Counter[tuple[str, str]]) -> list[int]:
+    def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first = batch * self._rows
         places = self._reader.order.places(first, first + self._rows).tolist()
-        return [
-            self._fill_row(first + r, place=place, decode=decode, corrupt=corrupt) for r, place in enumerate(places)
-        ]
+        return [self._fill_row(first + r, place, rows, corrupt) for r, place in enumerate(places)]
 
     def close(self) -> None:
         self._reader.close()
 
-    def _fill_row(self, turn: int, *, place: int, decode: Decode, corrupt: Counter[tuple[str, str]]) -> int:
+    def _fill_row(self, turn: int, place: int, rows: DecodedRows, corrupt: Counter[tuple[str, str]]) -> int:
         sample_id, shard = self._source.locate(self._reader.first + place)
         self._on_sample(sample_id)
-        record = self._reader.take(place)
         try:
-            decode(record, sample_id, self._row_number(turn), self._source.caption(shard))
+            self._add(rows, self._reader.take(place), sample_id=sample_id, shard=shard, turn=turn)
             return sample_id
         except CorruptSample as error:
             corrupt[(str(error), self._source.manifest.shards[shard].name)] += 1
-            return self._substitute(turn, decode=decode, first=error)
+            return self._substitute(turn, rows, first=error)
 
-    def _substitute(self, turn: int, *, decode: Decode, first: CorruptSample) -> int:
+    def _add(self, rows: DecodedRows, record: TarRecord, *, sample_id: int, shard: int, turn: int) -> None:
+        rows.add(record, sample_id=sample_id, number=self._row_number(turn), caption=self._source.caption(shard))
+
+    def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
         for stream, other in self._candidates(turn):
@@ -115,7 +166,7 @@ class StreamFiller:
             sample_id, shard = self._source.locate(reader.first + place)
             self._on_sample(sample_id)
             try:
-                decode(reader.peek(place), sample_id, self._row_number(turn), self._source.caption(shard))
+                self._add(rows, reader.peek(place), sample_id=sample_id, shard=shard, turn=turn)
                 return sample_id
             except CorruptSample as error:
                 reasons[str(error)] += 1
@@ -199,11 +250,10 @@ class StreamDataset(IterableDataset[Part | Failure]):
         epoch, first = self.epoch, self.batch
         store = FeatureStore(self.features) if self.features else None
         while True:
-            segments = shared_epoch(self.order.mixture, seed=self.order.seed, epoch=epoch)
             mixture = self.order.mixture
             source = SequentialReader(
                 mixture.manifest,
-                segments,
+                self.order.segments(epoch),
                 self.retries,
                 captions=self.captions,
                 bounds=mixture.bounds[:-1],
@@ -224,42 +274,21 @@ class StreamDataset(IterableDataset[Part | Failure]):
             self.reading[info.id] = sample_id
 
     def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
-        rows = self.order.layout.rows * len(fillers)
-        image_bHWC = torch.empty((rows, self.decoder.size, self.decoder.size, 3), dtype=torch.uint8)
-        captions: list[str] = []
-        decoded: list[int] = []
-        features = np.zeros((rows, store.file.value_bytes), dtype=np.uint8) if store else None
-        crops, choices = (key(self.order.seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
-
-        def decode(record: TarRecord, sample_id: int, row: int, caption_field: CaptionField) -> None:
-            if record.problem:
-                raise CorruptSample(record.problem)
-            if record.image is None:
-                raise CorruptSample("image is missing")
-            caption = caption_field.read(record, state=draw(choices, row))
-            if features is not None and store is not None and (stored := store.read(sample_id)) is not None:
-                features[len(captions)] = np.frombuffer(stored, dtype=np.uint8)
-            else:
-                pixels = self.decoder(record.image, state=draw(crops, row))
-                image_bHWC[len(decoded)] = pixels.permute(1, 2, 0)
-                decoded.append(len(captions))
-            captions.append(caption)
-
+        count = self.order.layout.rows * len(fillers)
+        rows = DecodedRows(count, decoder=self.decoder, store=store, seed=self.order.seed, epoch=epoch)
         corrupt: Counter[tuple[str, str]] = Counter()
-        sample_id = np.array(
-            [i for filler in fillers for i in filler.fill(batch, decode=decode, corrupt=corrupt)], dtype=np.int64
-        )
+        sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
         hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
         return Part(
             epoch=epoch,
             batch=batch,
-            image_bHWC=image_bHWC if len(decoded) == rows else image_bHWC[: len(decoded)].clone(),
-            text=self.tokenize(captions).numpy(),
+            image_bHWC=rows.images,
+            text=self.tokenize(rows.captions).numpy(),
             sample_id=sample_id,
             order_hash=hashed,
             corrupt=corrupt,
-            features=features,
-            missing=np.array(decoded, dtype=np.int64) if store else None,
+            features=rows.features,
+            missing=np.array(rows.decoded, dtype=np.int64) if store else None,
         )
 
 

@@ -22,12 +22,12 @@ WORKER_IMPORTS = "pipeline.data.loading.preload"
 def prepare_workers(
     config: DataConfig, *, world: World, tokenize: Tokenize, streams: int, rows: int, image_size: int
 ) -> None:
-    """Check that the loader's workers can run on this machine, and begin to start them.
+    """Check that the loader's workers can run on this machine, and start the process that forks them.
 
     Args:
         config: The `data` section.
         world: The ranks.
-        tokenize: Is sent to the workers.
+        tokenize: Captions -> tokens; the workers receive a pickled copy.
         streams: Streams of this rank.
         rows: This rank's rows of a global batch.
         image_size: Side of the decoded images, in pixels.
@@ -88,3 +88,12 @@ def means_worker_died(error: Exception) -> bool:
     """
     message = str(error)
     return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
+
+
+def worker_died_message(error: Exception) -> str:
+    """What to do about it."""
+    return (
+        f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the machine "
+        "ran out of memory. Each worker keeps about half of data.shuffle_buffer encoded samples for each of its "
+        "streams, and data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
+    )

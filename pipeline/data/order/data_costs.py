@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline.data.data_config import MOST_WORKERS, DataConfig
-from pipeline.data.order.canonical_order import Order, planned_ids
-from pipeline.data.order.mixture import Mixture, load_mixture, shared_epoch
-from pipeline.data.order.shuffle_quality import ShuffleQuality, shuffle_quality
-from pipeline.data.order.streams import Layout, make_layout
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.canonical_order import Order, make_order, planned_ids
+from pipeline.data.order.streams import Layout
 from pipeline.data.shards.storage import SEEKING_PAYS, is_local
 
 SAMPLED_BATCHES = 8
@@ -26,8 +25,6 @@ class DataPlan:
     bytes: int
     layout: Layout
     ranks: int
-    workers: int
-    """Per rank; no more than the rank has streams."""
     seeks: bool
     """Whether readers seek over the samples that they skip, as in local files with large samples."""
     epoch_bytes: int
@@ -49,29 +46,22 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
     """Plan the first epoch of a run.
 
     Args:
-        config: the `data` section.
-        ranks: of the run.
-        global_batch: samples of a batch over all ranks.
-        image_size: side of the decoded images, in pixels.
-        seed: of the order.
+        config: The `data` section.
+        ranks: Of the run.
+        global_batch: Samples of a batch over all ranks.
+        image_size: Side of the decoded images, in pixels.
+        seed: Of the order.
 
     Raises:
-        UserError: data, batch size, streams, ranks and workers do not fit together.
+        UserError: Data, batch size, streams, ranks and workers do not fit together.
     """
-    mixture = load_mixture(config)
-    layout = make_layout(
-        samples=mixture.epoch_samples,
-        global_batch=global_batch,
-        streams=config.streams,
-        ranks=ranks,
-    )
-    manifest = mixture.manifest
-    order = Order(mixture=mixture, layout=layout, seed=seed, shuffle_buffer=config.shuffle_buffer)
+    order = make_order(config, ranks=ranks, global_batch=global_batch, seed=seed)
+    layout, manifest = order.layout, order.mixture.manifest
     sample_bytes = manifest.bytes / manifest.n
     seeks = sample_bytes > SEEKING_PAYS and (
         manifest.shards.all_relative or all(is_local(manifest.url(shard)) for shard in manifest.shards)
     )
-    passed_samples, passed_bytes = _passed(mixture, layout, seed=seed)
+    passed_samples, passed_bytes = _passed(order)
     buffered = min(config.shuffle_buffer, layout.stream_length)
     reread = (0 if seeks else passed_bytes) + buffered * layout.streams * sample_bytes
     return DataPlan(
@@ -80,7 +70,6 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         bytes=manifest.bytes,
         layout=layout,
         ranks=ranks,
-        workers=min(MOST_WORKERS if config.workers is None else config.workers, layout.streams // ranks),
         seeks=seeks,
         epoch_bytes=round(layout.samples * sample_bytes) + (0 if seeks else passed_bytes),
         passed_samples=passed_samples,
@@ -92,13 +81,13 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
     )
 
 
-def _passed(mixture: Mixture, layout: Layout, *, seed: int) -> tuple[int, int]:
+def _passed(order: Order) -> tuple[int, int]:
     """Samples and bytes before the streams' first samples, within the same shards."""
-    segments = shared_epoch(mixture, seed=seed, epoch=0)
+    segments = order.segments(0)
     samples = total = 0
-    for c in range(layout.streams):
-        number, start, _ = segments.locate(c * layout.stream_length)
-        shard = mixture.manifest.shards[number]
+    for c in range(order.layout.streams):
+        number, start, _ = segments.locate(c * order.layout.stream_length)
+        shard = order.mixture.manifest.shards[number]
         samples += start
         total += shard.bytes * start // shard.samples
     return samples, total
@@ -109,4 +98,62 @@ def _quality(order: Order) -> ShuffleQuality:
     steps, manifest = order.layout.steps, order.mixture.manifest
     first = max(0, steps // 2 - SAMPLED_BATCHES // 2)
     ids = planned_ids(order, epoch=0, first=first, last=min(steps, first + SAMPLED_BATCHES))
-    return shuffle_quality(np.asarray(ids), offsets=manifest.offsets, samples=manifest.n)
+    return shuffle_quality(ids, offsets=manifest.offsets, samples=manifest.n)
+
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShuffleQuality:
+    """Figures of an order; `ideal_` figures are those of a global shuffle of the same data."""
+
+    shards_per_batch: float
+    """Mean number of distinct shards in a batch."""
+    ideal_shards_per_batch: float
+    same_shard_pairs: float
+    """Share of the pairs of samples in a batch that come from the same shard."""
+    ideal_same_shard_pairs: float
+
+
+def shuffle_quality(ids: Int64, *, offsets: Int64, samples: int) -> ShuffleQuality:
+    """How diverse batches are.
+
+    Args:
+        ids: Sample ids of global batches, [batches, B].
+        offsets: First id of each shard.
+        samples: N, the number of all samples.
+    """
+    shard = np.searchsorted(offsets, ids, side="right") - 1
+    batch = ids.shape[1]
+    counts = [np.unique(row, return_counts=True)[1] for row in shard]
+    share = np.diff(offsets, append=samples) / samples
+    pairs = batch * (batch - 1)
+    return ShuffleQuality(
+        shards_per_batch=float(np.mean([len(c) for c in counts])),
+        ideal_shards_per_batch=float((1 - (1 - share) ** batch).sum()),
+        same_shard_pairs=float(np.mean([(c * (c - 1)).sum() / pairs for c in counts])) if pairs else 0.0,
+        ideal_same_shard_pairs=float((share**2).sum()),
+    )
+
+
+def neighbour_distance(ids: Int64) -> float:
+    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
+
+    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
+
+    Args:
+        ids: Sample ids of a whole epoch, [steps, B].
+    """
+    steps, batch = ids.shape
+    order = np.argsort(ids, axis=None, kind="stable")
+    stored, step = ids.ravel()[order], order // batch
+    adjacent = np.diff(stored) == 1
+    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
+
+
+def repeats_in_window(ids: Int64, *, window: int) -> float:
+    """Share of the samples in a sequence of ids, [n], that also occur among the `window` samples before them."""
+    order = np.argsort(ids, kind="stable")
+    again = (np.diff(ids[order]) == 0) & (np.diff(order) <= window)
+    return float(again.sum() / len(ids))

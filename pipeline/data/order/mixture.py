@@ -81,9 +81,10 @@ def load_mixture(config: DataConfig) -> Mixture:
     """Read the manifests of a config. Sample ids of later sources follow those of earlier ones.
 
     Raises:
-        UserError: a manifest is missing, damaged or of another format.
+        UserError: A manifest is missing, damaged or of another format.
     """
-    manifests = [load_manifest(source.manifest) for source in config.sources]
+    allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
+    manifests = [load_manifest(source.manifest, **allowed) for source in config.sources]
     weights = [source.weight for source in config.sources]
     return make_mixture(manifests, weights=weights, replacement=config.replacement)
 

@@ -53,7 +53,7 @@ def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1
     """The sizes of an epoch.
 
     Raises:
-        UserError: the numbers do not fit together.
+        UserError: The numbers do not fit together.
     """
     if global_batch % streams:
         raise UserError(
@@ -150,12 +150,12 @@ def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int
     """The shuffle of stream `stream` in an epoch.
 
     Args:
-        seed: of the run.
-        epoch: number of the epoch.
-        stream: number of the stream.
-        length: its samples, L.
-        buffer: the shuffle buffer, S.
-        block: places whose keys are sorted at a time; without influence on the order. Large blocks are fastest for
+        seed: Of the run.
+        epoch: Number of the epoch.
+        stream: Number of the stream.
+        length: Its samples, L.
+        buffer: The shuffle buffer, S.
+        block: Places whose keys are sorted at a time; without influence on the order. Large blocks are fastest for
             reading a stream, small ones for looking up a few turns.
     """
     return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer, block=block)

@@ -37,11 +37,11 @@ class CaptionField:
         """The caption of a sample.
 
         Args:
-            record: the stored sample.
-            state: hash key that draws one text where a JSON field holds several.
+            record: The stored sample.
+            state: Hash key that draws one text where a JSON field holds several.
 
         Raises:
-            CorruptSample: the caption is missing, empty or not UTF-8.
+            CorruptSample: The caption is missing, empty or not UTF-8.
         """
         if record.caption is None:
             raise CorruptSample("caption is missing")

@@ -1,17 +1,22 @@
-"""Whether shards match their manifest, checked before step 0: sizes of shards and the number of samples in one.
+"""Whether shards match their manifest and settings, checked before step 0: sizes, the samples of one, its captions.
 
 `neuclip verify` compares the contents as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
+from pipeline.config import suggest
+from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, key, permutation
-from pipeline.data.shards.manifest_format import Manifest, Shard, shard_url
+from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
-from pipeline.data.shards.tar_reader import DamagedTar, count_records
+from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, split_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
@@ -19,6 +24,49 @@ REMOTE_CHECKED = 32
 CHECKED_TOGETHER = 4096
 THREADS = 16
 SHOWN = 5
+FIRST_MEMBERS = 32
+"""Of a shard, in which captions are looked for."""
+
+
+def check_captions(config: DataConfig) -> None:
+    """Check that captions are where `data.caption` says: in the first samples of every source on this machine.
+
+    A source without a readable manifest or first shard is passed over: whatever reads the data reports it.
+
+    Raises:
+        UserError: None of a source's first samples has such a member or field; the message lists what they have.
+    """
+    allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
+    for source in config.sources:
+        wanted = source.caption or config.caption
+        try:
+            manifest = load_manifest(source.manifest, **allowed)
+            url = manifest.url(manifest.shards[0])
+            found = _caption_places(url) if is_local(url) else []
+        except (UserError, OSError, tarfile.TarError):
+            continue
+        if found and wanted not in found:
+            raise UserError(
+                f"data.caption = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(found))}"
+            )
+
+
+def _caption_places(path: str) -> list[str]:
+    """What `data.caption` could say, from the first samples of a shard: suffixes of members, and fields of JSON."""
+    found: dict[str, None] = {}
+    with open_shard(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        for member, _ in zip(archive, range(FIRST_MEMBERS), strict=False):
+            suffix = split_name(member.name)[1]
+            if not member.isfile() or not suffix or suffix in IMAGE_SUFFIXES:
+                continue
+            found[suffix] = None
+            payload = archive.extractfile(member)
+            if suffix != "json" or payload is None:
+                continue
+            with contextlib.suppress(ValueError, RecursionError):
+                tree = json.load(payload)
+                found.update(dict.fromkeys(f"json:{name}" for name in tree) if isinstance(tree, dict) else {})
+    return list(found)
 
 
 def check_shards(manifest: Manifest, world: World) -> int:
@@ -31,7 +79,7 @@ def check_shards(manifest: Manifest, world: World) -> int:
         The number of shards that this rank checked.
 
     Raises:
-        UserError: shards are missing, differ from the manifest or cannot be read; the message names them.
+        UserError: Shards are missing, differ from the manifest or cannot be read; the message names them.
     """
     local, remote = _own_share(manifest, world)
     checked, missing, other = local + remote, [], []
@@ -73,7 +121,7 @@ def _size(url: str) -> int | None:
     """Bytes of a shard, or None if it does not exist.
 
     Raises:
-        UserError: the storage does not report it. Clients of object stores raise exceptions of many types, some of
+        UserError: The storage does not report it. Clients of object stores raise exceptions of many types, some of
             them without a message.
     """
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,17 +46,17 @@ def index_shards(
     """Read all shards and write `root/manifest.json`.
 
     Args:
-        root: folder of the shards, or the folder for the manifest if `patterns` names shards elsewhere.
+        root: Folder of the shards, or the folder for the manifest if `patterns` names shards elsewhere.
         patterns: URLs, `pipe:` commands or paths of shards, with braces such as `{00000..00099}`. Without any, every
             `.tar` below `root`, sorted by name.
-        caption: where captions are; only used to count samples without one.
-        leave_out: continue without shards that are damaged or empty.
-        replace: overwrite an existing manifest.
-        threads: shards that are read at a time.
-        on_shard: called with the number of shards that are done, and of all.
+        caption: Where captions are; only used to count samples without one.
+        leave_out: Continue without shards that are damaged or empty.
+        replace: Overwrite an existing manifest.
+        threads: Shards that are read at a time.
+        on_shard: Called with the number of shards that are done, and of all.
 
     Raises:
-        UserError: there is nothing to read, a manifest exists already, or a shard cannot be used.
+        UserError: There is nothing to read, a manifest exists already, or a shard cannot be used.
     """
     root = Path(root)
     if not root.is_dir():
@@ -126,7 +127,8 @@ def _check_names(names: Sequence[str]) -> None:
 def _check_folder(root: Path, *, replace: bool) -> None:
     if (root / DOWNLOADED).exists():
         raise UserError(
-            f"{root} was made by `neuclip download`, which maintains its manifest: see `neuclip verify {root}`."
+            f"{root} was made by `neuclip download`, which maintains its manifest: see `neuclip verify "
+            f"{shlex.quote(str(root))}`."
         )
     if (root / MANIFEST_NAME).exists() and not replace:
         raise UserError(

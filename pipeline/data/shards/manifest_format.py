@@ -6,34 +6,38 @@ positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import textwrap
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.json_stream import read_object, write_object
 from pipeline.data.shards.other_forms import advice
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
+from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
+from pipeline.data.shards.tar_reader import DamagedTar, repeated_key
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
 Int64 = NDArray[np.int64]
+log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "neuclip-manifest"
 VERSION = 1
 SHARED_BYTES = 1 << 18
 """A manifest of this size, about 1,400 shards, is parsed once per node; its processes share the result."""
-# The image formats that PIL may open. Shards hold untrusted bytes, and PIL supports more formats, one of which (EPS)
-# would run Ghostscript.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,13 @@ class Manifest:
 
     @property
     def counted(self) -> str:
-        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`), or samples of shards that were
-        there before."""
+        """What `attempted` counts: URLs (`neuclip download`), rows (`neuclip pairs`, icons), or samples of shards that
+        were there before."""
         if "urls" in self.facts:
             return "URLs"
-        return "rows" if self.facts.get("made by") == "neuclip pairs" else "samples"
+        return (
+            "rows" if self.facts.get("made by") in ("neuclip pairs", "neuclip download --recipe icons") else "samples"
+        )
 
     @property
     def digest(self) -> str:
@@ -108,8 +114,13 @@ class Manifest:
             "failures": dict(sorted(self.failures.items(), key=lambda item: (-item[1], item[0]))),
             "facts": dict(self.facts),
         }
+        start, end = json.dumps({**header, "shards": []}, indent=1).rsplit("[]", 1)
         with replacing(path, durable=True) as temporary, temporary.open("w", encoding="utf-8") as file:
-            write_object(file, header, items_of="shards", items=(asdict(shard) for shard in self.shards))
+            separator = start + "[\n"
+            for shard in self.shards:  # one at a time: there may be a million
+                file.write(separator + textwrap.indent(json.dumps(vars(shard), indent=1), "  "))
+                separator = ",\n"
+            file.write(f"\n ]{end}\n" if len(self.shards) else f"{start}[]{end}\n")
         return path
 
 
@@ -130,11 +141,18 @@ def make_manifest(
     return Manifest(shards=table, root=str(root), failures=failures or {}, facts=facts or {})
 
 
-def load_manifest(path: str | Path) -> Manifest:
+def load_manifest(path: str | Path, *, allow_commands: bool = False, allow_outside: bool = False) -> Manifest:
     """Read and check a manifest, given its path or its folder.
 
+    Args:
+        path: The manifest or its folder.
+        allow_commands: Whether its shards may be the output of shell commands. A manifest comes from whoever made the
+            data, so only the user may say so.
+        allow_outside: The same for files outside of the manifest's folder, see `storage.kind_of_place`.
+
     Raises:
-        UserError: it is missing, of another format or version, or contradicts itself.
+        UserError: It is missing, of another format or version, contradicts itself, or has shards in places that are
+            not allowed.
     """
     if "://" in str(path):
         raise UserError(
@@ -153,46 +171,76 @@ def load_manifest(path: str | Path) -> Manifest:
             table, about = shared_table(topic, f"{status.st_size}-{status.st_mtime_ns}", lambda: _read(path))
     except OSError as error:
         raise UserError(f"There is no manifest at {path}. {advice(path)}") from error
+    _check_places(table, path, allow_commands=allow_commands, allow_outside=allow_outside)
     return Manifest(shards=table, root=str(path.parent), failures=about["failures"], facts=about["facts"])
 
 
+def _check_places(table: ShardTable, path: Path, *, allow_commands: bool, allow_outside: bool) -> None:
+    commands, shown = table.places[COMMAND]
+    listed = ", ".join(repr(name) for name in shown)
+    if commands and not allow_commands:
+        raise UserError(
+            f"{path} lists {commands:,} shards that are shell commands, such as {listed}: reading them would run these "
+            "commands on this machine. If you trust whoever wrote this manifest, set data.allow_commands=true "
+            "(--allow-commands in `neuclip score` and `doctor`)."
+        )
+    if commands:
+        _announce(f"{path} lists {commands:,} shards that are commands, run whenever one is read, such as {listed}.")
+    outside, shown = table.places[OUTSIDE]
+    if outside and not allow_outside:
+        raise UserError(
+            f"{path} lists {outside:,} shards outside of its folder, such as {', '.join(map(repr, shown))}, and could "
+            "read any file of yours so. If you wrote this manifest or trust whoever did, set data.allow_outside=true "
+            "(--allow-outside in `neuclip score`, `doctor` and `verify`)."
+        )
+
+
+@functools.cache
+def _announce(message: str) -> None:
+    """Log a message, once in a process."""
+    log.warning(message)
+
+
 def _read(path: Path) -> tuple[ShardTable, dict[str, Any]]:
-    """Parse and check a manifest; a large one never is in memory as a whole.
+    """Parse and check a manifest. A shard becomes a row of the table as soon as it is parsed.
 
     Returns:
         The shards, and the mappings `failures` and `facts`.
     """
-    builder, tree, consistent = ShardTableBuilder(), dict[str, Any](), True
-    total = 0
+    builder, offsets = ShardTableBuilder(), array("q")
+    fields = Shard.__dataclass_fields__.keys()
+
+    def collect(value: dict[str, Any]) -> dict[str, Any] | None:
+        if not value.keys() >= fields:
+            return value
+        builder.add(value["name"], value["samples"], value["bytes"], value["sha256"])
+        offsets.append(value["offset"])
+        return None
+
     try:
-        with path.open(encoding="utf-8") as file:
-            for key, value in read_object(file, items_of="shards"):
-                if key != "shards":
-                    tree[key] = value
-                    continue
-                if not total:
-                    _check_format({"format": FORMAT, "version": VERSION, **tree}, path)
-                builder.add(value["name"], value["samples"], value["bytes"], value["sha256"])
-                consistent &= value["offset"] == total and value["samples"] > 0
-                total += value["samples"]
+        tree = json.loads(path.read_text(encoding="utf-8"), object_hook=collect)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}")
         _check_format(tree, path)
+        if other := [shard for shard in tree["shards"] if shard is not None]:
+            raise KeyError(next(name for name in fields if name not in other[0]))
         table = builder.build()
-        if not len(table) or min(table.samples) < 1:
+        if not len(table) or table.samples.min() < 1:
             empty = [shard.name for shard in table if shard.samples < 1]
             raise UserError(f"{path} lists {len(table)} shards, of which {len(empty)} are empty ({empty[:3]}).")
-        if not consistent or tree["samples"] != total or tree["digest"] != table.digest:
+        offsets_fit = np.array_equal(table.offsets, np.frombuffer(offsets, np.int64))
+        if not offsets_fit or tree["samples"] != table.samples.sum() or tree["digest"] != table.digest:
             raise UserError(
                 f"{path} contradicts itself (counts, offsets or digest): it was edited or truncated. Write it again."
             )
         return table, {"failures": tree["failures"], "facts": tree["facts"]}
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a manifest ({error}). {advice(path)}") from error
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"The manifest {path} is damaged: it lacks {error}. `neuclip manifest` writes a new one."
-        ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else f"a value is of the wrong kind ({error})"
+        raise UserError(f"The manifest {path} is damaged: {what}. `neuclip manifest` writes a new one.") from error
 
 
 def _check_format(tree: Mapping[str, Any], path: Path) -> None:
@@ -203,3 +251,21 @@ def _check_format(tree: Mapping[str, Any], path: Path) -> None:
             f"{path} has format {tree.get('format')!r}, version {tree.get('version')!r}; "
             f"this program reads {FORMAT!r}, version {VERSION}."
         )
+
+
+def check_keys(manifest: Manifest, shards: Sequence[Shard]) -> None:
+    """Check that in each of these shards a key names one sample; those that are elsewhere or damaged are left out.
+
+    Raises:
+        UserError: Several samples of a shard have the same key.
+    """
+    for shard in shards:
+        url = manifest.url(shard)
+        if not is_local(url):
+            continue
+        with contextlib.suppress(DamagedTar, OSError), open(url, "rb") as file:
+            if (key := repeated_key(file)) is not None:
+                raise UserError(
+                    f"{shard.name} has several samples with the key {key!r}, so that a list of keys cannot say which "
+                    "of them to remove. Write the shard with a key of its own for each sample; nothing was changed."
+                )

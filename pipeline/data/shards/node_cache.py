@@ -38,15 +38,21 @@ class Arrays:
     folder: Path | None = None
     """Where they are stored; None if they are in this process's memory only."""
 
+    def __reduce__(self) -> Any:
+        """Sent to another process of this node, stored arrays are opened there rather than copied."""
+        if self.folder is not None and self.folder.exists():
+            return open_stored, (self.folder,)
+        return Arrays, (dict(self.arrays), dict(self.facts))
+
 
 def shared(topic: str, version: str, make: Callable[[], Arrays]) -> Arrays:
     """The arrays that `make` computes, computed by the first process of this node that needs them.
 
     Args:
-        topic: what the arrays are; a file name. Only the newest two versions of a topic are kept, and a topic that no
+        topic: What the arrays are; a file name. Only the newest two versions of a topic are kept, and a topic that no
             process has used for a week is deleted.
-        version: identifies their contents; a file name.
-        make: computes them.
+        version: Identifies their contents; a file name.
+        make: Computes them.
     """
     try:
         folder = _own_folder() / topic / version
@@ -65,7 +71,7 @@ def open_stored(folder: Path) -> Arrays:
     """Memory-map stored arrays.
 
     Raises:
-        OSError: they are not there, or cannot be read.
+        OSError: They are not there, or cannot be read.
     """
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     arrays = {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in folder.glob("*.npy")}
@@ -77,7 +83,7 @@ def _own_folder() -> Path:
     """The cache's folder. Others must not be able to write to it: what is in it is not checked again.
 
     Raises:
-        OSError: the folder cannot be made, or belongs to another user.
+        OSError: The folder cannot be made, or belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +106,7 @@ def _store(folder: Path, made: Arrays) -> None:
     """Write the arrays into a temporary folder and rename it into place.
 
     Raises:
-        OSError: there is no space, for example.
+        OSError: There is no space, for example.
     """
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     temporary.mkdir()

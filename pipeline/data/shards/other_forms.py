@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
@@ -15,23 +16,25 @@ _LOOKED_AT = 10_000  # files: a folder of millions need not be walked to the end
 def advice(path: Path) -> str:
     """The command for what is at `path` (a folder, a file, or the manifest that is missing in a folder)."""
     folder = path.parent if path.name == "manifest.json" else path
-    suffixes = _suffixes(folder)
+    suffixes, quoted = _suffixes(folder), shlex.quote(str(folder))
     if path.name == "manifest.json" and (folder / "download.yaml").is_file():
         if path.is_file():
-            return f"It is damaged: `neuclip verify {folder} --rebuild` writes it again."
+            return f"It is damaged: `neuclip verify {quoted} --rebuild` writes it again."
         return "The download is not finished: run the same `neuclip download` again, which continues."
     if path.name == "manifest.json" and path.is_file():
         return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
     if path.suffix == ".tar" and path.is_file():
-        return f"It is a shard: give its folder, after `neuclip manifest {path.parent}`."
+        return f"It is a shard: give its folder, after `neuclip manifest {shlex.quote(str(path.parent))}`."
+    if (folder / "config.yaml").is_file():
+        return f"It is the folder of a run: `neuclip doctor {quoted}` checks a run. Give the folder of its data."
     if ".tar" in suffixes:
         return (
-            f"`neuclip manifest {folder}` writes one for the webdataset shards there, and they stay as they are; "
-            f"`neuclip pairs {folder} OUTPUT` makes new shards of them."
+            f"`neuclip manifest {quoted}` writes one for the webdataset shards there, and they stay as they are; "
+            f"`neuclip pairs {quoted} OUTPUT` makes new shards of them."
         )
     if suffixes & {*TABLES, *IMAGES}:
         return (
-            f"`neuclip pairs {folder} OUTPUT` turns the image-text pairs there into shards; then train with "
+            f"`neuclip pairs {quoted} OUTPUT` turns the image-text pairs there into shards; then train with "
             "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
         )
     found = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from PIL import Image
 
-from pipeline.data.shards.manifest_format import FORMATS
+from pipeline import pixels
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.pixels import eight_bits
+from pipeline.pixels import ImageError
+
+_MESSAGES = {
+    pixels.TOO_MANY_PIXELS: "image has too many pixels",
+    pixels.TOO_MANY_SCANS: "image has too many scans",
+}
 
 
 def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """Decode an image of one of `FORMATS` to RGB; 16-bit grey is scaled to 8 bits.
-
-    Pillow's warnings about large sizes and odd metadata are passed on: only the caller knows whether other threads run,
-    whose warnings a filter here would change.
+    """Decode an image to RGB as `pixels.read_rgb` does.
 
     Args:
         data: The encoded image.
         max_pixels: `data.max_pixels`; Pillow's own limit applies, too.
 
     Raises:
-        CorruptSample: Pillow cannot decode all of the image, or it has too many pixels.
+        CorruptSample: The image cannot be used; samples are counted under the message.
     """
-    too_large = "image has too many pixels" if max_pixels is None else "image is larger than data.max_pixels"
+    with counted_errors(max_pixels):
+        return pixels.read_rgb(data, max_pixels=max_pixels)
+
+
+@contextmanager
+def counted_errors(max_pixels: int | None = None) -> Iterator[None]:
+    """Raise an ImageError of this block as the CorruptSample under which samples are counted.
+
+    Raises:
+        CorruptSample: With one of a few messages.
+    """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if max_pixels is not None and image.height * image.width > max_pixels:
-                raise CorruptSample(too_large)
-            return eight_bits(image).convert("RGB")
-    except CorruptSample:
-        raise
-    except Image.DecompressionBombError as error:
-        raise CorruptSample(too_large) from error
-    except Exception as error:  # Pillow's plugins raise exceptions of many types on broken files
-        raise CorruptSample("image cannot be decoded") from error
+        yield
+    except ImageError as error:
+        message = _MESSAGES.get(error.reason, "image cannot be decoded")
+        if error.reason == pixels.TOO_MANY_PIXELS and max_pixels is not None:
+            message = "image is larger than data.max_pixels"
+        raise CorruptSample(message) from error

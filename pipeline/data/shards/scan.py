@@ -59,11 +59,11 @@ def scan_shards(
     """Scan shards, except those in the journal whose files still have the same size.
 
     Args:
-        root: folder of the journal and of relative names.
-        names: the shards.
-        caption: where captions are.
-        threads: shards that are read at a time.
-        on_scan: called after each newly scanned shard, with its result and the number of shards that are done. If it
+        root: Folder of the journal and of relative names.
+        names: The shards.
+        caption: Where captions are.
+        threads: Shards that are read at a time.
+        on_scan: Called after each newly scanned shard, with its result and the number of shards that are done. If it
             raises, the scan ends at once.
 
     Returns:
@@ -97,7 +97,7 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
     """Count and hash one shard in one pass over its bytes.
 
     Raises:
-        ScanStopped: soon after `stop` is set.
+        ScanStopped: Soon after `stop` is set.
     """
     unusable: Counter[str] = Counter()
     samples = 0

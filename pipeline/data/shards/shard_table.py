@@ -1,22 +1,23 @@
-"""The shards of a manifest as arrays: about 120 bytes each, and shared by the processes of a node if there are many."""
+"""The shards of a manifest as arrays: about 150 bytes each, and shared by the processes of a node if there are many."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.node_cache import Arrays, open_stored, shared
+from pipeline.data.shards.node_cache import Arrays, shared
+from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
 
 Int64 = NDArray[np.int64]
+LONGEST_NAME = 4096
 _BLOCK = 1 << 14
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -34,31 +35,27 @@ class ShardTable(Sequence[Shard]):
     """An immutable sequence of shards, stored as columns.
 
     Args:
-        arrays: `samples` and `bytes`, int64 [m]; `offsets`, int64 [m], the id of each shard's first sample; `names` and
-            `hashes`, UTF-8 text uint8 [*] with `names_ends` and `hashes_ends`, int64 [m], where each string ends.
-        facts: `digest` and `content_digest`, if they are known.
-        folder: where the arrays are stored, if they are.
+        stored: The fields of `Shard` as arrays [m]: numbers as int64, text as UTF-8 of a fixed width (`S`). Its facts
+            may hold `digest`, `content_digest` and `places`.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, NDArray[Any]], *, facts: Mapping[str, Any] | None = None, folder: Path | None = None
-    ) -> None:
-        self._arrays, self._facts, self._folder = dict(arrays), dict(facts or {}), folder
+    def __init__(self, stored: Arrays) -> None:
+        self._stored, self._columns, self._facts = stored, stored.arrays, dict(stored.facts)
 
     @property
     def samples(self) -> Int64:
         """Samples of each shard, [m]."""
-        return self._arrays["samples"]
+        return self._columns["samples"]
 
     @property
     def bytes(self) -> Int64:
         """Size of each shard, [m]."""
-        return self._arrays["bytes"]
+        return self._columns["bytes"]
 
     @property
     def offsets(self) -> Int64:
         """Id of each shard's first sample, [m]."""
-        return self._arrays["offsets"]
+        return self._columns["offset"]
 
     @property
     def digest(self) -> str:
@@ -73,7 +70,21 @@ class ShardTable(Sequence[Shard]):
     @property
     def all_relative(self) -> bool:
         """Whether every name is a path relative to the manifest's folder, rather than a URL or a `pipe:` command."""
-        return not (self._arrays["names"] == ord(":")).any()
+        return not (np.char.find(self._columns["name"], b":") >= 0).any()
+
+    @property
+    def places(self) -> Mapping[str, tuple[int, list[str]]]:
+        """Number and first names of the shards that need the user's consent, by `kind_of_place`."""
+        if "places" not in self._facts:
+            names = self._columns["name"]
+            odd = (np.char.find(names, b":") >= 0) | (np.char.find(names, b"..") >= 0) | np.char.startswith(names, b"/")
+            found: dict[str, tuple[int, list[str]]] = {COMMAND: (0, []), OUTSIDE: (0, [])}
+            for name in names[odd]:
+                if kind := kind_of_place(name.decode()):
+                    count, first = found[kind]
+                    found[kind] = count + 1, [*first, name.decode()][:_SHOWN]
+            self._facts["places"] = found
+        return dict(self._facts["places"])
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -90,34 +101,23 @@ class ShardTable(Sequence[Shard]):
 
     def __iter__(self) -> Iterator[Shard]:
         for first in range(0, len(self), _BLOCK):
-            yield from self._slice(first, min(len(self), first + _BLOCK))
+            yield from self._slice(first, first + _BLOCK)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardTable):
             return NotImplemented
-        return all(np.array_equal(values, other._arrays[name]) for name, values in self._arrays.items())
+        return all(np.array_equal(values, other._columns[name]) for name, values in self._columns.items())
 
     def __repr__(self) -> str:
         return f"ShardTable({len(self)} shards)"
 
     def __reduce__(self) -> Any:
-        """Sent to another process of this node, a stored table is opened there rather than copied."""
-        if self._folder is not None and self._folder.exists():
-            return _open, (self._folder,)
-        return ShardTable, (self._arrays,)
+        return ShardTable, (self._stored,)
 
     def _slice(self, first: int, last: int) -> Iterator[Shard]:
-        columns = (self.samples, self.bytes, self.offsets)
-        samples, sizes, offsets = (column[first:last].tolist() for column in columns)
-        names, hashes = (self._texts(column, first, last) for column in ("names", "hashes"))
-        return map(Shard, names, samples, sizes, hashes, offsets)
-
-    def _texts(self, column: str, first: int, last: int) -> Iterator[str]:
-        ends = self._arrays[f"{column}_ends"]
-        start = int(ends[first - 1]) if first else 0
-        stops = (ends[first:last] - start).tolist()
-        text = self._arrays[column][start : start + (stops[-1] if stops else 0)].tobytes()
-        return (text[a:b].decode() for a, b in itertools.pairwise([0, *stops]))
+        fields = (self._columns[field][first:last].tolist() for field in Shard.__dataclass_fields__)
+        for name, samples, size, sha256, offset in zip(*fields, strict=True):
+            yield Shard(name.decode(), samples, size, sha256.decode(), offset)
 
     def _digest(self, name: str, line: Callable[[Shard], str]) -> str:
         if name not in self._facts:
@@ -134,31 +134,38 @@ class ShardTableBuilder:
 
     def __init__(self, rows: Iterable[tuple[str, int, int, str]] = ()) -> None:
         self._samples, self._bytes = array("q"), array("q")
-        self._text = {"names": bytearray(), "hashes": bytearray()}
-        self._ends = {"names": array("q"), "hashes": array("q")}
+        self._texts: dict[str, list[bytes]] = {"name": [], "sha256": []}
+        self._blocks: dict[str, list[NDArray[np.bytes_]]] = {"name": [], "sha256": []}
         for row in rows:
             self.add(*row)
 
     def add(self, name: str, samples: int, size: int, sha256: str) -> None:
-        """Append a shard."""
+        """Append a shard.
+
+        Raises:
+            ValueError: A text is too long.
+        """
         self._samples.append(samples)
         self._bytes.append(size)
-        for column, text in (("names", name), ("hashes", sha256)):
-            self._text[column] += text.encode()
-            self._ends[column].append(len(self._text[column]))
+        for column, value in (("name", name), ("sha256", sha256)):
+            self._texts[column].append(text := value.encode())
+            if len(text) > LONGEST_NAME:
+                raise ValueError(f"the {column} {value[:60]!r}... has more than {LONGEST_NAME:,} bytes")
+            if len(self._texts[column]) == _BLOCK:
+                self._pack(column)
 
     def build(self) -> ShardTable:
         """The table, in this process's memory; nothing can be added after that."""
         samples = np.frombuffer(self._samples, dtype=np.int64)
-        return ShardTable(
-            {
-                "samples": samples,
-                "bytes": np.frombuffer(self._bytes, dtype=np.int64),
-                "offsets": np.cumsum(samples) - samples,
-                **{column: np.frombuffer(text, dtype=np.uint8) for column, text in self._text.items()},
-                **{f"{column}_ends": np.frombuffer(ends, dtype=np.int64) for column, ends in self._ends.items()},
-            }
-        )
+        columns = {"samples": samples, "bytes": np.frombuffer(self._bytes, dtype=np.int64)}
+        for column in self._texts:
+            self._pack(column)
+            columns[column] = np.concatenate(self._blocks.pop(column))
+        return ShardTable(Arrays({**columns, "offset": np.cumsum(samples) - samples}))
+
+    def _pack(self, column: str) -> None:
+        self._blocks[column].append(np.array(self._texts[column], dtype=np.bytes_))
+        self._texts[column] = []
 
 
 def shared_table(
@@ -167,20 +174,15 @@ def shared_table(
     """A table that the processes of this node share, and some facts about it; `make` runs in one of them.
 
     Args:
-        topic: what the table is about, see `node_cache.shared`.
-        version: identifies its contents.
-        make: the table and the facts, plain values.
+        topic: What the table is about, see `node_cache.shared`.
+        version: Identifies its contents.
+        make: The table and the facts, plain values.
     """
 
     def arrays() -> Arrays:
         table, facts = make()
-        digests = {"digest": table.digest, "content_digest": table.content_digest}
-        return Arrays(table._arrays, {**digests, "about": facts})
+        known = {"digest": table.digest, "content_digest": table.content_digest, "places": table.places}
+        return Arrays(table._columns, {**known, "about": facts})
 
     stored = shared(topic, version, arrays)
-    return ShardTable(stored.arrays, facts=stored.facts, folder=stored.folder), stored.facts["about"]
-
-
-def _open(folder: Path) -> ShardTable:
-    stored = open_stored(folder)
-    return ShardTable(stored.arrays, facts=stored.facts, folder=folder)
+    return ShardTable(stored), stored.facts["about"]

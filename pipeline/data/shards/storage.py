@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import queue
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, BinaryIO, cast
 
 from pipeline.data.shards.tar_reader import TarRecord, read_records, record_offset
 
 BUFFER, HEADER_BUFFER = 1 << 20, 1 << 12
+PIECES_AHEAD = 4
+"""Of BUFFER bytes, that are read ahead from a server."""
 SEEKING_PAYS = 100_000
 """Bytes of a sample from which on seeking over it is faster than reading it, on a disk that has not cached it."""
+REMOTE = frozenset({
+    "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "hdfs", "webhdfs", "http", "https",
+})  # fmt: skip
+"""URL schemes that a manifest may name without the user's consent: they read from servers only."""
+COMMAND, OUTSIDE = "command", "outside"
+
+
+def kind_of_place(name: str) -> str:
+    """What a shard's name in a manifest makes this machine do.
+
+    Returns:
+        `COMMAND`: run a shell command. `OUTSIDE`: read a file outside of the manifest's folder, or a URL that can
+        (`file://`, chains such as `simplecache::`, and schemes other than those in `REMOTE`). "": read a file in that
+        folder, or from a server.
+    """
+    if name.startswith("pipe:"):
+        return COMMAND
+    scheme, separator, _ = name.partition("://")
+    if separator and "::" not in name:
+        return "" if scheme.lower() in REMOTE else OUTSIDE
+    path = os.path.normpath(name)
+    return OUTSIDE if ":" in name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir else ""
 
 
 @contextmanager
@@ -28,19 +55,20 @@ def open_records(
 ) -> Iterator[Iterator[TarRecord]]:
     """The samples of a shard, starting at number `skip`.
 
-    All bytes before that sample are read once, in order, which is what disks, object stores and pipes do best. If
-    samples are large, only the headers of the skipped members of a local file are read.
+    All bytes before that sample are read once, in order, which is what disks, object stores and pipes do best. From a
+    server they are read ahead in a thread, while the caller decodes. If samples are large, only the headers of the
+    skipped members of a local file are read.
 
     Args:
-        url: the shard.
-        skip: samples that are skipped.
-        caption_suffix: of the member with the caption.
-        sample_bytes: mean size of a sample.
-        stream_hash: takes the bytes as they are read, unless some of them are not.
+        url: The shard.
+        skip: Samples that are skipped.
+        caption_suffix: Of the member with the caption.
+        sample_bytes: Mean size of a sample.
+        stream_hash: Takes the bytes as they are read, unless some of them are not.
 
     Raises:
-        OSError: the shard cannot be read.
-        DamagedTar: the tar is truncated or damaged.
+        OSError: The shard cannot be read.
+        DamagedTar: The tar is truncated or damaged.
     """
     if skip and is_local(url) and sample_bytes > SEEKING_PAYS:
         with open(url, "rb", buffering=HEADER_BUFFER) as headers:
@@ -49,9 +77,56 @@ def open_records(
             file.seek(offset)
             yield read_records(file, caption_suffix=caption_suffix)
     else:
-        with open_shard(url) as file:
-            source = file if stream_hash is None else stream_hash.over(file)
+        with open_shard(url) as file, _ReadAhead(file) if "://" in url else nullcontext(file) as stream:
+            source = stream if stream_hash is None else stream_hash.over(stream)
             yield read_records(source, skip=skip, caption_suffix=caption_suffix)
+
+
+class _ReadAhead(io.RawIOBase):
+    """A stream from its current place on, of which a thread reads the next pieces before they are asked for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left, self._stopped = file, memoryview(b""), False
+        self._pieces: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._room = threading.Semaphore(PIECES_AHEAD)
+        self._thread = threading.Thread(target=self._fetch, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> BinaryIO:  # type: ignore[override]
+        return cast(BinaryIO, io.BufferedReader(self, BUFFER))
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._room.release()
+        self._thread.join()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left:
+            piece = self._pieces.get()
+            if isinstance(piece, Exception) or not piece:
+                self._pieces.put(piece)  # the end stays the end
+            if isinstance(piece, Exception):
+                raise piece
+            self._left = memoryview(piece)
+            self._room.release()
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def _fetch(self) -> None:
+        piece: bytes | Exception = b"-"
+        while piece and not isinstance(piece, Exception):
+            self._room.acquire()
+            if self._stopped:
+                return
+            try:
+                piece = self._file.read(BUFFER)
+            except Exception as error:
+                piece = error
+            self._pieces.put(piece)
 
 
 class StreamHash:
@@ -103,7 +178,7 @@ def open_shard(url: str) -> Iterator[BinaryIO]:
     """The shard as a binary stream that is closed at the end.
 
     Raises:
-        OSError: the shard cannot be opened, or its `pipe:` command fails.
+        OSError: The shard cannot be opened, or its `pipe:` command fails.
     """
     if url.startswith("pipe:"):
         with _pipe(url.removeprefix("pipe:")) as stream:

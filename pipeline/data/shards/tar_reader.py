@@ -6,6 +6,7 @@ times as fast per sample as Python's tarfile, which builds an object for each me
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -13,10 +14,12 @@ from typing import BinaryIO
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
 """Of the members that training reads."""
-FORMAT_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-"""Of files in `manifest_format.FORMATS`."""
+FORMAT_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2")
+"""Of files in `pixels.FORMATS`."""
 LARGEST = 2**53
 """Larger sizes are damage; seeking to some of them would raise OverflowError."""
+LARGEST_PAYLOAD, PIECE = 1 << 30, 1 << 24
+"""Bytes of an image or caption, above which it is damage, and of a read: a file may be shorter than its header says."""
 LARGEST_EXTENSION = 1 << 20
 """Bytes of a PAX header or long name; larger ones are damage, and would take long to parse."""
 REGULAR, PAX, PAX_GLOBAL, GNU_LONG_NAME = b"0\x007", b"x", b"g", b"L"
@@ -37,6 +40,8 @@ class TarRecord:
     image: bytes | None = None
     caption: bytes | None = None
     problem: str = ""
+    key: str = ""
+    """The members' common name."""
 
     @property
     def size(self) -> int:
@@ -49,7 +54,7 @@ def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") 
     Consecutive members whose names are equal up to the first dot form one sample.
 
     Raises:
-        DamagedTar: the tar is truncated or damaged; raised after the samples before the damage were yielded.
+        DamagedTar: The tar is truncated or damaged; raised after the samples before the damage were yielded.
     """
     current, number = "", -1
     image: bytes | None = None
@@ -59,7 +64,7 @@ def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") 
             sample, suffix = split_name(name)
             if sample != current:
                 if number >= skip:
-                    yield TarRecord(image=image, caption=caption)
+                    yield TarRecord(image=image, caption=caption, key=current)
                 current, number, image, caption = sample, number + 1, None, None
             if number < skip or (suffix != caption_suffix and suffix not in IMAGE_SUFFIXES):
                 _skip(file, size)
@@ -69,17 +74,17 @@ def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") 
                 image = _payload(file, size)
     except DamagedTar:
         if image is not None and caption is not None:
-            yield TarRecord(image=image, caption=caption)
+            yield TarRecord(image=image, caption=caption, key=current)
         raise
     if number >= skip:
-        yield TarRecord(image=image, caption=caption)
+        yield TarRecord(image=image, caption=caption, key=current)
 
 
 def count_records(file: BinaryIO) -> int:
     """Number of samples in a tar.
 
     Raises:
-        DamagedTar: the tar is truncated or damaged.
+        DamagedTar: The tar is truncated or damaged.
     """
     count, current = 0, ""
     for name, size, _ in _members(file):
@@ -89,11 +94,28 @@ def count_records(file: BinaryIO) -> int:
     return count
 
 
+def repeated_key(file: BinaryIO) -> str | None:
+    """The first key that samples in several places of a tar have; reads headers only.
+
+    Raises:
+        DamagedTar: The tar is truncated or damaged.
+    """
+    seen, current = set[str](), ""
+    for name, size, _ in _members(file):
+        sample, _ = split_name(name)
+        if sample != current and sample in seen:
+            return sample
+        seen.add(sample)
+        current = sample
+        _skip(file, size)
+    return None
+
+
 def record_offset(file: BinaryIO, number: int) -> int:
     """The byte at which sample `number` starts; reads headers only.
 
     Raises:
-        DamagedTar: the tar holds fewer samples, or is damaged before this one.
+        DamagedTar: The tar holds fewer samples, or is damaged before this one.
     """
     count, current = -1, ""
     for name, size, start in _members(file):
@@ -213,11 +235,20 @@ def _extension(file: BinaryIO, size: int) -> bytes:
 
 
 def _payload(file: BinaryIO, size: int) -> bytes:
-    data = file.read(size)
+    if size > LARGEST_PAYLOAD:
+        raise DamagedTar(f"has a file of {size:,} bytes, which is no image or caption")
+    data = file.read(size) if size <= PIECE else b"".join(_pieces(file, size))
     if len(data) < size:
         raise DamagedTar("ends inside a file")
     _skip_exactly(file, -size % BLOCK)
     return data
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """`size` bytes, or as many as there are."""
+    while size and (piece := file.read(min(size, PIECE))):
+        yield piece
+        size -= len(piece)
 
 
 def _skip(file: BinaryIO, size: int) -> None:
@@ -228,7 +259,12 @@ def _skip_exactly(file: BinaryIO, size: int) -> None:
     if not size:
         return
     if file.seekable():
-        file.seek(size, 1)
+        try:
+            file.seek(size, 1)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise DamagedTar("ends inside a file") from error  # beyond the largest file of this file system
         return
     while size:
         piece = file.read(min(size, 1 << 20))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.objectives.base import ObjectiveContext, Pair
-from pipeline.objectives.npn.network import BothSides, Npn, Prediction
+from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.workspace import sent
@@ -67,10 +67,20 @@ def alpha(parameters: Parameters, anchors: Anchors) -> Tensor:
     return torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
 
 
+@register_npn("mlp")
 class MlpNpn(Npn):
     """The NPN of NeuCLIP's ablation in section 5.2: randomly initialized MLPs, never restarted."""
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
+    @classmethod
+    def check(cls, config: NpnConfig) -> None:
+        if config.restart_every:
+            raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
+        if config.renormalize:
+            raise ValueError("renormalize is for npn = prototypes")
+        if config.npn_update == "prototypes" or config.npn_compile:
+            raise ValueError(f"npn_update = {config.npn_update} and npn_compile are for npn = prototypes or queue")
+
+    def __init__(self, config: NpnConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context, initial_parameters(context))
         self._held_back: list[list[Tensor]] = []
 

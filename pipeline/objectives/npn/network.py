@@ -1,20 +1,118 @@
-"""The interface of an NPN as a component of the objective, and the batch as an NPN sees it."""
+"""The interface of an NPN as a component of the objective, the networks' state, and the batch as an NPN sees it.
+
+Every rank trains these small networks for itself, on the same numbers, outside the encoders' engine.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from pipeline.config import Registry, section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.optimizers import AdaGrad, Adam
-from pipeline.objectives.replicated_network import ReplicatedNetwork
-from pipeline.objectives.softmax import AnchorBatch, Component
+from pipeline.objectives.optimizers import AdaGrad, Adam, InnerOptimizer
+from pipeline.objectives.parts import StatefulPart
+from pipeline.objectives.softmax import AnchorBatch
+from pipeline.objectives.temperature import TemperatureConfig
+
+
+class ReplicatedNetwork:
+    """Parameters of both sides with their optimizer's slots, and a working copy of all of them.
+
+    `begin` copies the lasting values to the working copy, which the updates of a step change; `commit` swaps the two.
+    So a skipped step leaves no trace. Everything is stacked as [2, ...], image anchors first.
+
+    Args:
+        parameters: Initial values, by name.
+        optimizer: Updates them in `step`.
+        copies: Further copies of the parameters, zero at first (moving averages, say), by name.
+        slot_name: Names a slot or copy in the state.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        optimizer: InnerOptimizer,
+        *,
+        copies: tuple[str, ...] = (),
+        slot_name: str = "{parameter}.{slot}",
+    ) -> None:
+        self.names, self.optimizer, self._slot_name = tuple(parameters), optimizer, slot_name
+        further = {
+            self._key(name, slot): torch.zeros_like(value)
+            for slot in (*optimizer.slots, *copies)
+            for name, value in parameters.items()
+        }
+        self.lasting = parameters | further
+        self.working = {name: torch.empty_like(tensor) for name, tensor in self.lasting.items()}
+        # On the host: updates that the optimizer remembers.
+        self.updates = torch.zeros((), dtype=torch.int64)
+        self.next_updates = 0
+
+    def begin(self) -> None:
+        """Start a step from the lasting values."""
+        self.next_updates = int(self.updates)
+        for name, tensor in self.lasting.items():
+            self.working[name].copy_(tensor)
+
+    def commit(self) -> None:
+        """Make the working copy lasting."""
+        self.lasting, self.working = self.working, self.lasting
+        self.updates.fill_(self.next_updates)
+
+    def side(self, side: int, *, copy: str = "", lasting: bool = False) -> dict[str, Tensor]:
+        """One side's parameters, or a copy of them, by parameter name: views of the working copy or of the state."""
+        tensors = self.lasting if lasting else self.working
+        return {name: tensors[self._key(name, copy) if copy else name][side] for name in self.names}
+
+    def slots(self, side: int, name: str) -> dict[str, Tensor]:
+        """The optimizer's slots of one side of a parameter."""
+        return {slot: self.working[self._key(name, slot)][side] for slot in self.optimizer.slots}
+
+    def clear_slots(self) -> None:
+        """Forget all that the optimizer remembers."""
+        self.next_updates = 0
+        for slot in self.optimizer.slots:
+            for name in self.names:
+                self.working[self._key(name, slot)].zero_()
+
+    def gradients(
+        self, side: int, predict: Callable[[Mapping[str, Tensor]], Tensor], slope: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Gradients of a loss of one side's prediction, and the prediction.
+
+        Args:
+            side: 0 for image anchors, 1 for text anchors.
+            predict: Maps the parameters to the prediction.
+            slope: Maps the prediction to the loss's derivative by it.
+        """
+        with torch.enable_grad():
+            parameters = {name: value.detach().requires_grad_() for name, value in self.side(side).items()}
+            prediction = predict(parameters)
+        value = prediction.detach()
+        return list(torch.autograd.grad(prediction, list(parameters.values()), slope(value))), value
+
+    def step(self, side: int, gradients: list[Tensor], *, number: int) -> None:
+        """Update one side's parameters; `number` counts the optimizer's updates from 1."""
+        for (name, parameter), gradient in zip(self.side(side).items(), gradients, strict=True):
+            self.optimizer.step(parameter, gradient, self.slots(side, name), updates=number)
+
+    def state(self) -> dict[str, Tensor]:
+        """The lasting tensors themselves, by their names in a checkpoint."""
+        return {f"npn.{name}": tensor for name, tensor in (self.lasting | {"updates": self.updates}).items()}
+
+    def _key(self, parameter: str, slot: str) -> str:
+        return self._slot_name.format(parameter=parameter, slot=slot)
+
 
 BothSides = tuple[Anchors, Anchors]
 
@@ -27,23 +125,94 @@ class Prediction:
     """To be used."""
     cold: Pair
     """From before the inner updates."""
-    prototypes: int = 0
-    """Prototypes that the prediction is a mean over; 0 for a network without any."""
+    prototypes: int | Tensor = 0
+    """Prototypes that the prediction is a mean over, for each anchor if they differ, [B]; 0 for a network without
+    any."""
 
 
-class Npn(Component):
+NPNS: Registry[type[Npn]] = Registry(
+    "network", setting="objective.npn", package="pipeline.objectives.npn", group="neuclip.npn"
+)
+register_npn = NPNS.register
+
+
+@section
+class NpnConfig(TemperatureConfig):
+    """Settings of methods with an NPN. A variant without prototypes has no use for those of prototypes."""
+
+    eps: float = Field(default=1e-14, gt=0)
+    """The small constant beside the normalizer g."""
+    npn: Annotated[str, AfterValidator(NPNS.known)] = "prototypes"
+    """`prototypes`: equations (10) and (11). `mlp`: the ablation of section 5.2. `queue`: prototypes that are the
+    newest features, without learning, so that `restart_every` and `inner_steps` have no meaning."""
+    npn_objective: Literal["unified", "separate"] = "unified"
+    """`unified`: equation (12). `separate`: squared error of the logs (section 5.2)."""
+    npn_schedule: Literal["alternating", "simultaneous"] = "alternating"
+    """`alternating`: Algorithm 1. `simultaneous`: the order of Algorithm 3, one update per step and alpha from before
+    it; the rest of that algorithm is restart_every 0, npn_optimizer adam, stop_gradient false, ratio_cap 0."""
+    npn_update: Literal["auto", "replicated", "prototypes"] = "auto"
+    """How several ranks compute an update. `prototypes`: each rank owns a share of the prototypes, and every update
+    adds up B scalars over the ranks. `replicated`: every rank computes the whole update, without communication. `auto`
+    is `prototypes` on several ranks, unless there are fewer prototypes than ranks or `tau_min` is below 0.002."""
+    npn_optimizer: Literal["adagrad", "adam"] = "adagrad"
+    """Optimizer of the network."""
+    npn_lr: float = Field(default=0.01, gt=0)
+    """Learning rate of the network's optimizer."""
+    npn_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the inner matrix products; `auto` is bf16 on a GPU and fp32 on a CPU. The last prediction, which the
+    encoders' gradients use, is always fp32."""
+    npn_compile: bool = False
+    """Let torch.compile fuse what an update does beside its matrix products."""
+    prototypes: int = Field(default=4096, ge=1)
+    """Number of prototypes m per side."""
+    restart_every: int = Field(default=500, ge=0)
+    """Steps T_r between restarts from features; 0 = never."""
+    restart_with: Literal["current", "previous"] = "current"
+    """A restart takes the newest features including the `current` batch, or those of `previous` batches only."""
+    inner_steps: int = Field(default=10, ge=0)
+    """Updates T_u of the network per step."""
+    reset_accumulator: bool = False
+    """A restart also clears the optimizer's memory."""
+    renormalize: bool = False
+    """Scale the prototypes back to unit norm after each update."""
+
+    @pydantic.field_validator("npn_update", mode="before")
+    @classmethod
+    def _not_removed(cls, mode: Any) -> Any:
+        if mode == "sharded":
+            raise ValueError(
+                "this mode was removed; use objective.npn_update=auto, which computes the same update up to rounding "
+                "and loads its checkpoints"
+            )
+        return mode
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> NpnConfig:
+        NPNS[self.npn].check(self)
+        if self.npn_schedule == "simultaneous" and self.inner_steps != 1:
+            raise ValueError(f"npn_schedule = simultaneous needs inner_steps = 1, not {self.inner_steps}")
+        return self
+
+
+class Npn(StatefulPart):
     """A network per side that predicts log-normalizers. The effect of `advance` is pending until `commit`.
 
+    A variant is one file with a class that `@register_npn("name")` makes selectable as `objective.npn=name`: in this
+    folder, or in an installed package with an entry point of the group `neuclip.npn`.
+
     Args:
-        config: A `NeuClipConfig`.
+        config: The objective's section.
         context: The facts of the run.
         parameters: Initial parameters of both sides, [2, ...] each.
         slot_name: See `ReplicatedNetwork`.
     """
 
+    is_mean: ClassVar[bool] = False
+    """Whether predictions are means over samples, as many as `Prediction.prototypes` says; `neuclip_plus` needs it."""
+
     def __init__(
         self,
-        config: Any,
+        config: NpnConfig,
         context: ObjectiveContext,
         parameters: dict[str, Tensor],
         *,
@@ -69,7 +238,16 @@ class Npn(Component):
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d alpha / d (own feature [b, d], partner's feature [b, d], tau [b]) of the prediction in use."""
 
+    @classmethod
+    def check(cls, config: NpnConfig) -> None:
+        """Raise a ValueError if settings do not go together with this variant; called before anything is built."""
+
+    def restarts(self, step: int) -> bool:
+        """Whether the network starts afresh at a step, counted from 0."""
+        return False
+
     def metrics(self) -> dict[str, Tensor]:
+        """Scalars for the log, after `advance`."""
         return {}
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -79,7 +257,7 @@ class Npn(Component):
         return {"npn_lr": self.config.npn_lr}
 
 
-def anchors_of(batch: AnchorBatch, config: Any, *, tau: Tensor) -> BothSides:
+def anchors_of(batch: AnchorBatch, config: NpnConfig, *, tau: Tensor) -> BothSides:
     """The batch's two sides as an NPN sees them."""
     log_eps = math.log(config.eps)
     low = config.npn_precision == "bf16" or (config.npn_precision == "auto" and batch.positive.is_cuda)
@@ -91,6 +269,7 @@ def anchors_of(batch: AnchorBatch, config: Any, *, tau: Tensor) -> BothSides:
             tau=tau,
             log_eps=log_eps,
             low=batch.features[side].bfloat16() if low else None,
+            ids=batch.ids,
         )
         for side in (0, 1)
     )

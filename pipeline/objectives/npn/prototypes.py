@@ -31,6 +31,9 @@ LEAST_TAU = 0.002
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 """Elements of one [R, m] block: bounds the memory, and is large enough for efficient products."""
 
+_EXCLUDED = -1e30
+"""The product of an excluded prototype: its exponential is 0, also where all of a rank's prototypes are excluded."""
+
 NpnObjective = Literal["unified", "separate"]
 
 
@@ -49,22 +52,45 @@ class Anchors:
     log_eps: float
     low: Tensor | None = None
     """The features in bf16 where matrix products run in bf16."""
+    ids: Tensor | None = None
+    """Sample ids, [B], where prototypes of the same sample are to be excluded."""
 
     def __len__(self) -> int:
         return self.positive.shape[0]
 
     def take(self, rows: slice) -> Anchors:
-        low = None if self.low is None else self.low[rows]
+        low, ids = (None if x is None else x[rows] for x in (self.low, self.ids))
         return replace(
             self,
             features=self.features[rows],
             positive=self.positive[rows],
             log_target=self.log_target[rows],
             low=low,
+            ids=ids,
         )
 
     def full_precision(self) -> Anchors:
         return replace(self, low=None)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples whose features the prototypes are. An anchor's own sample is excluded from its mean."""
+
+    own: Tensor
+    """Sample ids of this rank's prototypes."""
+    all: Tensor
+    """Sample ids of all ranks' prototypes, [m]."""
+
+    def others(self, ids: Tensor) -> Tensor:
+        """How many prototypes are not of the anchor's own sample, [B]; `ids` are the anchors'."""
+        sorted_ids = self.all.sort().values
+        first, last = (torch.searchsorted(sorted_ids, ids, right=right) for right in (False, True))
+        return len(self.all) - (last - first)
+
+    def exclude(self, products: Tensor, ids: Tensor) -> None:
+        """Overwrite the products of anchors with prototypes of their own sample, [R, own]."""
+        products.masked_fill_(ids[:, None] == self.own[None], _EXCLUDED)
 
 
 @dataclass(frozen=True)
@@ -107,6 +133,7 @@ def log_normalizer(
     workspace: Workspace | None = None,
     passes: Passes = FUSED,
     division: Division | None = None,
+    samples: Samples | None = None,
 ) -> Tensor:
     """alpha of each anchor, [B].
 
@@ -116,14 +143,19 @@ def log_normalizer(
         workspace: Buffers.
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
+        samples: Given when prototypes of an anchor's own sample are excluded; `anchors` have ids then.
     """
     space, found = workspace or Workspace(), []
     for part, z in _products(anchors, at, space, division):
+        count: int | Tensor = division.live if division else len(at.weight)
+        if samples is not None and part.ids is not None:
+            samples.exclude(z, part.ids)
+            count = samples.others(part.ids)
         shift, own_total = passes.sums(z, at, space)
         total: Tensor | None = own_total
         if division is not None:
             shift, total = division.add_up(shift, own_total, passes), None
-        alpha, _ = passes.run(_predict, shift, total, part, division.live if division else len(at.weight))
+        alpha, _ = passes.run(_predict, shift, total, part, count)
         found.append(alpha)
     return torch.cat(found)
 
@@ -186,7 +218,9 @@ def _add_product(
     return space.take("gradient", shape, like=at.weight).copy_(product) if total is None else total.add_(product)
 
 
-def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def alpha_slopes(
+    anchors: Anchors, weight_md: Tensor, partners_bd: Tensor, *, samples: Samples | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and the temperature.
 
     The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
@@ -195,6 +229,7 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
         anchors: [b] of them.
         weight_md: The prototypes.
         partners_bd: The features of the anchors' partners, [b, d].
+        samples: As for `log_normalizer`.
 
     Returns:
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
@@ -204,8 +239,12 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     full, space = anchors.full_precision(), Workspace()
     at, start = prepare(full, weight_md, space), 0
     for part, z in _products(full, at, space, None):
+        count: int | Tensor = len(weight_md)
+        if samples is not None and part.ids is not None:
+            samples.exclude(z, part.ids)
+            count = samples.others(part.ids)
         powers, shift, total = FUSED.exponentials(z, at, space)
-        _, share = _predict(shift, total, part, len(weight_md))
+        _, share = _predict(shift, total, part, count)
         rows = slice(start, start := start + len(part))
         mean_prototype = (powers @ unit) * (share / total)[:, None]
         to_own[rows] = (mean_prototype - share[:, None] * partners_bd[rows]) / anchors.tau
@@ -234,10 +273,11 @@ def _products(
             yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
 
 
-def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
+def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int | Tensor) -> tuple[Tensor, Tensor]:
     """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps. `total` None: 1."""
     log_sum = shift if total is None else shift + total.log()
-    log_mean = log_sum - math.log(m) - anchors.positive / anchors.tau
+    log_m = m.clamp(min=1).to(shift.dtype).log() if isinstance(m, Tensor) else math.log(m)
+    log_mean = log_sum - log_m - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)
 

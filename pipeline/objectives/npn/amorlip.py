@@ -18,11 +18,12 @@ from torch import Tensor
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn import mlp
+from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.optimizers import Adam
+from pipeline.objectives.parts import StatefulPart
 from pipeline.objectives.registry import register
-from pipeline.objectives.replicated_network import ReplicatedNetwork
-from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, Component, SoftmaxObjective
+from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig
 
 Divergence = Literal["squared_log", "kl", "js"]
@@ -83,7 +84,7 @@ def slope(divergence: Divergence, log_lambda: Tensor, log_target: Tensor) -> Ten
     return -0.5 * ratio * (math.log(2) + F.logsigmoid(-difference))
 
 
-class PartitionNetworks(Component):
+class PartitionNetworks(StatefulPart):
     """Per side a trained MLP, its moving average (in use) and the previous epoch's average; stacked as [2, ...].
 
     Ours: at the start of an epoch the new network's last bias is the batch's mean target, so that its first predictions
@@ -170,6 +171,8 @@ class AmorLip(SoftmaxObjective):
     """
 
     temperature: LearnedTemperature
+
+    config: AmorLipConfig
 
     def __init__(self, config: AmorLipConfig, context: ObjectiveContext) -> None:
         self.networks = PartitionNetworks(config, context)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import warnings
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
-from pipeline.objectives.npn.mlp import MlpNpn
-from pipeline.objectives.npn.network import BothSides, Npn, Prediction, anchors_of
-from pipeline.objectives.npn.prototype_network import PrototypeNpn
+from pipeline.objectives.npn.network import NPNS, BothSides, Npn, NpnConfig, Prediction, anchors_of
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective, mean_gap
-from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig, warn_of_large_rho
+from pipeline.objectives.temperature import LearnedTemperature, warn_of_large_rho
 
 
 @section
-class NeuClipConfig(TemperatureConfig):
+class NeuClipConfig(NpnConfig):
     """NeuCLIP, Algorithm 1 with the unified objective (12).
 
     From the paper: 4,096 prototypes, restart every 500 steps, 10 inner steps of AdaGrad. All other defaults are ours,
@@ -36,59 +32,11 @@ class NeuClipConfig(TemperatureConfig):
     rho: float = Field(default=2.5, gt=0)
     """Robustness radius; must stay below log(n - 1), or tau falls to its lower bound (below log(B - 1) where the
     updates bring alpha to the batch's own value)."""
-    eps: float = Field(default=1e-14, gt=0)
-    """The small constant beside the normalizer g."""
     ratio_cap: float = Field(default=5.0, ge=0)
     """Upper bound of q = (eps + g) / exp(alpha) in the gradients of encoders and temperature; 0 = only the bound
     exp(30) that keeps fp32 finite."""
     stop_gradient: bool = True
     """Treat alpha as a constant in the gradients of encoders and temperature."""
-    npn: Literal["prototypes", "mlp", "queue"] = "prototypes"
-    """`prototypes`: equations (10) and (11). `mlp`: the ablation of section 5.2. `queue`: prototypes that are the
-    newest features, without learning, so that `restart_every` and `inner_steps` have no meaning."""
-    npn_objective: Literal["unified", "separate"] = "unified"
-    """`unified`: equation (12). `separate`: squared error of the logs (section 5.2)."""
-    npn_schedule: Literal["alternating", "simultaneous"] = "alternating"
-    """`alternating`: Algorithm 1. `simultaneous`: the order of Algorithm 3, one update per step and alpha from before
-    it; the rest of that algorithm is restart_every 0, npn_optimizer adam, stop_gradient false, ratio_cap 0."""
-    npn_update: Literal["auto", "replicated", "prototypes", "sharded"] = "auto"
-    """How several ranks compute an update. `prototypes`: each rank owns a share of the prototypes, and every update
-    adds up B scalars over the ranks. `replicated`: every rank computes the whole update, without communication.
-    `sharded`: each rank computes the gradient of its own anchors, and every update adds up [m, d] gradients. `auto` is
-    `prototypes` on several ranks, unless there are fewer prototypes than ranks or `tau_min` is below 0.002."""
-    npn_optimizer: Literal["adagrad", "adam"] = "adagrad"
-    """Optimizer of the network."""
-    npn_lr: float = Field(default=0.01, gt=0)
-    """Learning rate of the network's optimizer."""
-    npn_precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the inner matrix products; `auto` is bf16 on a GPU and fp32 on a CPU. The last prediction, which the
-    encoders' gradients use, is always fp32."""
-    npn_compile: bool = False
-    """Let torch.compile fuse what an update does beside its matrix products."""
-    prototypes: int = Field(default=4096, ge=1)
-    """Number of prototypes m per side."""
-    restart_every: int = Field(default=500, ge=0)
-    """Steps T_r between restarts from features; 0 = never."""
-    restart_with: Literal["current", "previous"] = "current"
-    """A restart takes the newest features including the `current` batch, or those of `previous` batches only."""
-    inner_steps: int = Field(default=10, ge=0)
-    """Updates T_u of the network per step."""
-    reset_accumulator: bool = False
-    """A restart also clears the optimizer's memory."""
-    renormalize: bool = False
-    """Scale the prototypes back to unit norm after each update."""
-
-    @pydantic.model_validator(mode="after")
-    def _possible(self) -> NeuClipConfig:
-        if self.npn == "mlp" and self.restart_every:
-            raise ValueError("npn = mlp cannot be restarted from features: set restart_every to 0")
-        if self.npn == "mlp" and self.renormalize:
-            raise ValueError("renormalize is for npn = prototypes")
-        if self.npn == "mlp" and (self.npn_update in ("prototypes", "sharded") or self.npn_compile):
-            raise ValueError(f"npn_update = {self.npn_update} and npn_compile are for npn = prototypes or queue")
-        if self.npn_schedule == "simultaneous" and self.inner_steps != 1:
-            raise ValueError(f"npn_schedule = simultaneous needs inner_steps = 1, not {self.inner_steps}")
-        return self
 
 
 @section
@@ -118,14 +66,14 @@ class NeuClip(SoftmaxObjective):
     """
 
     temperature: LearnedTemperature
+    config: NeuClipConfig
 
-    def __init__(self, config: Any, context: ObjectiveContext) -> None:
-        self.npn: Npn = MlpNpn(config, context) if config.npn == "mlp" else PrototypeNpn(config, context)
+    def __init__(self, config: NeuClipConfig, context: ObjectiveContext) -> None:
+        variant: Any = NPNS[config.npn]  # takes two arguments, unlike `Npn` itself
+        self.npn: Npn = variant(config, context)
         tau = LearnedTemperature(config, context)
         super().__init__(config, context, temperature=tau, estimator=self.npn, eps=config.eps)
-        warn_of_large_rho(config, context)
-        if context.world.is_main:
-            _warn_of_stalling(config, context.dim)
+        warn_of_large_rho(config.rho, config, context)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
@@ -170,8 +118,7 @@ class NeuClip(SoftmaxObjective):
         return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
 
     def restarts(self) -> bool:
-        every = self.config.restart_every if self.config.npn == "prototypes" else 0
-        return every > 0 and self.steps % every == 0
+        return self.npn.restarts(self.steps)
 
     @property
     def _log_cap(self) -> float:
@@ -193,15 +140,3 @@ class NeuClip(SoftmaxObjective):
             gradients[side] += share[:, None] * to_own
             gradients[1 - side] += share[:, None] * to_partner
         return (gradients[0], gradients[1]), self.world.all_gather(tau_term[None]).sum()
-
-
-def _warn_of_stalling(config: NeuClipConfig, dim: int) -> None:
-    """AdaGrad's first step turns a prototype by about lr sqrt(d): 0.02 to 0.08 did best at d = 64, 8 could stall."""
-    learns = config.npn == "prototypes" and config.npn_optimizer == "adagrad" and config.inner_steps > 0
-    turn = config.npn_lr * math.sqrt(dim)
-    if learns and turn > 0.5:
-        warnings.warn(
-            f"objective.npn_lr = {config.npn_lr} turns each prototype by about {turn:.1f} times its own length in a "
-            "first AdaGrad step: training can stall. The default of 0.01 does not.",
-            stacklevel=4,
-        )

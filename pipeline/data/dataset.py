@@ -1,0 +1,142 @@
+"""The trainer's samples in the trainer's order, for training loops of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from pipeline.config import parse
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.accounting import replaced
+from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.worker import Tokenize
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+class OrderedDataset(IterableDataset[Rows]):
+    """One rank's rows of the global batches of an epoch: `(image, text, sample_id)`; see `dataset`.
+
+    Every `iter` goes on where the last one stopped, to the end of the epoch.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        world: World,
+        seed: int,
+        decoding: Mapping[str, Any],
+        normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None,
+    ) -> None:
+        self._config, self._world, self._seed, self._decoding = config, world, seed, decoding
+        self._normalization = normalization
+        self._loader: Loader | None = None
+        self._state: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Rows]:
+        """The batches that are left of this epoch, or those of the next.
+
+        Raises:
+            UserError: The data does not fit the settings, cannot be read, or has too many corrupt samples.
+        """
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise UserError(
+                f"A DataLoader with num_workers={info.num_workers} would give the rows of a batch to different "
+                "batches: use num_workers=0, and `workers` of neuclip.dataset for decoding processes."
+            )
+        loader = self._open()
+        limit = self._config.corrupt_limit / self._world.size
+        for _ in range(loader.steps_per_epoch - loader.position.batch % loader.steps_per_epoch):
+            batch = next(loader)
+            replaced(batch.position, loader.layout, World(), limit=limit)
+            image = batch.image
+            if self._normalization is not None:
+                mean, std = self._normalization
+                image = normalize(image, mean=mean, std=std)
+            yield image, batch.text, batch.sample_id
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._open().steps_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was taken, as plain values: the same on every rank.
+
+        It is valid for any number of ranks and workers.
+        """
+        return self._open().place
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
+
+        Raises:
+            UserError: This data set has another order than that of the state.
+        """
+        self._open().move_to(state)
+
+    def close(self) -> None:
+        """End the decoding processes; iterating again starts new ones."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.state_dict() if self._loader is not None else self._state
+        return {**self.__dict__, "_loader": None, "_state": state}
+
+    def _open(self) -> Loader:
+        if self._loader is None:
+            self._loader = build_loader(self._config, world=self._world, seed=self._seed, **self._decoding)
+            if self._state is not None:
+                self.load_state_dict(self._state)
+        return self._loader
+
+
+def dataset(
+    folder: str,
+    *,
+    batch_size: int,
+    tokenize: Tokenize,
+    image_size: int = 224,
+    seed: int = 0,
+    normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None = None,
+    rank: int | None = None,
+    ranks: int | None = None,
+    **settings: Any,
+) -> OrderedDataset:
+    """What `neuclip train` sees of a folder of shards: the same samples in the same order, for any training loop.
+
+    Args:
+        folder: A folder with `manifest.json`.
+        batch_size: Samples of a batch over all ranks.
+        tokenize: Captions -> int64 [b, L]; picklable, such as `open_clip.get_tokenizer(...)`.
+        image_size: Side of the images in pixels.
+        seed: Of order, crops and choices of captions; a recipe's `seed`.
+        normalization: Mean and standard deviation by channel, for fp32 images; None: uint8.
+        rank: This process's number; None: `RANK`, as torchrun sets it, or 0.
+        ranks: Number of processes; None: `WORLD_SIZE`, or 1.
+        settings: Other settings of the `data` section: `workers`, `streams`, `shuffle_buffer`, `caption`, ...
+
+    Returns:
+        An iterable of `(image [b, 3, S, S], text [b, L], sample_id [b])`, one epoch each time, with `state_dict` and
+        `load_state_dict`. It does its own batching: use `DataLoader(..., batch_size=None, num_workers=0)`.
+
+    Raises:
+        UserError: A setting is not valid.
+    """
+    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
+    if not 0 <= rank < ranks:
+        raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
+    config = parse(DataConfig, {**settings, "sources": str(folder)}, prefix="data")
+    decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
+    world = World(rank=rank, size=ranks)
+    return OrderedDataset(config, world=world, seed=seed, decoding=decoding, normalization=normalization)

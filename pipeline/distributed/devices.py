@@ -1,0 +1,232 @@
+"""Which device a rank computes on, and whether the devices of all ranks fit together.
+
+Before the ranks join a process group, each publishes its host, backend, GPU and cores in the group's store and reads
+those of all others. A node that would compute on its CPU while the others wait for it in NCCL, or two ranks on one GPU,
+are found here, and the message names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.cores import cores_of_rank, cpu_quota
+from pipeline.errors import UserError
+
+MEETING_SECONDS = 120.0
+"""Ranks that have not come by then are reported, and again after as long."""
+NAMED = 8
+"""A message names at most as many ranks."""
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    host: str
+    backend: str
+    """"nccl" or "gloo"."""
+    device: str
+    """The GPU's name, or "CPU"."""
+    gpu: str = ""
+    """The GPU's UUID; empty on a CPU."""
+    driver: str = ""
+    """Version of the host's NVIDIA driver; empty where there is none."""
+    cores: list[int] = field(default_factory=list)
+    """Cores of its affinity."""
+
+    def __str__(self) -> str:
+        driver = f", driver {self.driver}" if self.driver else ", no NVIDIA driver"
+        return f"rank {self.rank} on {self.host} ({self.device}, {self.backend}{driver})"
+
+
+def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
+    """This rank's device, which becomes torch's current one.
+
+    Where torch sees a single GPU, every rank takes it: `srun --gpus-per-task=1` shows each rank its own. `meet` finds
+    ranks that share one.
+
+    Args:
+        name: "auto", "cpu" or "cuda".
+        local_rank: Of this node's ranks.
+        ranks: Of the run.
+
+    Raises:
+        UserError: There is no such device, or a driver is installed and torch cannot use it.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    host = socket.gethostname()
+    if not torch.cuda.is_available():
+        if name == "cuda":
+            raise UserError(
+                f"engine.device = 'cuda', but torch sees no CUDA device here ({host}): use 'auto' or 'cpu', or look at "
+                "`nvidia-smi` and `neuclip doctor` on this node."
+            )
+        if ranks > 1 and (sign := driver_sign()):
+            raise UserError(
+                f"{host} has {sign}, but torch {torch.__version__} sees no usable GPU there. Rank {local_rank} of this "
+                "node would compute on its CPU while the other ranks wait for it. Look at `nvidia-smi` and `neuclip "
+                "doctor` on this node and leave it out, or set engine.device=cpu to train on CPUs."
+            )
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise UserError(
+            f"Local rank {local_rank} on {host} has no GPU of its own: torch sees {count}. Start at most one process "
+            "per GPU."
+        )
+    # The first batch with the longest texts may come after hours, when memory is cut into pieces of other sizes.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    index = local_rank if count > 1 else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def driver_sign() -> str:
+    """What shows that this node has an NVIDIA GPU; empty if nothing does, or if its GPUs are hidden on purpose."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if found := sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")):
+        return found[0]
+    return "nvidia-smi" if shutil.which("nvidia-smi") else ""
+
+
+def describe_rank(rank: int, device: torch.device) -> RankDevice:
+    """What this process tells the others."""
+    name, gpu = "CPU", ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, gpu = properties.name, str(getattr(properties, "uuid", ""))
+    return RankDevice(
+        rank=rank,
+        host=socket.gethostname(),
+        backend="nccl" if device.type == "cuda" else "gloo",
+        device=name,
+        gpu=gpu,
+        driver=_driver_version(),
+        cores=sorted(os.sched_getaffinity(0)),
+    )
+
+
+def meet(store: dist.Store, own: RankDevice, *, ranks: int, limit: timedelta) -> int:
+    """Exchange `describe_rank` with all ranks through their store. Returns this rank's number of cores.
+
+    Rank 0 judges. A contradiction among those that have come within MEETING_SECONDS is reported then, whoever is still
+    missing.
+
+    Raises:
+        UserError: The ranks do not fit together, or some have not come within `limit`.
+    """
+    store.set(f"neuclip/rank-{own.rank}", json.dumps(asdict(own)))
+    if own.rank == 0:
+        found = _arrivals(store, ranks=ranks, limit=limit)
+        present = [rank for rank in found if rank is not None]
+        problem = contradiction(present) or _missing(found, limit.total_seconds())
+        verdict = {
+            "problem": problem,
+            "cores": [0 if rank is None else share_of_cores(rank, present) for rank in found],
+        }
+        store.set("neuclip/verdict", json.dumps(verdict))
+    store.wait(["neuclip/verdict"], limit + timedelta(seconds=30))
+    verdict = json.loads(store.get("neuclip/verdict"))
+    if verdict["problem"]:
+        if own.rank == 0:  # the store ends with this process
+            _wait_for_readers(store, ranks=len(present))
+        else:
+            store.add("neuclip/read", 1)
+        raise UserError(verdict["problem"])
+    return int(verdict["cores"][own.rank])
+
+
+def _arrivals(store: dist.Store, *, ranks: int, limit: timedelta) -> list[RankDevice | None]:
+    """What each rank has published; None for those that have not come, after the limit or when others contradict."""
+    found: list[RankDevice | None] = [None] * ranks
+    start, report = time.monotonic(), MEETING_SECONDS
+    while True:
+        for rank in range(ranks):
+            if found[rank] is None and store.check([key := f"neuclip/rank-{rank}"]):
+                found[rank] = RankDevice(**json.loads(store.get(key)))
+        waited = time.monotonic() - start
+        if all(found) or waited > limit.total_seconds():
+            return found
+        if waited > report:
+            if contradiction([rank for rank in found if rank is not None]):
+                return found
+            print(f"Waiting for the other ranks. {_missing(found, waited)}", file=sys.stderr, flush=True)
+            report += MEETING_SECONDS
+        time.sleep(min(1.0, 0.02 + waited / 10))
+
+
+def _missing(found: Sequence[RankDevice | None], seconds: float) -> str:
+    """Which ranks have not come; empty if all have."""
+    missing = [str(rank) for rank, device in enumerate(found) if device is None]
+    if not missing:
+        return ""
+    hosts = Counter(rank.host for rank in found if rank is not None)
+    places = _shortened([f"{host} with {count}" for host, count in sorted(hosts.items())])
+    return (
+        f"{hosts.total()} of {len(found)} ranks have come after {seconds:.0f} s ({places}); missing: "
+        f"{_shortened(missing)}. Look at the nodes that are not named here: what their ranks printed says why."
+    )
+
+
+def _wait_for_readers(store: dist.Store, *, ranks: int) -> None:
+    deadline = time.monotonic() + 10.0
+    with suppress(dist.DistError):
+        while store.add("neuclip/read", 0) < ranks - 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def contradiction(found: Sequence[RankDevice]) -> str:
+    """Why these ranks cannot train together; empty if they can."""
+    backends = {backend: [rank for rank in found if rank.backend == backend] for backend in ("gloo", "nccl")}
+    if all(backends.values()):
+        odd, others = sorted(backends.values(), key=len)
+        return (
+            f"The ranks do not compute on the same kind of device. The odd ones: {_shortened([str(r) for r in odd])}. "
+            f"The other {len(others)} are like {others[0]}. Look at `nvidia-smi` and `neuclip doctor` on "
+            f"{_shortened(sorted({r.host for r in odd}))}, or set engine.device for all."
+        )
+    holders: dict[tuple[str, str], RankDevice] = {}
+    for rank in found:
+        other = holders.setdefault((rank.host, rank.gpu), rank) if rank.gpu else rank
+        if other is not rank:
+            return (
+                f"Ranks {other.rank} and {rank.rank} on {rank.host} have the same GPU ({rank.device}, {rank.gpu}): "
+                "start at most one process per GPU, or give each task its own (srun --gpus-per-task=1)."
+            )
+    return ""
+
+
+def share_of_cores(own: RankDevice, found: Sequence[RankDevice]) -> int:
+    """Cores for one of the ranks, given all of them."""
+    others = [rank.cores for rank in found if rank.host == own.host and rank.rank != own.rank]
+    return cores_of_rank(own.cores, others=others, quota=cpu_quota())
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    with suppress(OSError, IndexError):
+        words = path.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), "")
+    return ""

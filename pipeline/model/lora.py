@@ -1,0 +1,149 @@
+"""LoRA (arXiv:2106.09685), by the package peft: small matrices beside frozen layers are trained instead of the layers.
+
+A run's checkpoints have the adapted weights under open_clip's names, so that everything that reads a model reads them,
+and the adapters alone in peft's format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.config import section
+from pipeline.errors import UserError
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""peft's names."""
+IN_BLOCK = re.compile(r"\.\d+\.")
+BASE, IN_PEFT = ".base_layer.", "base_model.model."
+
+
+@section
+class LoraConfig:
+    """Low-rank adapters (LoRA, 2106.09685) for fine-tuning: the pretrained weights stay as they are, and beside a layer
+    $W$ two small matrices are trained: $W + (\\mathrm{alpha} / \\mathrm{rank}) B A$. Needs `pip install
+    'neuclip[lora]'`."""
+
+    rank: int | None = Field(default=None, ge=1)
+    """Rows of $A$, usually 4 to 64; None: no adapters, the weights themselves are trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Weight of the adapters, divided by the rank; None: twice the rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the layers to adapt, such as [c_fc, c_proj]; None: every linear layer of the blocks of both towers, or
+    of the one that is not locked. In open_clip's own towers these are the MLPs: their attention is one joint matrix,
+    which is no layer, and is not adapted."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        assert self.rank is not None
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+def add_adapters(clip: nn.Module, config: LoraConfig, *, seed: int, locked: tuple[bool, bool]) -> None:
+    """Add adapters to a model in place and freeze everything else; nothing without a rank.
+
+    Args:
+        clip: open_clip's model.
+        config: The section.
+        seed: Of A's initial values; B starts at 0.
+        locked: Whether image and text tower stay as they are.
+
+    Raises:
+        UserError: peft is not installed, or there is nothing to adapt.
+    """
+    if config.rank is None:
+        return
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"model.lora needs the package peft: pip install 'neuclip[lora]' ({error}).") from error
+    layers = _layers(clip, config, locked=locked)
+    # One expression for the layers that differ in their number: peft would also adapt others by a plain list of names.
+    expressions = sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in layers})
+    alpha: Any = config.scale * config.rank  # peft declares an integer; a float serves as well
+    settings: Any = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        target_modules="|".join(expressions),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, clip)
+    clip.adapters = settings
+
+
+def _layers(clip: nn.Module, config: LoraConfig, *, locked: tuple[bool, bool]) -> list[str]:
+    """Names of the linear layers in the blocks of the towers that are not locked."""
+    linear = (name for name, module in clip.named_modules() if type(module) is nn.Linear and IN_BLOCK.search(name))
+    offered = [name for name in linear if not locked[0 if name.startswith("visual.") else 1]]
+    norms = any(isinstance(module, _BatchNorm) for module in clip.modules())
+    wanted = None if config.targets is None else set(config.targets)
+    chosen = [name for name in offered if wanted is None or wanted & {name.rpartition(".")[2], name}]
+    missing = sorted((wanted or set()) - {part for name in chosen for part in (name.rpartition(".")[2], name)})
+    if norms or missing or not chosen:
+        what = "the statistics of batch norms would change beside the adapters" if norms else "there is no such layer"
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in offered})) or "none"
+        raise UserError(
+            f"model.lora: {what}{f' as {missing}' if missing else ''}. The linear layers in the blocks of the towers "
+            f"that are not locked: {names}. (The attention of open_clip's own towers is no such layer.)"
+        )
+    return chosen
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of the small matrices."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """Weights of a model with adapters as those of open_clip's model without them: W + scale B A."""
+    found = {}
+    for name, value in weights.items():
+        if is_adapter(name):
+            continue
+        layer, adapted, kind = name.partition(BASE)
+        if adapted and kind == "weight":
+            a, b = (weights[f"{layer}.lora_{side}.default.weight"] for side in "AB")
+            value = value + config.scale * (b @ a)
+        found[f"{layer}.{kind}" if adapted else name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model."""
+
+    settings: Any
+    """peft's configuration."""
+    tensors: Mapping[str, Tensor]
+    """By the names of the model's parameters."""
+    base: str
+    """Digest of the weights beside which they are trained."""
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write the two files that `peft.PeftModel.from_pretrained` reads, into an existing folder."""
+        from pipeline.model.model_folder import save_tensors
+
+        self.settings.save_pretrained(folder)
+        tensors = {IN_PEFT + name.replace(".default.", "."): value for name, value in self.tensors.items()}
+        save_tensors(tensors, folder / ADAPTER_FILES[1])
+        return [folder / name for name in ADAPTER_FILES]
+
+
+def read_adapters(folder: Path) -> dict[str, Tensor]:
+    """What `Adapters.save` wrote, by the names of the model's parameters."""
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / ADAPTER_FILES[1])
+    return {
+        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(IN_PEFT)): value for name, value in stored.items()
+    }

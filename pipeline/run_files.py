@@ -1,0 +1,59 @@
+"""The files in a run's folder that several parts of the program read."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import write_text
+
+METRICS_NAME = "metrics.jsonl"
+RUN_ID_NAME = "run_id"
+RUN_ID = "[0-9a-f]{16}"
+"""The pattern of ids. They become names of folders, so every one that was read is compared with it."""
+
+
+def new_run_id() -> str:
+    """An id that no other run has."""
+    return uuid.uuid4().hex[:16]
+
+
+def read_run_id(run: Path) -> str:
+    """The id in a run's folder; empty if there is none, or it is damaged."""
+    try:
+        text = (run / RUN_ID_NAME).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+    return valid_run_id(text)
+
+
+def valid_run_id(text: object) -> str:
+    """An id that was read from a file or a mirror; empty if it is none."""
+    return text if isinstance(text, str) and re.fullmatch(RUN_ID, text) else ""
+
+
+def write_run_id(run: Path, run_id: str) -> None:
+    """Record a run's id in its folder, if it is not recorded yet."""
+    if read_run_id(run) != run_id:
+        write_text(run / RUN_ID_NAME, run_id + "\n", durable=True)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without lines that a crash has cut off; none if the file cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [record for line in lines if (record := record_of(line)) is not None]
+
+
+def record_of(line: str) -> dict[str, Any] | None:
+    """The record of a line of metrics.jsonl; None if a crash has cut it off."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

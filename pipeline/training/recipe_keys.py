@@ -1,0 +1,202 @@
+"""Keys of a recipe that are no settings of a run: they are resolved when the recipe is read.
+
+`methods` has settings by objective, `reference_batch` scales learning rates, and `epochs` and `schedule.warmup_share`
+become `samples` and `schedule.warmup_steps`. A run's stored configuration therefore holds plain numbers only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from pipeline import config as cfg
+from pipeline.config import section
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.mixture import load_mixture
+from pipeline.errors import UserError
+from pipeline.objectives import parse_objective
+
+log = logging.getLogger(__name__)
+DEFAULT_OBJECTIVE = "neuclip"
+BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
+SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
+
+
+@section
+class RecipeKeys:
+    """What a recipe or the command line may say beside the settings of a run. It is resolved when the recipe is read:
+    the run's `config.yaml` holds its result."""
+
+    extends: str | None = None
+    """Only in a recipe: the name of the recipe beside it that it changes."""
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
+    """Passes over the data, instead of `samples`."""
+    reference_batch: int | None = Field(default=None, ge=1)
+    """The batch size for which the recipe's `optimizer.lr` and `objective.tau_lr` were chosen: both are multiplied by
+    batch_size / reference_batch, unless they are given as overrides."""
+    methods: dict[str, dict[str, Any]] | None = None
+    """Settings by method, `{NAME: {section: {key: value}}}`: those of `objective.name` override the rest of the recipe.
+    A method without settings here trains with its defaults."""
+
+
+@section
+class ScheduleKeys:
+    """As `RecipeKeys`, in the section `schedule`."""
+
+    warmup_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the run that is warm-up, instead of `schedule.warmup_steps`."""
+
+
+RECIPE_KEYS = (*cfg.keys(RecipeKeys), *(f"schedule.{key}" for key in cfg.keys(ScheduleKeys)))
+"""Dotted keys that a recipe may have beside those of `RunConfig`."""
+
+
+def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds the settings of each.
+
+    Those of the chosen method (`objective.name` of the overrides, else of the recipe) override the rest of the recipe.
+    A registered method without such a part is used with its own defaults, which is logged.
+
+    Raises:
+        UserError: The recipe's `methods` are malformed, or there is no such method.
+    """
+    tree = dict(recipe)
+    methods = tree.pop("methods", None)
+    if methods is None:
+        return tree
+    if not isinstance(methods, Mapping) or not all(isinstance(part, Mapping) for part in methods.values()):
+        raise UserError("methods must map names of objectives to sections, as in the recipes of jobs/recipes/.")
+    name = cfg.merge(_section(tree, "objective"), _section(above, "objective")).get("name", DEFAULT_OBJECTIVE)
+    if name not in methods:
+        parse_objective({"name": name})  # an unknown name ends here
+        log.warning(
+            "This recipe has no settings for objective.name = %s: the method's defaults are used. A part under "
+            "`methods` sets others.",
+            name,
+        )
+        return tree
+    return cfg.merge(tree, methods[name])
+
+
+def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Scale the learning rates linearly with the batch size, as FastCLIP (appendix B) does over numbers of nodes.
+
+    If a recipe has `reference_batch`, the batch size for which its `optimizer.lr` and `objective.tau_lr` were chosen,
+    both are multiplied by batch_size / reference_batch. A rate that is given as an override is not scaled.
+    """
+    tree = dict(recipe)
+    reference = tree.pop("reference_batch", None)
+    size = above.get("batch_size", tree.get("batch_size"))
+    if reference is None or size == reference:
+        return tree
+    if not all(isinstance(number, int) and number > 0 for number in (reference, size)):
+        raise UserError(f"reference_batch = {reference!r} and batch_size = {size!r} must be positive whole numbers.")
+    for section_name, key in SCALED_RATES:
+        values = _section(tree, section_name)
+        if key in values:
+            tree[section_name] = {**values, key: float(values[key]) * size / reference}
+    return tree
+
+
+def resolve_budget(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a recipe with its overrides and convert `epochs` and `schedule.warmup_share` to samples and steps.
+
+    The size of an epoch comes from the data's manifests or, if they are missing, from `plan.dataset_size`.
+
+    Args:
+        recipe: The recipe's tree.
+        above: The overrides' tree; a budget given there replaces the recipe's budget, also one in the other unit.
+
+    Raises:
+        UserError: A budget is given in both units in one place, or a value is out of range.
+    """
+    recipe, above = _without_null(BUDGETS, recipe, above)
+    _one_of(*BUDGETS, recipe, above)
+    schedules = _without_null(WARM_UPS, _section(recipe, "schedule"), _section(above, "schedule"))
+    _one_of(*WARM_UPS, *schedules)
+    recipe, above = (
+        {**tree, "schedule": schedule} if isinstance(tree.get("schedule"), Mapping) else tree
+        for tree, schedule in zip((recipe, above), schedules, strict=True)
+    )
+    below = dict(recipe)
+    if "samples" in above:
+        below.pop("epochs", None)
+    if "epochs" in above:
+        below.pop("samples", None)
+    for given, replaced in (("warmup_steps", "warmup_share"), ("warmup_share", "warmup_steps")):
+        if given in _section(above, "schedule") and replaced in _section(below, "schedule"):
+            below["schedule"] = {key: value for key, value in below["schedule"].items() if key != replaced}
+    tree = cfg.merge(below, above)
+    if "epochs" in tree:
+        tree["samples"] = _samples_of(tree.pop("epochs"), tree)
+    if "warmup_share" in _section(tree, "schedule"):
+        schedule = dict(tree["schedule"])
+        share = _number(schedule.pop("warmup_share"), "schedule.warmup_share", low=0.0, high=1.0)
+        schedule["warmup_steps"] = round(share * (_whole(tree, "samples") // _whole(tree, "batch_size")))
+        tree["schedule"] = schedule
+    return tree
+
+
+def _without_null(
+    names: tuple[str, str], recipe: Mapping[str, Any], above: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Both trees without these keys where they are null: in the overrides, that removes the recipe's."""
+    removed = {name for name in names if name in above and above[name] is None}
+    recipe = {key: value for key, value in recipe.items() if key not in removed}
+    trees = [{k: v for k, v in tree.items() if k not in names or v is not None} for tree in (recipe, above)]
+    return trees[0], trees[1]
+
+
+def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
+    """The number of samples in `epochs` epochs of whole batches."""
+    count = _number(epochs, "epochs", low=0.0, high=1e6)
+    batch = _whole(tree, "batch_size")
+    n = _epoch_samples(tree)
+    streams = DataConfig.streams if (given := _section(tree, "data").get("streams")) is None else given
+    # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
+    steps = n // streams // max(1, batch // streams) if isinstance(streams, int) and streams > 0 else n // batch
+    if steps < 1:
+        raise UserError(
+            f"An epoch of {n:,} samples does not fill one batch of batch_size = {batch}: lower batch_size (and "
+            "data.streams, which must divide it)."
+        )
+    return max(1, round(count * steps)) * batch
+
+
+def _epoch_samples(tree: Mapping[str, Any]) -> int:
+    """Samples per epoch, from the manifests of `data.sources` or, if these are missing, from `plan.dataset_size`."""
+    config = cfg.parse(DataConfig, _section(tree, "data"), prefix="data")
+    try:
+        return load_mixture(config).epoch_samples
+    except UserError as error:
+        expected = _section(tree, "plan").get("dataset_size")
+        if isinstance(expected, int):
+            return expected
+        raise UserError(f"epochs = {tree.get('epochs', '')}: the size of an epoch is not known. {error}") from error
+
+
+def _one_of(name: str, other: str, *trees: Mapping[str, Any]) -> None:
+    if any(name in tree and other in tree for tree in trees):
+        raise UserError(f"Both {name} and {other} are given, which are two ways to say the same: give one of them.")
+
+
+def _number(value: Any, name: str, *, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+        raise UserError(f"{name} = {value!r} must be a number above {low:g}, at most {high:g}.")
+    return float(value)
+
+
+def _whole(tree: Mapping[str, Any], name: str) -> int:
+    value = tree.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        given = "is required and was not given" if value is None else f"= {value!r} must be a positive whole number"
+        raise UserError(f"{name} {given}.")
+    return value
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = tree.get(name, {})
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,350 @@
+"""How a run starts: it locks its folder, and finds the checkpoint from which it continues.
+
+That is its own newest checkpoint, another run's (a fork), or one with another batch size.
+
+A fork records its origin in RUN/origin.json. The command that began it can therefore be repeated unchanged, for example
+by a scheduler: once the fork has checkpoints of its own, it continues from them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.checkpoint.layout import FOLDER_NAME, checkpoint_folders, read_meta
+from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror_store import MirrorStore
+from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
+from pipeline.config import Tree, dump, flatten, to_tree
+from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
+from pipeline.distributed.exit_record import reserve_space, start_recording, stop_recording
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.files import write_text
+from pipeline.training.recipe import CONFIG_NAME, RunConfig
+
+LOCK_NAME = ".lock"
+LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
+
+
+@contextmanager
+def hold_folder(run: RunConfig, *, world: World) -> Iterator[None]:
+    """Create the run's folder and lock it against other runs, also on other machines if the file system has locks.
+
+    Raises:
+        UserError: Another run is training in the folder, or it cannot be made. On every rank.
+    """
+    folder, problem = Path(run.output), ""
+    with ExitStack() as stack:
+        if world.is_main:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((folder / LOCK_NAME).open("a+"))
+                problem = _lock(lock, folder)
+            except OSError as error:
+                problem = (
+                    f"output = {folder} cannot be the run's folder ({error.strerror}): name a folder that can be made "
+                    "and written."
+                )
+        world.raise_together(problem)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> str:
+    """Take the lock, waiting for a run that is ending or has died. Returns an error message if it remains locked."""
+    for second in range(LOCK_SECONDS):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loading processes do not inherit this kind of lock
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return ""  # a file system without locks
+            if second == 0:
+                print(
+                    f"Waiting up to {LOCK_SECONDS} s for {_holder(file)} to leave {folder}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(1.0)
+        else:
+            file.truncate(0)
+            file.write(f"{socket.gethostname()}, process {os.getpid()}\n")
+            file.flush()
+            return ""
+    return f"Another run is training in {folder} ({_holder(file)}): stop it first, or choose another output."
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip() or "another run"
+
+
+@contextmanager
+def folder_of_a_start(run: RunConfig, *, world: World, note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A refused start removes a folder that had nothing in it, and changes nothing in one that had.
+
+    What `neuclip doctor` reads about the start before, and the run's settings, are replaced by `prepare_folder`, when
+    every check has passed; in a new folder now, so that a start that is killed leaves them, too.
+
+    Args:
+        run: The configuration.
+        world: The ranks.
+        note: Called on rank 0 to write there what else is known about this start.
+
+    Raises:
+        UserError: What the block raises.
+    """
+    folder = Path(run.output)
+    fresh = world.is_main and {path.name for path in folder.iterdir()} <= {LOCK_NAME}
+    fresh = world.gather_objects(fresh)[0]
+    if fresh:
+        prepare_folder(run, world=world)
+        if world.is_main:
+            note()
+        start_recording(folder, rank=world.rank)
+    try:
+        yield
+    except UserError:
+        if not world.is_main:
+            stop_recording()  # rank 0 records the reason, or removes the folder
+        elif fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if world.is_main:
+        note()
+    start_recording(folder, rank=world.rank)
+    reserve_space()
+
+
+def prepare_folder(run: RunConfig, *, world: World) -> None:
+    """Write the resolved configuration into the run's folder, and remove the traces of its previous start."""
+    folder = Path(run.output)
+    if world.is_main:
+        shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # maybe on more ranks
+        (folder / HEARTBEATS).mkdir(parents=True)
+        write_text(folder / CONFIG_NAME, dump(run))
+    world.barrier()
+
+
+ORIGIN_NAME = "origin.json"
+PREVIOUS = "previous_batch_size"
+"""Key of a checkpoint's meta that `in_new_steps` adds."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another folder with which a run began."""
+
+    checkpoint: str
+    """Absolute path of its folder."""
+    digest: str
+    """SHA-256 of its `checkpoint.json`; empty if it could not be read: it may have been removed since."""
+    new_batch_size: bool = False
+    """The run was begun with `--new-batch-size`."""
+
+    def is_of(self, other: Origin | None) -> bool:
+        """Whether both are the same checkpoint, as far as it could be read."""
+        if other is None or self.checkpoint != other.checkpoint:
+            return False
+        return not (self.digest and other.digest) or self.digest == other.digest
+
+
+def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> Origin | None:
+    """The origin of a run that begins with `--resume DIR`; None if DIR is in the run's own folder, or not given."""
+    if resume is None or resume == "latest":
+        return None
+    path = Path(resume).resolve()
+    if path.is_relative_to(Path(run.output).resolve()):
+        return None
+    digest = ""
+    with suppress(OSError, ValueError):
+        digest = str(read_meta(path).get("digest", ""))
+    return Origin(str(path), digest, new_batch_size)
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """The origin that a run's folder records; None if it is no fork, or the record is damaged."""
+    try:
+        return parse_origin(json.loads((folder / ORIGIN_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_origin(tree: Any) -> Origin | None:
+    """The origin in a fork's record or `checkpoint.json`; None if there is none."""
+    try:
+        return Origin(**tree)
+    except TypeError:
+        return None
+
+
+def record_origin(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> None:
+    """Write a fork's origin into its folder; a run that begins anew has none."""
+    path = Path(run.output, ORIGIN_NAME)
+    if (origin := origin_of_start(run, resume, new_batch_size=new_batch_size)) is not None:
+        if not origin.digest and origin.is_of(read_origin(path.parent)):
+            return  # what is recorded says more
+        write_text(path, json.dumps(asdict(origin)) + "\n")
+    elif resume is None:
+        path.unlink(missing_ok=True)
+
+
+def find_start(
+    run: RunConfig,
+    resume: str | None,
+    *,
+    world: World,
+    new_batch_size: bool,
+    mirror: str | None,
+    on_event: Callable[[str], None],
+) -> Checkpoint | None:
+    """The checkpoint to continue from, its steps counted in this run's batches; None for a new run. Collective.
+
+    Args:
+        run: The configuration.
+        resume: As for `setup`.
+        world: The ranks.
+        new_batch_size: Allow a checkpoint of another batch size.
+        mirror: The setting `checkpoint.mirror`; None if it is not to be asked.
+        on_event: Called with messages, on rank 0.
+
+    Raises:
+        UserError: There is no such checkpoint, or the folder or the mirror has others that contradict it.
+    """
+    folder, fallback, minutes = Path(run.output), run.checkpoint.fallback, run.engine.timeout_minutes
+    if mirror:
+        MirrorStore(mirror, folder)  # the writer opens it on rank 0 only; here, all ranks raise
+    origin = origin_of_start(run, resume, new_batch_size=new_batch_size)
+    if origin is not None and _has_begun(folder, origin, world=world, mirror=mirror):
+        on_event(f"This run was begun from {resume} and has checkpoints of its own: it continues from the newest.")
+        resume = "latest"
+    if resume == "latest" and mirror:
+        fetch_newest(folder, mirror, world=world, on_event=on_event, settings=to_tree(run), minutes=minutes)
+    checkpoint = agreed_checkpoint(folder, resume, world=world, on_event=on_event, fallback=fallback)
+    if checkpoint is None:
+        if resume == "latest":
+            places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
+            on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+        return None
+    started = in_new_steps(checkpoint, run, allowed=new_batch_size)
+    check_continuation(started, run)
+    if resume != "latest" and mirror:
+        refuse_taken(folder, mirror, resume=resume, step=started.step, world=world, minutes=minutes)
+    return started
+
+
+def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None) -> bool:
+    """Whether a fork has checkpoints of its own, also if its disk was lost and its mirror has them. Collective.
+
+    Raises:
+        UserError: The folder has checkpoints of a run with another origin. On every rank.
+    """
+    begun, problem = False, ""
+    if world.is_main and (found := checkpoint_folders(folder)):
+        begun = origin.is_of(read_origin(folder))
+        if not begun:
+            problem = (
+                f"{folder} has checkpoints ({found[-1].name} and others) of a run that was not begun from "
+                f"{origin.checkpoint}: choose another output, or continue that run with --resume latest."
+            )
+    elif world.is_main and mirror:
+        with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
+            store = MirrorStore(mirror, folder)
+            begun = any(origin.is_of(parse_origin(store.meta(name).get("origin"))) for name in store.names()[-1:])
+    world.raise_together(problem)
+    return bool(world.gather_objects(begun)[0])
+
+
+def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Checkpoint:
+    """The checkpoint with its step counted in this run's batches; unchanged if the batch size is the same.
+
+    Args:
+        checkpoint: The checkpoint to continue from.
+        run: The configuration of the run that continues it.
+        allowed: The option `--new-batch-size` is given.
+
+    Raises:
+        UserError: The batch size differs and the option is not given, or the run would continue in the same folder,
+            whose checkpoints and metrics count other steps.
+    """
+    before = int(checkpoint.meta["config"]["batch_size"])
+    if before == run.batch_size:
+        return checkpoint
+    if not allowed:
+        raise UserError(
+            f"The checkpoint was written with batch_size = {before}, and this run has {run.batch_size}. Continue with "
+            "the former, or add --new-batch-size with a new output folder: steps are then counted in new batches, the "
+            "schedule continues at the same share of `samples`, and the data after the samples already shown."
+        )
+    if checkpoint.path.resolve().is_relative_to(Path(run.output).resolve()):
+        raise UserError(
+            f"--new-batch-size counts steps anew, so that checkpoints and metrics in {run.output} would contradict "
+            f"each other: choose another output, with --resume {checkpoint.path}."
+        )
+    step = max(1, round(checkpoint.step * before / run.batch_size))
+    return replace(checkpoint, meta={**checkpoint.meta, "step": step, PREVIOUS: before})
+
+
+def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
+    """Check that a run's budget and optimizer can continue a checkpoint.
+
+    Raises:
+        UserError: The checkpoint has trained more steps, or its optimizer state is another optimizer's.
+    """
+    name, steps = checkpoint.path.name, run.total_steps
+    if checkpoint.step > steps:
+        raise UserError(
+            f"samples = {run.samples} is {steps} step{'s' * (steps != 1)} of batch_size = {run.batch_size}, but {name} "
+            f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
+            "output with --resume and the folder of an earlier checkpoint."
+        )
+    before = flatten(checkpoint.meta["config"]).get("optimizer.name", run.optimizer.name)
+    if before != run.optimizer.name:
+        raise UserError(
+            f"{name} was written with optimizer.name = {before!r}, and this run has {run.optimizer.name!r}, which "
+            "cannot continue with its state. Use the former, or begin a new run with the weights: another output, and "
+            f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
+        )
+
+
+def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
+    """What a changed batch size did, for the log; empty if it did not change.
+
+    Args:
+        checkpoint: From `in_new_steps`.
+        run: The run that continues it.
+        skipped: Samples that were skipped so that new batches begin at multiples of their size.
+    """
+    if PREVIOUS not in checkpoint.meta:
+        return ""
+    return (
+        f"New batch size: {checkpoint.meta[PREVIOUS]} -> {run.batch_size}. Steps count new batches: "
+        f"{checkpoint.path.name} is step {checkpoint.step} of {run.total_steps} now. Learning rate: the schedule "
+        f"continues at that step; warm-up has {run.schedule.warmup_steps} steps of the new size, and the peak is "
+        f"optimizer.lr = {run.optimizer.lr:g}. Data: the order of each stream is unchanged; {skipped:,} samples of "
+        "this epoch are skipped, and none is repeated. Optimizer state is kept."
+    )
+
+
+def changed_settings(before: Tree, now: Tree) -> list[str]:
+    """The settings that differ, without `output`.
+
+    One that only one of both has differs, too: the default of a new setting may compute in another way than the version
+    that did not have it.
+    """
+    old, new = flatten(before), flatten(now)
+    return [
+        f"{key} {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, "absent") != new.get(key, "absent") and key != "output"
+    ]

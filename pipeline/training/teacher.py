@@ -1,0 +1,104 @@
+"""A teacher's stored features (`neuclip features`), which `objective.distill` compares the run's own with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
+from pipeline.data.order.mixture import Mixture
+from pipeline.data.shards.caption_field import CaptionField
+from pipeline.errors import UserError
+from pipeline.objectives.distill import Teacher
+
+FEATURES, FACTS = "features.npy", "features.json"
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """What stored features are of."""
+
+    model: str
+    """Hash of the teacher's weights."""
+    source: str
+    """Where they were loaded from."""
+    tau: float
+    dim: int
+    data: list[str]
+    """Hash of each source's contents; sample ids run over the sources in this order."""
+    caption: str
+    samples: int
+
+    def file(self, folder: Path) -> FeatureFile:
+        """The file of the features: image and text, one behind the other."""
+        return FeatureFile(folder / FEATURES, samples=self.samples, dim=2 * self.dim, dtype=torch.float16)
+
+
+class StoredTeacher:
+    """A teacher whose features are read by sample id.
+
+    Args:
+        folder: Output of `neuclip features`.
+
+    Raises:
+        UserError: It has no complete features.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        again = "run `neuclip features` again, which adds what is missing"
+        try:
+            tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            self.facts = TeacherFacts(**tree["facts"])
+            file = self.facts.file(folder)
+            whole = "stored" in tree and file.path.stat().st_size == file.file_bytes
+            if whole:
+                self._store = FeatureStore(file, writable=False)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"data.teacher_features={folder}: no features of `neuclip features` ({error}).") from error
+        if not whole:
+            raise UserError(f"data.teacher_features={folder}: the features are not complete: {again}.")
+        self._hint = f"{folder} has no features of sample {{}}, or damaged ones: {again}."
+
+    def of(self, sample_ids: Tensor, *, device: torch.device) -> Teacher:
+        """The teacher's features of samples, [b] int64, on the device.
+
+        Raises:
+            UserError: Those of a sample are missing or damaged.
+        """
+        ids = sample_ids.tolist()
+        records = [self._store.read(sample_id) for sample_id in ids]
+        for sample_id, record in zip(ids, records, strict=True):
+            if record is None:
+                raise UserError(self._hint.format(sample_id))
+        values = np.frombuffer(b"".join(record or b"" for record in records), dtype="<f2").reshape(len(ids), -1)
+        image, text = torch.from_numpy(values.copy()).to(device, non_blocking=True).float().chunk(2, dim=1)
+        return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
+
+
+def open_teacher(config: DataConfig, mixture: Mixture) -> StoredTeacher | None:
+    """The teacher of a run with this data; None without one.
+
+    Raises:
+        UserError: The features are not complete, or of other data.
+    """
+    if config.teacher_features is None:
+        return None
+    teacher = StoredTeacher(Path(config.teacher_features))
+    captions = sorted({str(CaptionField.parse(source.caption or config.caption)) for source in config.sources})
+    found = {"data": teacher.facts.data, "captions": [teacher.facts.caption]}
+    wanted = {"data": list(mixture.digests), "captions": captions}
+    if other := [name for name in wanted if wanted[name] != found[name]]:
+        raise UserError(
+            f"data.teacher_features={config.teacher_features} are of other {' and '.join(other)} than this run "
+            f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
+            "data.sources, in their order, with --caption as in data.caption."
+        )
+    return teacher

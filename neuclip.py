@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeline.data.dataset import dataset
     from pipeline.errors import UserError
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.similarity import score
     from pipeline.model.evaluation_model import load_for_evaluation as load
     from pipeline.objectives import build_objective
 
-__all__ = ["UserError", "__version__", "build_objective", "evaluate", "load", "score"]
+__all__ = ["UserError", "__version__", "build_objective", "dataset", "evaluate", "load", "score"]
 
 try:
     __version__ = metadata.version("neuclip")
@@ -37,6 +38,7 @@ except metadata.PackageNotFoundError:  # a copy of the repository that is not in
 _PUBLIC = {
     "UserError": ("pipeline.errors", "UserError"),
     "build_objective": ("pipeline.objectives", "build_objective"),
+    "dataset": ("pipeline.data.dataset", "dataset"),
     "evaluate": ("pipeline.evaluation", "evaluate"),
     "load": ("pipeline.model.evaluation_model", "load_for_evaluation"),
     "score": ("pipeline.evaluation.similarity", "score"),

@@ -11,9 +11,13 @@ if "train" in sys.argv[1:3]:  # also after --debug
 
 import importlib
 import os
+import signal
 import textwrap
+import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -41,10 +45,15 @@ COMMANDS = {
         "Compute a run's exact log-normalizers and the error of its method's estimates.",
     ),
     "score": ("jobs.score", "Score every image-text pair of a dataset by how well it fits, to filter data."),
+    "features": ("jobs.write_features", "Store a teacher's features of every sample of a dataset, for distillation."),
     "study": ("jobs.study", "Run a study (the papers' tables, small or in full) and render its tables and figures."),
     "report": ("jobs.report", "Write the HTML and markdown report of a run."),
     "settings": ("jobs.settings", "List settings with their defaults and meanings."),
 }
+
+
+ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+"""torch's name of the variable, and its older one."""
 
 
 class LazyGroup(click.Group):
@@ -90,10 +99,12 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     """Run a click command and exit: 0 done, 2 the user can fix it, 70 a bug of the program, 130 interrupted."""
     # OpenMP threads that spin while waiting take CPU cores from data-loading workers and other ranks.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    use_expandable_segments()
     _keep_working_folder_off_the_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    interrupts = _noted_interrupts()
     try:
         result = command.main(arguments, prog_name=prog_name, standalone_mode=False)
     except click.exceptions.Abort:
@@ -101,6 +112,9 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     except KeyboardInterrupt:
         _fail("Interrupted.", EXIT_INTERRUPTED)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            hint = _setting_hint(error.option_name, arguments)
+            error = click.UsageError(f"{error.format_message()}{hint}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:
@@ -110,6 +124,8 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if interrupts:  # modules written in C turn one into an ImportError or a SystemError
+            _fail("Interrupted.", EXIT_INTERRUPTED)
         if is_out_of_memory(error):
             _fail(
                 f"{error} Lower engine.micro_batch, or set model.grad_checkpointing=true: docs/cluster.md, 'A large "
@@ -126,12 +142,51 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     _leave(result if isinstance(result, int) else 0)
 
 
+def _setting_hint(option: str, arguments: Sequence[str]) -> str:
+    """For `--optimizer.lr 1e-3`: that settings are written optimizer.lr=1e-3."""
+    key = option.lstrip("-").replace("-", "_")
+    if "." not in key and (not arguments or arguments[0] not in ("train", "plan")):
+        return ""
+    from pipeline.config import SYNONYMS
+
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    following = words[words.index(option) + 1 :] if option in words else []
+    value = following[0] if following and not following[0].startswith("--") else "VALUE"
+    if "." in key:
+        return f" Settings are written without dashes: {key}={value}"
+    return f" Settings are written without dashes, SECTION.KEY={value}: `neuclip settings {SYNONYMS.get(key, key)}`."
+
+
+def _noted_interrupts() -> list[int]:
+    """A list to which every SIGINT is added before it raises KeyboardInterrupt."""
+    noted: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    return noted
+
+
 def _keep_working_folder_off_the_path() -> None:
     """Let child processes (`python -m ...`) import our packages, and not a `pipeline.py` of the working folder."""
     os.environ["PYTHONSAFEPATH"] = "1"
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if ROOT.name not in ("site-packages", "dist-packages") and str(ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *paths])
+
+
+def use_expandable_segments(devices: Path = Path("/dev")) -> None:
+    """Let torch's CUDA allocator grow its segments where there is an NVIDIA GPU, unless the user configures it.
+
+    Texts have another width in every batch, so that segments of a fixed size become fragmented. torch reads the setting
+    when it first allocates, and child processes inherit it.
+    """
+    if not ALLOCATOR_SETTINGS & os.environ.keys() and any(devices.glob("nvidia[0-9]*")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _fail(message: str, code: int) -> NoReturn:

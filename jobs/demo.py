@@ -174,7 +174,7 @@ def train(run: Any) -> tuple[int, str]:
     """
     from pipeline.checkpoint.layout import finished_checkpoints, step_of
     from pipeline.distributed.workers import preload
-    from pipeline.evaluation.runner.images import WORKER_IMPORTS
+    from pipeline.evaluation.run.images import WORKER_IMPORTS
     from pipeline.training.run import train as train_run
 
     done = finished_checkpoints(Path(run.output))

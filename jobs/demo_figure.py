@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shlex
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from pipeline.files import write_text
+from pipeline.pixels import read_rgb
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 DATA_NAME = "demo.json"
@@ -50,7 +52,8 @@ def collect(run: Path) -> dict[str, Any]:
     if found.latest is None:
         from pipeline.errors import UserError
 
-        raise UserError(f"{run} has no evaluation: run `neuclip demo`, or `neuclip evaluate {run} --suite FOLDER`.")
+        evaluate = f"neuclip evaluate {shlex.quote(str(run))} --suite FOLDER"
+        raise UserError(f"{run} has no evaluation: run `neuclip demo`, or `{evaluate}`.")
     tasks = sorted(found.latest.of("classification"), key=lambda score: -(score.times_chance or 0))
     retrieval = found.latest.of("retrieval")[0]
     examples = found.latest.examples
@@ -72,9 +75,7 @@ def collect(run: Path) -> dict[str, Any]:
 
 
 def _thumbnail(path: Path) -> str:
-    from PIL import Image
-
-    image = Image.open(path).convert("RGB").resize((2 * SIDE, 2 * SIDE))
+    image = read_rgb(path.read_bytes()).resize((2 * SIDE, 2 * SIDE))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=80)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -134,7 +135,7 @@ def _task(task: dict[str, Any], top: int, look: dict[str, str]) -> list[str]:
         f'<rect x="{x}" y="{top + 2}" width="{width}" height="15" rx="4" fill="{look["track"]}"/>',
         f'<rect x="{x}" y="{top + 2}" width="{width * task["score"]:.1f}" height="15" rx="4" fill="{look["bar"]}"/>',
         f'<rect x="{mark - 1:.1f}" y="{top - 1}" width="2" height="21" fill="{look["ink"]}"/>',
-        _text(x + width + 12, top + 14, f"{100 * task['score']:.0f} %", look["ink"], size=14),
+        _text(x + width + 12, top + 14, f"{100 * task['score']:.0f}%", look["ink"], size=14),
     ]
 
 

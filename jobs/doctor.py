@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from jobs.known_settings import load_run
+from jobs.recipe_path import TRAINING, RecipePath
 
 if TYPE_CHECKING:
     from pipeline.planning.node_checks import DoctorFinding
@@ -26,7 +30,10 @@ MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "broken": ("BROKEN
 @click.option(
     "--needs-gib", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Free space needed in it."
 )
+@click.option("--recipe", type=RecipePath(TRAINING), help="Compare loading with what this recipe's steps take.")
 @click.option("--data", "manifests", multiple=True, help="Folder of shards to try reading; may be given several times.")
+@click.option("--allow-commands", is_flag=True, help="Run the commands that --data's manifest names as shards.")
+@click.option("--allow-outside", is_flag=True, help="Read shards that --data's manifest names outside of its folder.")
 @click.option(
     "--constraints",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -38,7 +45,10 @@ def command(
     quick: bool,
     output: Path,
     needs_gib: float,
+    recipe: str | None,
     manifests: tuple[str, ...],
+    allow_commands: bool,
+    allow_outside: bool,
     constraints: Path | None,
     ranks: int,
 ) -> int:
@@ -55,7 +65,10 @@ def command(
     if constraints is None and Path("constraints.txt").is_file():
         constraints = Path("constraints.txt")
     found = []
-    for finding in examine(output, needs_gib=needs_gib, manifests=manifests, constraints=constraints, ranks=ranks):
+    allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
+    for finding in examine(
+        output, needs_gib=needs_gib, recipe=recipe, manifests=manifests, constraints=constraints, ranks=ranks, **allowed
+    ):
         show(finding)
         found.append(finding)
     count = sum(finding.status == "broken" for finding in found)
@@ -64,26 +77,42 @@ def command(
 
 
 def examine(
-    output: Path, *, needs_gib: float, manifests: tuple[str, ...], constraints: Path | None, ranks: int
+    output: Path,
+    *,
+    needs_gib: float,
+    recipe: str | None,
+    manifests: tuple[str, ...],
+    constraints: Path | None,
+    ranks: int,
+    **allowed: bool,
 ) -> Iterator[DoctorFinding]:
     """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
     from pipeline.planning import node_checks
+    from pipeline.planning.collectives import check_collectives
 
     yield from node_checks.check_packages(constraints)
     yield node_checks.check_compiler()
     yield from node_checks.check_memory()
     yield from node_checks.check_disk(output, needed_gib=needs_gib)
+    with ThreadPoolExecutor(1) as pool:  # other processes, which import torch, too
+        gloo = pool.submit(check_collectives, "cpu", ranks=ranks)
+        import torch
+
+        from pipeline.planning.loading_check import check_loading
+
+        yield gloo.result()
+
+    gpus, needed = max(1, torch.cuda.device_count()), None
+    if recipe is not None:
+        from pipeline.planning.run_plan import plan_run
+
+        run = load_run(recipe, ())
+        needed = plan_run(run, gpus=run.plan.gpus).pairs_per_second
     for manifest in manifests:
-        yield from node_checks.check_data(manifest)
-    import torch
-
-    from pipeline.planning.loading_check import check_loading
-
-    yield check_loading(manifests, ranks=max(1, torch.cuda.device_count()))
-    yield node_checks.check_collectives("cpu", ranks=ranks)
-
+        yield from node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)
+    yield check_loading(manifests, ranks=gpus, needed=needed, **allowed)
     if torch.cuda.is_available():  # before this process allocates GPU memory itself
-        yield node_checks.check_collectives("cuda", ranks=torch.cuda.device_count())
+        yield check_collectives("cuda", ranks=torch.cuda.device_count())
     yield from node_checks.check_gpus()
 
 

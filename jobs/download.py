@@ -36,18 +36,16 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
     defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
     `--recipe icons` renders the icons of an npm package instead (data_prep/settings/icons_config.py).
     """
-    from data_prep.dataset.disk_errors import disk_errors_explained
     from data_prep.settings.icons_config import IconsConfig, parse_download
     from pipeline.config import merge, parse_overrides, read_yaml
 
     config = parse_download(merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))
-    with disk_errors_explained(config.output):
-        if not isinstance(config, IconsConfig):
-            _run(config, plan_only=plan_only, retry_failed=retry_failed)
-        elif plan_only or retry_failed:
-            raise click.UsageError("--plan-only and --retry-failed are for tables of URLs; icons have none.")
-        else:
-            _run_icons(config)
+    if not isinstance(config, IconsConfig):
+        _run(config, plan_only=plan_only, retry_failed=retry_failed)
+    elif plan_only or retry_failed:
+        raise click.UsageError("--plan-only and --retry-failed are for tables of URLs; icons have none.")
+    else:
+        _run_icons(config)
 
 
 def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None:
@@ -73,7 +71,7 @@ def _run_icons(config: IconsConfig) -> None:
     from data_prep.icons.make_icons import make_icons
     from jobs.pairs import RowsBar
 
-    with RowsBar() as show:
+    with RowsBar("drawing icons") as show:
         made = make_icons(config, on_rows=show)
     click.echo(summary(made.manifest, Path(config.output), what="icons"))
     tasks = ", ".join(f"{task} ({facts['samples']:,})" for task, facts in made.tasks.items())

@@ -15,7 +15,7 @@ import click
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.runner.evaluator import Evaluation
+    from pipeline.evaluation.run.evaluator import Evaluation
 
 EXIT_SOME_FAILED = 1
 SHOWN_LEFT_OUT = 3
@@ -46,8 +46,8 @@ def command(
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
-    from pipeline.evaluation.runner.evaluator import EvaluationConfig
-    from pipeline.evaluation.runner.processes import start_processes
+    from pipeline.evaluation.run.evaluator import EvaluationConfig
+    from pipeline.evaluation.run.session import start_processes
     from pipeline.report.tensorboard_scores import update_scores
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
@@ -58,6 +58,7 @@ def command(
     opened = open_suite(suite, data=data)
     if tasks:
         opened = opened.only(tasks)
+    opened.check_places()
     with start_processes(device) as processes:
         say = click.echo if processes[0].rank == 0 else (lambda text: None)
         for line in _heading(checkpoints):
@@ -110,7 +111,7 @@ def _heading(sources: Sequence[str]) -> list[str]:
 
 def _report(evaluation: Evaluation) -> list[str]:
     """The summary: all tasks of this suite with these settings, evaluated now or earlier in the same folder."""
-    from pipeline.evaluation.runner.aggregate import describe
+    from pipeline.evaluation.run.summary import describe
 
     summary = evaluation.summary
     if summary is None:  # on all processes but the first

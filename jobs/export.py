@@ -58,7 +58,7 @@ def command(
         click.echo(f"{path.stat().st_size:>14,} B  {path}")
     click.echo(f"Step {chosen.step:,} exported; largest difference from the trained model {exported.difference:.1e}.")
     if push:
-        from pipeline.export.hub_upload import push as upload
+        from pipeline.export.exporter import push as upload
 
         click.echo(f"Uploaded: {upload(output, push, private=private)}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 
@@ -26,33 +28,26 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     'pipe:aws s3 cp s3://bucket/{00000..41407}.tar -'. The id of a sample is its position in this order. After an
     interruption, the same command continues where it stopped.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from jobs.pairs import RowsBar
     from pipeline.config import parse
     from pipeline.data.data_config import DataConfig
     from pipeline.data.shards.caption_field import CaptionField
     from pipeline.data.shards.make_manifest import index_shards
+    from pipeline.data.shards.storage import COMMAND, OUTSIDE
     from pipeline.errors import UserError
 
     try:
         field = CaptionField.parse(caption)
     except ValueError as error:
         raise UserError(f"--caption {error}.") from error
-    columns = (TextColumn("reading shards"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
+    with RowsBar("reading shards") as show:
         indexed = index_shards(
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )
     manifest = indexed.manifest
     click.echo(
         f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB: "
-        f"{folder}/manifest.json"
+        f"{folder}/manifest.json (to look at them: neuclip report {shlex.quote(str(folder))})"
     )
     for name, problem in indexed.left_out.items():
         click.echo(f"  left out: {name} {problem}")
@@ -66,8 +61,14 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
         )
     elif bad:
         click.echo("Training replaces each of these by another sample.")
-    where = "" if caption == "txt" else f" data.caption={caption}"
-    click.echo(f"Train with data.sources={folder}{where}")
+    commands, outside = (manifest.shards.places[kind][0] for kind in (COMMAND, OUTSIDE))
+    settings = (
+        f"data.sources={folder}",
+        f"data.caption={caption}" if caption != "txt" else "",
+        "data.allow_commands=true" if commands else "",
+        "data.allow_outside=true" if outside else "",
+    )
+    click.echo(f"Train with {' '.join(filter(None, settings))}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import click
+
+from pipeline.cores import usable_cores
 
 FROM_SCRATCH = 100_000
 """Pairs from which on training from scratch is suggested: a rule of thumb, see docs/own-data.md."""
@@ -19,6 +21,13 @@ RECIPES_BATCH = 256
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--image", metavar="COLUMN", help="Column of the image: a path or the encoded bytes [detected].")
 @click.option("--caption", metavar="COLUMN", help="Column, tar suffix or JSON field of the caption [detected].")
+@click.option(
+    "--captions",
+    type=click.Choice(["several", "one"]),
+    default="several",
+    show_default=True,
+    help='What a list in a caption\'s text, such as ["a", "b"], and a .txt file of several lines are.',
+)
 @click.option(
     "--images",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -40,6 +49,7 @@ def command(
     output: Path,
     image: str | None,
     caption: str | None,
+    captions: str,
     images: Path | None,
     header: str | None,
     split: str | None,
@@ -66,6 +76,7 @@ def command(
     options = SourceOptions(
         image=image,
         caption=caption,
+        captions="one" if captions == "one" else None,
         images=images,
         header=tuple(name.strip() for name in header.split(",")) if header else (),
         split=split,
@@ -78,14 +89,14 @@ def command(
         options=options,
         image=ImageOptions(size=size, quality=quality, raw=raw),
         shard_size=shard_size,
-        processes=processes or len(os.sched_getaffinity(0)),
+        processes=processes or usable_cores(),
     )
-    with RowsBar() as show:
+    with RowsBar("converting rows") as show:
         outcome = make_shards(config, on_rows=show)
     manifest = outcome.manifest
-    megabytes = manifest.bytes / 1e6
+    megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
     click.echo(
-        f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {len(manifest.shards):,} shards, "
+        f"{manifest.n:,} of {manifest.attempted:,} rows gave a sample: {shards:,} shard{'s' * (shards != 1)}, "
         f"{megabytes:,.1f} MB in {output}"
     )
     for reason, count in Counter(manifest.failures).most_common():
@@ -93,13 +104,16 @@ def command(
         click.echo(f"  dropped {count:>8,}  {reason}: {', '.join(places)}{', ...' if count > len(places) else ''}")
     if manifest.failures:
         click.echo(f"  every dropped row: {output / DROPPED_NAME}")
+    click.echo(f"  to look at them: neuclip report {shlex.quote(str(output))}")
     field = ""
     if outcome.several_captions:
         field = " data.caption=json:captions"
         click.echo(f"{outcome.several_captions:,} samples have several captions; one of them is drawn each time.")
     recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
-    settings = f"data.sources={output}{field}{_small_batch(manifest.n)}"
-    click.echo(f"Train with: neuclip train --recipe {recipe} {settings} output=runs/mine")
+    source = shlex.quote(f"data.sources={output}")
+    click.echo(
+        f"Train with: neuclip train --recipe {recipe} {source}{field}{_small_batch(manifest.n)} output=runs/mine"
+    )
     if recipe == "finetune":
         click.echo(
             f"It starts from a published model. Fewer than {FROM_SCRATCH:,} pairs teach little from scratch, which is "
@@ -114,13 +128,13 @@ def _small_batch(samples: int) -> str:
 
 
 class RowsBar:
-    """A progress bar over rows, shown only on a terminal."""
+    """A progress bar, shown only on a terminal; `what` says what is counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("converting rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=None)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from jobs.completion import complete_settings
+from jobs.known_settings import complete_settings, load_run
 from jobs.recipe_path import TRAINING, RecipePath
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
+GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
+"""By their dense peaks in bf16, as `plan.peak_tflops` lists them."""
 
 
 @click.command(name="plan")
@@ -36,20 +39,25 @@ def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float
     With --measure, the data must be there: loader, steps, both together, a checkpoint and an evaluation's forward pass
     are measured on this machine with one rank's share of the batch.
     """
-    from pipeline.planning.run_plan import plan_run
-    from pipeline.training.recipe import load_recipe
+    run = load_run(recipe, overrides)
+    from pipeline.model.architectures import load_open_clip_without_foreign_towers
 
-    run = load_recipe(recipe, overrides)
+    load_open_clip_without_foreign_towers()
+    from pipeline.planning.run_plan import plan_run
+
     plan = plan_run(run, gpus=ranks or run.plan.gpus)
-    title = f"{run.objective.name} on {run.model.arch}: {plan.gpus} x {plan.local_batch} pairs"
+    title = f"{run.objective.name} on {plan.architecture}: {plan.gpus} x {plan.local_batch} pairs"
     _print_memory(plan, title=title, capacity=run.plan.gpu_gib)
     lines = describe_cost(plan, mfu=run.plan.mfu, peak_tflops=run.plan.peak_tflops)
     if plan.data is not None:
-        lines += describe_data(plan.data, total_steps=run.total_steps)
+        lines += describe_data(plan.data, total_steps=run.total_steps, workers=plan.workers)
     else:
-        size = f"{plan.dataset_size:,} samples of about {_size(run.plan.sample_bytes)} expected"
-        lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all. {plan.data_missing}")]
+        size = f"{_count(plan.dataset_size, 'sample')} of about {_size(run.plan.sample_bytes)} assumed"
+        lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
+    lines.append(("loading", describe_loading(plan, images_per_core=run.plan.images_per_core)))
     _print_lines(lines)
+    if plan.data is None:
+        click.echo(f"\nThe data is assumed, not read: {plan.data_missing}")
     if measure:
         _print_lines(describe_measurement(run, ranks=plan.gpus, seconds=seconds))
 
@@ -74,7 +82,7 @@ def describe_measurement(run: RunConfig, *, ranks: int, seconds: float) -> list[
         f"{found.data_wait:.0%} waiting for data"
     )
     return [
-        ("MEASURED", f"one rank, {found.local_batch} pairs a step, {found.workers} workers"),
+        ("MEASURED", f"one rank, {found.local_batch} pairs a step, {found.cores} cores, {found.workers} workers"),
         ("loader alone", f"{found.loader:,.1f} samples/s"),
         ("steps alone", f"{found.step:,.1f} samples/s ({phases})"),
         ("together", together),
@@ -99,21 +107,38 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
         (
             "budget",
             (
-                f"{cost.steps:,} steps, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
-                f"{cost.text_tokens:.3g} text tokens"
+                f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
+                f"{cost.text_tokens:,.0f} text tokens"
             ),
         ),
         (
             "time",
             (
-                f"{cost.flops:.3g} FLOP; at {mfu:.2%} of {peak_tflops:g} TFLOP/s {cost.gpu_hours:,.0f} GPU hours, "
-                f"{hours:,.1f} h on {plan.gpus} GPUs"
+                f"{_size(cost.flops, 'FLOP')}; at {mfu:.2%} of {_gpu(peak_tflops)} {_hours(cost.gpu_hours)} GPU hours, "
+                f"{_hours(hours)} h on {_count(plan.gpus, 'GPU')}"
             ),
         ),
         *([("image features", _features(plan))] if plan.features_bytes is not None else []),
         *(stages if len(stages) > 1 else []),
         *([("communication", _communication(plan))] if plan.gpus > 1 else []),
     ]
+
+
+def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
+    """What the steps take from loader and storage, and whether the workers deliver it."""
+    from pipeline.data.data_config import LEAST_LOADING
+
+    rate, workers = plan.pairs_per_second, max(1, plan.workers)
+    cores = rate / images_per_core
+    text = (
+        f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:.1f} "
+        f"cores for decoding, on all {_count(plan.gpus, 'GPU')} {_size(plan.gpus * rate * plan.sample_bytes)}/s and "
+        f"{plan.gpus * cores:.1f} cores, at {images_per_core:g} images/s a core (plan.images_per_core); "
+        f"{_count(workers, 'worker')} per GPU, if there are as many cores, load {workers / cores:.1f} times as fast"
+    )
+    if workers < LEAST_LOADING * cores:
+        text += f": TOO SLOW, use data.workers={math.ceil(LEAST_LOADING * cores)} or store smaller images"
+    return text
 
 
 def _features(plan: RunPlan) -> str:
@@ -128,8 +153,8 @@ def _features(plan: RunPlan) -> str:
 def _communication(plan: RunPlan) -> str:
     """What a rank contributes to collectives in a step."""
     return (
-        f"a rank contributes {_size(plan.objective_bytes)} in {plan.objective_calls} collectives of the objective and "
-        f"{_size(plan.gradient_bytes)} of gradients per step"
+        f"a rank contributes {_size(plan.objective_bytes)} in {_count(plan.objective_calls, 'collective')} of the "
+        f"objective and {_size(plan.gradient_bytes)} of gradients per step"
     )
 
 
@@ -160,7 +185,7 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, caption=_memory_note(plan), caption_justify="left")
+    table = Table(title=title, caption=_memory_note(plan, capacity=capacity), caption_justify="left")
     names = ("weights", "gradients", "masters", "moments", "buffers", "activations", "objective", "GiB", "fits")
     table.add_column("ZeRO")
     for name in names:
@@ -170,10 +195,10 @@ def _print_memory(plan: RunPlan, *, title: str, capacity: float) -> None:
     Console(soft_wrap=False, width=None if Console().is_terminal else 110).print(table)
 
 
-def _memory_note(plan: RunPlan) -> str:
+def _memory_note(plan: RunPlan, *, capacity: float) -> str:
     note = (
         f"Estimates for one GPU. Activations: what autograd saves for {plan.micro_batch} pairs with fused attention. "
-        "Fits: below 90% of the GPU's memory; the rest is for workspaces of kernels and fragmentation."
+        f"Fits: below 90% of {capacity:g} GiB (plan.gpu_gib); the rest is for workspaces of kernels and fragmentation."
     )
     if plan.objective.per_sample:
         per_gpu = plan.objective.per_sample * plan.dataset_size / plan.gpus
@@ -187,21 +212,28 @@ def _print_lines(lines: Sequence[tuple[str, str]]) -> None:
         click.echo(f"{label:<16} {text}")
 
 
-def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
+def describe_data(plan: DataPlan, *, total_steps: int, workers: int) -> list[tuple[str, str]]:
     """The data plan as lines of (label, text)."""
     layout, quality = plan.layout, plan.quality
     epochs = total_steps / layout.steps
     per_rank = layout.streams // plan.ranks
-    share = per_rank / max(1, plan.workers)
+    share = per_rank / max(1, workers)
     place = "seeked over" if plan.seeks else "read"
+    unused = "every sample is in a batch"
+    if layout.dropped:
+        unused = f"{_count(layout.dropped, 'sample')} left over, which fill no batch"
     return [
-        ("data", f"{plan.samples:,} samples in {plan.shards:,} shards, {_size(plan.bytes)}"),
-        ("epoch", f"{layout.steps:,} steps of {layout.global_batch:,}; {layout.dropped:,} samples are in no batch"),
-        ("run", f"{total_steps:,} steps, {epochs:.2f} epochs, {total_steps * layout.global_batch:,} samples seen"),
+        ("data", f"{_count(plan.samples, 'sample')} in {_count(plan.shards, 'shard')}, {_size(plan.bytes)}"),
+        ("epoch", f"{_count(layout.steps, 'step')} of {layout.global_batch:,}; {unused}"),
+        (
+            "run",
+            f"{_count(total_steps, 'step')}, {epochs:.2f} epochs, {total_steps * layout.global_batch:,} samples seen",
+        ),
         (
             "layout",
             (
-                f"{layout.streams} streams of {layout.stream_length:,} samples, {layout.rows} rows of a batch each; "
+                f"{_count(layout.streams, 'stream')} of {_count(layout.stream_length, 'sample')}, "
+                f"{_count(layout.rows, 'row')} of a batch each; "
                 f"{per_rank} per rank, {share:.1f} per worker"
             ),
         ),
@@ -229,12 +261,26 @@ def describe_data(plan: DataPlan, *, total_steps: int) -> list[tuple[str, str]]:
     ]
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
+def _size(count: float, unit: str = "B") -> str:
+    for prefix in ("", "k", "M", "G", "T", "P"):
         if count < 1000:
-            return f"{count:.3g} {unit}"
+            return f"{count:.3g} {prefix}{unit}"
         count /= 1000
-    return f"{count:.3g} PB"
+    return f"{count:,.3g} E{unit}" if count < 1000 else f"{count:,.0f} E{unit}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _gpu(peak_tflops: float) -> str:
+    """The assumed peak, with the GPUs that have it."""
+    name = GPUS.get(peak_tflops)
+    return f"{peak_tflops:g} TFLOP/s ({f'{name}, ' if name else ''}plan.peak_tflops)"
 
 
 if __name__ == "__main__":

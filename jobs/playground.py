@@ -46,8 +46,8 @@ def command(
     `playground`.
     """
     from pipeline.data.shards.caption_field import CaptionField
-    from pipeline.evaluation.runner.checkpoint_model import load_checkpoint
-    from pipeline.evaluation.runner.processes import start_processes
+    from pipeline.evaluation.run.checkpoint import load_checkpoint
+    from pipeline.evaluation.run.session import start_processes
     from pipeline.playground.explorer import Explorer
     from pipeline.playground.http_api import LOOPBACK, listen, make_app, serve
 

@@ -15,6 +15,11 @@ TRAINING = Path(__file__).parent / "recipes"
 DOWNLOAD = TRAINING / "download"
 
 
+def recipe_names(folder: Path) -> tuple[str, ...]:
+    """The names of the recipes in a folder, sorted."""
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
 class RecipePath(click.ParamType):
     """A recipe's path (`jobs/recipes/cc12m.yaml` or any other) or name (`cc12m`).
 
@@ -33,7 +38,7 @@ class RecipePath(click.ParamType):
             return str(given)
         if named.is_file():
             return str(named)
-        known = tuple(sorted(path.stem for path in self.folder.glob("*.yaml")))
+        known = recipe_names(self.folder)
         raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

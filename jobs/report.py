@@ -1,4 +1,4 @@
-"""`neuclip report`: a self-contained page about one run, or a comparison of several runs."""
+"""`neuclip report`: a self-contained page about one run or one data set, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,53 @@ import click
 )
 @click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
 @click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")
-def command(runs: tuple[Path, ...], output: Path | None, tensorboard: bool, mixed: bool) -> None:
-    """Write report.html and report.md of one RUN, or a comparison of several.
+@click.option("--caption", default="txt", show_default=True, help="Of a data set: a member's suffix, or json:FIELD.")
+@click.option("--allow-commands", is_flag=True, help="Run the commands that a data set's manifest names as shards.")
+@click.option("--allow-outside", is_flag=True, help="Read shards outside of a data set that its manifest names.")
+def command(
+    runs: tuple[Path, ...],
+    output: Path | None,
+    tensorboard: bool,
+    mixed: bool,
+    caption: str,
+    allow_commands: bool,
+    allow_outside: bool,
+) -> None:
+    """Write report.html and report.md of one RUN, or a comparison of several, or report.html of one data set.
 
     A RUN is a folder written by `neuclip train` or `neuclip demo`. The report lists what is missing. The HTML page
     needs no other files and no network. A comparison also writes its tables as markdown, CSV and LaTeX, with
     differences from the first RUN and their bootstrap confidence intervals. If a run logs to TensorBoard, its scores
     are added there.
+
+    A data set is a folder with a manifest.json, of `neuclip download`, `pairs` or `manifest`. Its page shows samples,
+    what was left out and why, sizes, captions, languages and near duplicates.
     """
+    from pipeline.errors import UserError
     from pipeline.report import write_report
 
+    if data := [folder for folder in runs if (folder / "manifest.json").is_file()]:
+        if len(runs) > 1:
+            raise UserError(f"{data[0]} is a data set, not a run: report on data sets one by one.")
+        click.echo(_data_report(data[0], output, caption, allow_commands=allow_commands, allow_outside=allow_outside))
+        return
     click.echo(write_report(runs, output=output, mixed=mixed))
     if tensorboard:
         from pipeline.report.tensorboard_scores import update_scores
 
         for folder in runs:
             update_scores(folder)
+
+
+def _data_report(folder: Path, output: Path | None, caption: str, **allowed: bool) -> Path:
+    from data_prep.dataset.ingest_report import write_report
+    from pipeline.data.shards.caption_field import CaptionField
+
+    try:
+        field = CaptionField.parse(caption)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--caption") from error
+    return write_report(folder, output=output, caption=field, **allowed)
 
 
 if __name__ == "__main__":

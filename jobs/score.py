@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+
+PAGE_NAME = "worst.html"
+SHOWN_CUT = 0.1
+PROGRESS_SECONDS = 30.0
 
 
 @click.command(name="score", epilog="With several ranks: torchrun --nproc-per-node 8 -m jobs.score MODEL ...")
@@ -24,8 +31,10 @@ import click
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifest names as shards.")
+@click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifest names.")
 @click.option("--list-worst", nargs=2, type=(click.FloatRange(0, 1), click.Path()), metavar="SHARE FILE",
-              help="Write the keys of the worst share, for `neuclip verify --remove`.")  # fmt: skip
+              help="Write the names of the worst share, for `neuclip verify --remove`.")  # fmt: skip
 @click.option("--index-best", nargs=2, type=(click.FloatRange(0, 1), click.Path()), metavar="SHARE FILE",
               help="Write the uids of the best share as .npy, for `subset.index` of `neuclip download`.")  # fmt: skip
 def command(
@@ -38,6 +47,8 @@ def command(
     batch_size: int,
     workers: int,
     device: str,
+    allow_commands: bool,
+    allow_outside: bool,
     list_worst: tuple[float, str] | None,
     index_best: tuple[float, str] | None,
 ) -> None:
@@ -45,23 +56,41 @@ def command(
 
     MODEL is a run, a checkpoint, an exported folder, or ARCH:PRETRAINED. OUTPUT/scores.parquet has one row per sample:
     its id, key and uid, the cosine, the log-normalizers of image and text, and the score. Samples that cannot be read
-    have a `problem` instead. Run it again to continue a stopped job.
+    have a `problem` instead. OUTPUT/worst.html shows the pairs to look at before the worst are removed. Run it again to
+    continue a stopped job.
     """
     import numpy as np
 
-    from pipeline.analysis.pair_scores import TABLE_NAME, best_uids, join_parts, score_shards, start_output, worst_keys
+    from pipeline.analysis.contact_sheet import write_contact_sheet
+    from pipeline.analysis.pair_scores import (
+        FACTS_NAME,
+        TABLE_NAME,
+        best_uids,
+        check_uids,
+        join_parts,
+        score_shards,
+        start_output,
+        worst_keys,
+    )
     from pipeline.analysis.scorer import make_scorer
     from pipeline.data.shards.caption_field import CaptionField
-    from pipeline.data.shards.manifest_format import load_manifest
+    from pipeline.data.shards.manifest_format import check_keys, load_manifest
     from pipeline.distributed.world import start_world
-    from pipeline.files import replacing, write_text
+    from pipeline.files import check_writable, replacing, write_text
 
     try:
         field = CaptionField.parse(caption)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--caption") from error
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
-    manifest, place = load_manifest(folder), Path(output)
+    manifest = load_manifest(folder, allow_commands=allow_commands, allow_outside=allow_outside)
+    place = Path(output)
+    for wanted in filter(None, (list_worst, index_best)):
+        check_writable(wanted[1])
+    if list_worst:
+        check_keys(manifest, manifest.shards)
+    if index_best:
+        check_uids(manifest)
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)
         scorer, facts = make_scorer(
@@ -75,7 +104,7 @@ def command(
             world=world,
         )
         tell(f"Scoring {manifest.n:,} pairs with {facts.normalizers} normalizers at tau = {facts.tau:.4f}.")
-        start_output(place, facts)
+        start_output(place / FACTS_NAME, facts, what="scores")
         world.barrier()
         score_shards(
             scorer,
@@ -85,7 +114,7 @@ def command(
             world=world,
             batch_size=batch_size,
             workers=workers,
-            on_shard=lambda done, total: tell(f"{done:,} of {total:,} shards of this rank are done."),
+            on_shard=_progress(tell),
         )
         world.barrier()
         if world.is_main:
@@ -93,12 +122,31 @@ def command(
             tell(f"{counts['scored']:,} of {counts['pairs']:,} pairs have scores: {place / TABLE_NAME}")
             for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
                 tell(f"  {number:,} without a score: {problem}")
+            share = list_worst[0] if list_worst else SHOWN_CUT
+            write_contact_sheet(place / PAGE_NAME, place / TABLE_NAME, manifest, caption=field, share=share)
+            tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {place / PAGE_NAME}")
             if list_worst:
-                write_text(list_worst[1], "".join(f"{key}\n" for key in worst_keys(place / TABLE_NAME, list_worst[0])))
+                worst = worst_keys(place / TABLE_NAME, list_worst[0])
+                write_text(list_worst[1], "".join(f"{key}\n" for key in worst))
+                tell(f"{len(worst):,} names are in {list_worst[1]}; to remove these samples from the shards:")
+                tell(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(list_worst[1]))}")
             if index_best:
                 uids = best_uids(place / TABLE_NAME, index_best[0])
                 with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
                     np.save(file, uids)
+
+
+def _progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Report finished shards of this rank, at most one line in half a minute."""
+    last = time.monotonic()
+
+    def on_shard(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            tell(f"{done:,} of {total:,} shards of this rank are done.")
+            last = time.monotonic()
+
+    return on_shard
 
 
 if __name__ == "__main__":

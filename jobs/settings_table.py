@@ -13,7 +13,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,11 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
+from pipeline.config import Registry
+
 REQUIRED, COMPUTED = "required", "computed"
+TRAINING_TITLE = "Training (`neuclip train`, `neuclip plan`)"
+OBJECTIVE_TITLE = "Objectives: "
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,10 @@ def _default(field: FieldInfo) -> str:
 def _allowed(field: FieldInfo) -> str:
     """The kind of value and its range, for example `integer ≥ 1`, `number in [0, 1)` or "`cosine` or `constant`"."""
     kind = _kind(field.annotation)
+    for item in field.metadata:
+        registry = getattr(getattr(item, "func", None), "__self__", None)
+        if isinstance(registry, Registry):
+            return _either([f"`{name}`" for name in registry.names()])
     lowest = highest = None
     for item in field.metadata:
         if isinstance(item, (annotated_types.Gt, annotated_types.Ge)):
@@ -154,3 +162,85 @@ def _dataclass_in(hint: Any) -> Any:
 def _element(hint: Any) -> Any:
     """The section that a list holds, if it holds sections."""
     return _dataclass_in(typing.get_args(hint)[0]) if _is_sequence(hint) else None
+
+
+def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
+    """The settings of each program, under a title for the terminal."""
+    from pipeline.objectives import objective_names
+    from pipeline.training.recipe_keys import DEFAULT_OBJECTIVE
+
+    methods = objective_names()
+    name = Setting("objective.name", DEFAULT_OBJECTIVE, names(methods), "The method. It decides which settings follow.")
+    for title, sections in programs().items():
+        yield title, [setting for _, cls, prefix in sections for setting in own_settings(cls, prefix)]
+    yield f"{OBJECTIVE_TITLE}the method", [name]
+    for group, settings in objective_groups(methods):
+        yield f"{OBJECTIVE_TITLE}{'all' if group == methods else ', '.join(group)}", settings
+
+
+def programs() -> dict[str, list[tuple[str, Any, str]]]:
+    """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
+    from data_prep.settings.download_config import DownloadConfig
+    from data_prep.settings.icons_config import IconsConfig
+    from pipeline.evaluation.run.session import EvaluationConfig
+    from pipeline.evaluation.watch.watcher import WatchConfig
+    from pipeline.training.recipe import RunConfig
+    from pipeline.training.recipe_keys import RecipeKeys, ScheduleKeys
+
+    return {
+        TRAINING_TITLE: [
+            *_sections(RunConfig, whole="The run"),
+            ("Keys of recipes", RecipeKeys, ""),
+            ("", ScheduleKeys, "schedule."),
+        ],
+        "Ingestion (`neuclip download`)": list(_sections(DownloadConfig, whole="The dataset")),
+        "Icons (`neuclip download --recipe icons`)": list(_sections(IconsConfig, whole="The dataset")),
+        "Evaluation (`neuclip evaluate`)": [("", EvaluationConfig, "")],
+        "Watching (`neuclip watch`; those of evaluation as `evaluation.KEY`)": [("", WatchConfig, "")],
+    }
+
+
+def _sections(cls: Any, *, whole: str) -> Iterator[tuple[str, Any, str]]:
+    yield whole, cls, ""
+    for name, field in cls.__pydantic_fields__.items():
+        if hasattr(field.annotation, "__pydantic_fields__") and name != "objective":
+            yield f"`{name}`", field.annotation, f"{name}."
+
+
+def own_settings(cls: Any, prefix: str) -> Iterator[Setting]:
+    """The settings of a section; for a whole program (no prefix), only those outside its sections."""
+    for setting in settings_of(cls, prefix=prefix):
+        if prefix or "." not in setting.key:
+            yield setting
+
+
+def _objective(name: str) -> Any:
+    from pipeline.objectives import parse_objective
+
+    return type(parse_objective({"name": name}))
+
+
+def objective_groups(methods: Sequence[str]) -> Iterator[tuple[tuple[str, ...], list[Setting]]]:
+    """Groups of methods that share settings, the largest first; where defaults differ, they name their methods."""
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for name in methods:
+        for setting in settings_of(_objective(name), prefix="objective."):
+            if setting.key != "objective.name":
+                rows.setdefault((setting.key, setting.allowed, setting.meaning), {})[name] = setting.default
+    groups: dict[tuple[str, ...], list[Setting]] = {}
+    for (key, allowed, meaning), defaults in rows.items():
+        groups.setdefault(tuple(defaults), []).append(Setting(key, _defaults(defaults), allowed, meaning))
+    yield from sorted(groups.items(), key=lambda item: -len(item[0]))
+
+
+def _defaults(defaults: Mapping[str, str]) -> str:
+    """The most common default, then the others with their methods."""
+    methods_of: dict[str, list[str]] = {}
+    for name, value in defaults.items():
+        methods_of.setdefault(value, []).append(name)
+    usual, *others = sorted(methods_of, key=lambda value: -len(methods_of[value]))
+    return "; ".join([f"`{usual}`", *(f"{names(methods_of[value])}: `{value}`" for value in others)])
+
+
+def names(methods: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in methods)

@@ -6,6 +6,10 @@ deepspeed --num_gpus 8 --module jobs.train --recipe ... ;  torchrun --nproc-per-
 
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 from pipeline.distributed.signals import exit_on_stop_signals
 
 if __name__ == "__main__":
@@ -13,7 +17,7 @@ if __name__ == "__main__":
 
 import click
 
-from jobs.completion import complete_settings
+from jobs.known_settings import complete_settings, load_run
 from jobs.recipe_path import TRAINING, RecipePath
 
 EXIT_CODES = (
@@ -54,12 +58,13 @@ def command(
     tensorboard/ and checkpoints/ are written to the run's folder (`output`).
     """
     exit_on_stop_signals()
+    run = load_run(recipe, overrides)
     from pipeline.config import dump
-    from pipeline.training.recipe import check_run, load_recipe
+    from pipeline.training.recipe import check_captions_of, check_run
 
-    run = load_recipe(recipe, overrides)
     if ranks is not None:
         check_run(run, world_size=ranks)
+    check_captions_of(run)
     if dry_run:
         from pipeline.model.towers import check_model
 
@@ -77,7 +82,28 @@ def command(
     watch_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train
 
-    return train(run, resume=resume, new_batch_size=new_batch_size)
+    code = train(run, resume=resume, new_batch_size=new_batch_size)
+    if code == 0 and os.environ.get("RANK", "0") == "0" and run.telemetry.progress != "quiet":
+        click.echo(after_training(Path(run.output)))
+    return code
+
+
+def after_training(run: Path) -> str:
+    """Three lines for the end of training: the model with its best validation, the report, the next command."""
+    from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints, read_meta
+
+    best, last = best_checkpoint(run), finished_checkpoints(run)[-1:]
+    lines = [f"Model:   {path}" for path in last]
+    if best is not None:
+        lines = [f"Best validation: loss {read_meta(best)['validation']['best_loss']:.4f}, {best}"]
+    model = shlex.quote(str(best or next(iter(last), run)))
+    return "\n".join(
+        [
+            *lines,
+            f"Report:  neuclip report {shlex.quote(str(run))}",
+            f"Next:    neuclip evaluate {model} --suite FOLDER",
+        ]
+    )
 
 
 if __name__ == "__main__":

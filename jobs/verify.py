@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from data_prep.dataset.bookkeeping import Problem
-    from pipeline.data.shards.manifest_format import Manifest
+    from data_prep.dataset.verification import Verdict
 
 EXIT_PROBLEMS = 1
+_SHOWN = 20
 
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--decode", default=16, show_default=True, type=click.IntRange(min=0), help="Images to decode per shard.")
+@click.option("--allow-outside", is_flag=True, help="Read shards that the manifest names outside of FOLDER, too.")
+@click.option(
+    "--allow-addresses", is_flag=True, help="With --rebuild: request private addresses as download.yaml says."
+)
 @click.option("--rebuild", is_flag=True, help="Repair damaged files, and fetch lost samples again.")
 @click.option(
     "--duplicates", type=click.Path(dir_okay=False), help="Find duplicates; list all but the first in this file."
@@ -32,6 +37,8 @@ EXIT_PROBLEMS = 1
 def command(
     folder: str,
     decode: int,
+    allow_outside: bool,
+    allow_addresses: bool,
     rebuild: bool,
     duplicates: str | None,
     overlap: tuple[str, str] | None,
@@ -42,54 +49,51 @@ def command(
     With --duplicates, --overlap or --remove, only that is done. The first two write lists of keys, one per line, which
     --remove accepts.
     """
-    from data_prep.dataset.disk_errors import disk_errors_explained
-
-    with disk_errors_explained(folder):
-        if remove:
-            _remove(folder, Path(remove))
-            return 0
-        if duplicates:
-            _duplicates(folder, _writable(duplicates))
-            return 0
-        if overlap:
-            _overlap(folder, overlap[0], _writable(overlap[1]))
-            return 0
-        return _check(folder, decode, rebuild=rebuild)
-
-
-def _check(folder: str, decode: int, *, rebuild: bool) -> int:
-    from data_prep.dataset import verification
     from data_prep.dataset.dataset_folder import Folder
+    from pipeline.files import check_writable
 
-    verdict = verification.inspect(folder, decode=decode)
+    if remove:
+        return _remove(folder, Path(remove))
+    if duplicates:
+        _duplicates(folder, check_writable(duplicates), allow_outside=allow_outside)
+        return 0
+    if overlap:
+        _overlap(folder, overlap[0], check_writable(overlap[1]), allow_outside=allow_outside)
+        return 0
+    verdict = _check(folder, decode, allow_outside=allow_outside)
+    if rebuild and verdict.problems:
+        _rebuild(folder, verdict, allow_addresses=allow_addresses)
+        return 0
+    if verdict.problems:
+        click.echo(Folder(Path(folder)).repair_hint)
+    return EXIT_PROBLEMS if verdict.problems else 0
+
+
+def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
+    from data_prep.dataset import verification
+
+    verdict = verification.inspect(folder, decode=decode, allow_outside=allow_outside)
     problems, manifest = verdict.problems, verdict.manifest
     for problem in problems:
         click.echo(str(problem))
     if not problems and manifest is not None:
         size = f"{len(manifest.shards):,} shards, {manifest.n:,} samples, {manifest.bytes / 1e6:,.1f} MB"
         click.echo(f"{size}: everything matches.")
-        return 0
+        return verdict
     shards = len({problem.shard for problem in problems if problem.shard.endswith(".tar")})
     others = len({problem.shard for problem in problems}) - shards
     total = f" of {len(manifest.shards):,}" if manifest else ""
     named = [f"{shards:,}{total} shards" if shards else "", f"{others:,} other file(s)" if others else ""]
     click.echo(f"There is a problem with {' and '.join(filter(None, named))}.")
-    if rebuild:
-        _rebuild(folder, problems, manifest)
-        return 0
-    click.echo(
-        "`neuclip verify --rebuild` repairs them and fetches only what is lost."
-        if Folder(Path(folder)).config.exists()
-        else "Copy them again from their source; if their contents change, run `neuclip manifest --replace`."
-    )
-    return EXIT_PROBLEMS
+    return verdict
 
 
-def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> None:
+def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
     from data_prep.dataset.ingest_report import write_report
     from data_prep.rebuild import rebuild
 
-    again = rebuild(folder, problems)
+    before = verdict.manifest
+    again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses)
     write_report(folder)
     if before is None:
         click.echo(f"Repaired; {again.n:,} samples.")
@@ -103,41 +107,31 @@ def _rebuild(folder: str, problems: list[Problem], before: Manifest | None) -> N
     click.echo(f"Repaired, {same}; {again.n:,} samples now, {before.n:,} before.")
 
 
-def _writable(path: str) -> Path:
-    """The path of a list, checked before the hour-long work that produces the list."""
-    from pipeline.errors import UserError
-
-    if not Path(path).absolute().parent.is_dir():
-        raise UserError(f"Cannot write {path}: its folder does not exist. Create it, or name another file.")
-    if Path(path).is_dir():
-        raise UserError(f"Cannot write {path}: it is a folder. Name a file for the list of keys.")
-    return Path(path)
-
-
-def _duplicates(folder: str, output: Path) -> None:
+def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     from data_prep.dataset.duplicates import find_duplicates
 
     undecodable: list[str] = []
-    found = find_duplicates(folder, on_undecodable=undecodable.append)
+    found = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
     surplus = found.surplus()
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
-    for kind, groups in (("exact", found.exact), ("near", found.near)):
-        samples = sum(map(len, groups))
-        shown = "; ".join(" = ".join(group[:4]) for group in groups[:5])
-        click.echo(
-            f"{len(groups):,} groups of {kind} duplicates with {samples:,} samples{': ' + shown if shown else ''}"
-        )
+    samples, shown = sum(map(len, found.exact)), "; ".join(" = ".join(group[:4]) for group in found.exact[:5])
+    click.echo(f"{len(found.exact):,} groups of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
+    shown = "; ".join(f"{key} like {kept}" for key, kept in list(found.near.items())[:5])
+    click.echo(f"{len(found.near):,} near duplicates of an earlier sample{shown and ': ' + shown}")
     _report_undecodable(undecodable)
-    click.echo(f"All but the first of each group, {len(surplus):,} keys, are in {output}: check them, then --remove.")
+    click.echo(
+        f"The {len(surplus):,} surplus samples are in {output}; captions were not compared. Check them, then remove "
+        f"them: neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}"
+    )
 
 
-def _overlap(folder: str, suite: str, output: Path) -> None:
+def _overlap(folder: str, suite: str, output: Path, *, allow_outside: bool) -> None:
     from collections import Counter
 
     from data_prep.dataset.duplicates import find_overlap
 
     undecodable: list[str] = []
-    found = find_overlap(folder, suite, on_undecodable=undecodable.append)
+    found = find_overlap(folder, suite, allow_outside=allow_outside, on_undecodable=undecodable.append)
     output.write_text("".join(f"{key}\n" for key in found), encoding="utf-8")
     for name, count in Counter(found.values()).most_common():
         click.echo(f"  {name:<48}{count:>8,}")
@@ -152,9 +146,9 @@ def _report_undecodable(names: list[str]) -> None:
         click.echo(f"{len(names):,} images cannot be decoded and were not compared: {', '.join(names[:5])}")
 
 
-def _remove(folder: str, names: Path) -> None:
-    from data_prep.dataset.dataset_folder import read_lines
-    from data_prep.dataset.ingest_report import write_report
+def _remove(folder: str, names: Path) -> int:
+    from data_prep.dataset.dataset_folder import Folder, read_lines
+    from data_prep.dataset.ingest_report import REPORT_NAME, write_report
     from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
@@ -164,16 +158,23 @@ def _remove(folder: str, names: Path) -> None:
     except OSError as error:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
     done, manifest = remove(folder, listed)
+    found = done.asked - len(done.missing)
     click.echo(
-        f"{done.found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
+        f"{found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."
     )
     if manifest is None:
         click.echo("The download is not finished: `neuclip download` will skip them, too, and write the manifest.")
-        return
-    write_report(folder)
-    click.echo(
-        f"{manifest.n:,} samples are left. The manifest has changed: runs on the old one cannot be resumed on it."
-    )
+    else:
+        if (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download:
+            write_report(folder)
+        click.echo(
+            f"{manifest.n:,} samples are left. The manifest has changed: runs on the old one cannot be resumed on it."
+        )
+    if not done.missing:
+        return 0
+    shown = ", ".join(map(repr, done.missing[:_SHOWN])) + (", ..." if len(done.missing) > _SHOWN else "")
+    click.echo(f"{len(done.missing):,} names match no uid, URL, hash or key of {folder}: {shown}")
+    return EXIT_PROBLEMS
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ def command(
     """
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation.datasets.suite import open_suite
-    from pipeline.evaluation.runner.processes import start_processes
-    from pipeline.evaluation.runner.session import EvaluationConfig
+    from pipeline.evaluation.run.session import EvaluationConfig, start_processes
     from pipeline.evaluation.watch.watcher import WatchConfig, Watcher
     from pipeline.report.tensorboard_scores import update_scores
 
@@ -46,6 +45,7 @@ def command(
     opened = open_suite(suite, data=data)
     if tasks:
         opened = opened.only(tasks)
+    opened.check_places()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: release leases immediately
     with start_processes(device) as processes:

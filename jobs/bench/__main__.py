@@ -8,8 +8,10 @@ from pathlib import Path
 
 def main() -> None:
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        print(f"python -m jobs.bench.{path.stem:<14} {about.splitlines()[0] if about else ''}")
+        text = path.read_text(encoding="utf-8")
+        if 'if __name__ == "__main__":' in text:  # the others are parts of these
+            about = ast.get_docstring(ast.parse(text)) or ""
+            print(f"python -m jobs.bench.{path.stem:<16} {about.splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -17,18 +17,20 @@ assumed rates.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jobs.bench.harness import alternate, parser, ratios, show
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
 from pipeline.distributed.world import World, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
@@ -122,25 +124,17 @@ def ways(engine: DeepSpeedEngine, architecture: Architecture, *, folder: Path, w
     return dict(zip(WAYS, (ours(background), ours(blocking), asynchronous, synchronous), strict=True))
 
 
-def measure(saves: dict[str, Save], *, rounds: int, folder: Path) -> dict[str, list[tuple[float, float, int]]]:
-    """Per contender and round after the first: seconds blocked, seconds until it was on disk, and bytes."""
-    taken: dict[str, list[tuple[float, float, int]]] = {way: [] for way in saves}
-    names = list(saves)
-    for number in range(rounds + 1):
-        turn = number % len(names)
-        for way in names[turn:] + names[:turn]:
-            shutil.rmtree(folder)
-            (folder / "ours").mkdir(parents=True)
-            (folder / "blocking").mkdir()
-            start = time.perf_counter()
-            wait = saves[way]()
-            blocked = time.perf_counter() - start
-            wait()
-            written = time.perf_counter() - start
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            if number:
-                taken[way].append((blocked, written, size))
-    return taken
+def timed(save: Save, *, folder: Path) -> tuple[float, float, int]:
+    """Seconds blocked, seconds until it was on disk, and bytes, of a checkpoint in an empty folder."""
+    shutil.rmtree(folder)
+    (folder / "ours").mkdir(parents=True)
+    (folder / "blocking").mkdir()
+    start = time.perf_counter()
+    wait = save()
+    blocked = time.perf_counter() - start
+    wait()
+    written = time.perf_counter() - start
+    return blocked, written, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def estimate(*, every: int) -> str:
@@ -161,30 +155,35 @@ def estimate(*, every: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="ViT-B-16")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
-    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints, for the estimate")
-    parser.add_argument("--folder", help="where to write; default: the folder for temporary files")
-    args = parser.parse_args()
+    given = parser(__doc__, rounds=5)
+    given.add_argument("--arch", default="ViT-B-16")
+    given.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage")
+    given.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    given.add_argument("--every", type=int, default=500, help="steps between checkpoints, for the estimate")
+    given.add_argument("--folder", help="where to write; default: the folder for temporary files")
+    args = given.parse_args()
+    torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, start_world() as world:
         folder = Path(temporary) / "checkpoints"
         folder.mkdir()
         engine, architecture = trained_engine(args, world)
         saves = ways(engine, architecture, folder=folder, world=world)
-        taken = measure(saves, rounds=args.rounds, folder=folder)
-        print(f"{args.arch}, ZeRO-{args.stage}, {args.precision}, {world.device}, {args.rounds} rounds")
-        print(f"{'':<16}{'blocked s':>10}{'on disk s':>11}{'GB':>7}{'/ ours':>8}{'lowest':>8}{'highest':>9}")
-        for way, rows in taken.items():
-            blocked, written, size = (statistics.median(column) for column in zip(*rows, strict=True))
-            ratios = [row[0] / ours[0] for row, ours in zip(rows, taken["ours"], strict=True)]
-            print(
-                f"{way:<16}{blocked:>10.2f}{written:>11.2f}{size / 1e9:>7.2f}{statistics.median(ratios):>8.2f}"
-                f"{min(ratios):>8.2f}{max(ratios):>9.2f}"
-            )
+        calls = {way: functools.partial(timed, save, folder=folder) for way, save in saves.items()}
+        taken = {way: list(zip(*found, strict=True)) for way, found in alternate(calls, rounds=args.rounds).items()}
+        rows = {
+            way: (median(blocked), median(written), median(size) / 1e9, *ratios(blocked, taken["ours"][0]))
+            for way, (blocked, written, size) in taken.items()
+        }
+        columns = {
+            "blocked s": ".2f",
+            "on disk s": ".2f",
+            "GB": ".2f",
+            "/ ours": ".2f",
+            "lowest": ".2f",
+            "highest": ".2f",
+        }
+        show(f"{args.arch}, ZeRO-{args.stage}, {args.precision}, {world.device}", columns, rows, output=args.json)
         print(estimate(every=args.every))
 
 

@@ -15,18 +15,19 @@ import multiprocessing
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import click
 import numpy as np
+
+from jobs.bench.harness import alternate, parser, ratios, show
 
 _IMAGES = 32
 _OURS = """
@@ -56,35 +57,33 @@ if __name__ == "__main__":
 """
 
 
-@click.command()
-@click.option("--urls", default=6_000, show_default=True)
-@click.option("--rounds", default=3, show_default=True, help="Rounds; each runs both programs.")
-@click.option("--shard-size", default=1_000, show_default=True)
-@click.option("--processes", default=2, show_default=True)
-@click.option("--threads", default=32, show_default=True)
-def command(urls: int, rounds: int, shard_size: int, processes: int, threads: int) -> None:
-    """Time both programs in turn and print the median of the per-round ratios."""
-    wall: dict[str, list[float]] = {"ours": [], "direct": []}
-    busy: dict[str, list[float]] = {"ours": [], "direct": []}
+def main() -> None:
+    """Time both programs in turn."""
+    given = parser(__doc__, rounds=3)
+    given.add_argument("--urls", type=int, default=6_000)
+    given.add_argument("--shard-size", type=int, default=1_000)
+    given.add_argument("--processes", type=int, default=2)
+    given.add_argument("--connections", type=int, default=32, help="threads of each process")
+    args = given.parse_args()
     with tempfile.TemporaryDirectory() as temporary, serve_photographs() as base:
         folder = Path(temporary)
-        table = folder / "urls.parquet"
-        write_table(table, base, urls)
-        scripts = {"ours": folder / "ours.py", "direct": folder / "direct.py"}
-        scripts["ours"].write_text(_OURS)
-        scripts["direct"].write_text(_DIRECT)
-        for turn in range(rounds):
-            for name in sorted(scripts, reverse=bool(turn % 2)):
-                words = [str(table), str(folder / name), str(shard_size), str(processes), str(threads)]
-                took, cpu = _time(scripts[name], words)
-                wall[name].append(took)
-                busy[name].append(cpu)
-                shutil.rmtree(folder / name)
-                click.echo(f"round {turn + 1}: {name:<7}{took:7.1f} s {urls / took:6.0f} URLs/s {cpu:7.1f} CPU s")
-    for what, figures in (("throughput", wall), ("throughput per CPU second", busy)):
-        ratios = [direct / ours for direct, ours in zip(figures["direct"], figures["ours"], strict=True)]
-        each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-        click.echo(f"{what}, ours / direct: median of rounds {statistics.median(ratios):.3f} (each {each})")
+        write_table(folder / "urls.parquet", base, args.urls)
+        words = [folder / "urls.parquet", folder / "out", args.shard_size, args.processes, args.connections]
+
+        def timed(name: str, program: str) -> Callable[[], tuple[float, float]]:
+            (folder / f"{name}.py").write_text(program)
+            return lambda: _time(folder / f"{name}.py", [str(word) for word in words])
+
+        found = alternate({"ours": timed("ours", _OURS), "img2dataset": timed("direct", _DIRECT)}, rounds=args.rounds)
+    wall, busy = ({name: [one[k] for one in each] for name, each in found.items()} for k in (0, 1))
+    rows = {
+        name: (args.urls / median(wall[name]), *ratios(wall["img2dataset"], wall[name]), median(busy[name]),
+               *ratios(busy["img2dataset"], busy[name]))
+        for name in found
+    }  # fmt: skip
+    columns = {"URLs/s": ".0f", "/ img2dataset": ".2f", "lowest": ".2f", "highest": ".2f"}
+    columns |= {"CPU s": ".1f", "URLs/CPU s, ratio": ".2f", "least": ".2f", "most": ".2f"}
+    show(f"{args.urls} URLs, {args.processes} processes of {args.connections} threads", columns, rows, output=args.json)
 
 
 def _time(script: Path, words: list[str]) -> tuple[float, float]:
@@ -95,7 +94,8 @@ def _time(script: Path, words: list[str]) -> tuple[float, float]:
     ended = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     if ended.returncode:
-        raise click.ClickException(ended.stderr[-2_000:])
+        raise SystemExit(ended.stderr[-2_000:])
+    shutil.rmtree(words[1])
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -157,4 +157,4 @@ def _serve(port: Any) -> None:
 
 
 if __name__ == "__main__":
-    command()
+    main()

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipeline.cores import usable_cores
+from pipeline.distributed.launch import without_launcher
 from pipeline.files import write_json
+from pipeline.run_files import METRICS_NAME, read_records
 from pipeline.versions import versions
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +49,7 @@ class Step:
     answers: str
     """The question that the step answers."""
     seconds: int
-    """Expected time on an H100, which no run has confirmed yet; the time limit is three times as long plus a minute."""
+    """Expected time on an H100, which no run has confirmed yet; the time limit is twice as long plus half a minute."""
     command: Sequence[str]
     tiny: Sequence[str]
     """The same measurement in a tiny form, for a CPU."""
@@ -116,67 +120,67 @@ def steps() -> list[Step]:
             [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_cuda.py"],
         ),
         Step(
+            "losses", "Is the loss that of open_clip_train for 500 steps on the same batches? Limit: 2%.", 150,
+            bench("losses", "--arch", "ViT-B-32", "--batch", "256", "--steps", "500", "--device", "cuda"),
+            bench("losses", *TINY[:4], "--batch", "8", "--steps", "4", "--batches", "2", "--precision", "fp32"),
+        ),
+        Step(
             "shards", "(made for the steps below)", 30,
             bench("gpu", "--make-shards", "{work}/shards", "--samples", "5120", "--side", "256"),
             bench("gpu", "--make-shards", "{work}/shards", "--samples", "64", "--side", "40"),
         ),
         Step(
-            "200 steps of the demo's model", "Does a small run train on a GPU from end to end?", 45,
-            train("demo", arch="scenes-vit-tiny", batch=128, steps=200,
-                  settings=(*GPU, "engine.deepspeed=zero1_bf16", workers(8), *NEUCLIP)),
-            train("demo", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="demo",
-        ),
-        Step(
-            "200 steps of ViT-B/32", "The same at the size of a real model: rate, MFU, waits for data.", 150,
-            train("b32", arch="ViT-B-32", batch=1024, steps=200,
+            "150 steps of ViT-B/32", "Does a real run train from end to end? Rate, MFU, waits for data.", 120,
+            train("b32", arch="ViT-B-32", batch=1024, steps=150,
                   settings=(*GPU, workers(12), "objective.name=neuclip", "objective.prototypes=1024")),
             train("b32", arch="scenes-vit-micro", batch=16, steps=4, settings=(*CPU, *NEUCLIP)), run="b32",
         ),
         Step(
-            "against open_clip_train", "Goal: at least 1.15 times its samples per second.", 150,
-            bench("train", *B16, "--rounds", "5"), bench("train", *TINY, "--batch", "8"),
+            "against open_clip_train", "Goal: at least 1.15 times its samples per second; with and without trimming.",
+            170,
+            bench("train", *B16, "--rounds", "4", "--contenders", "openclip", "whole_texts", "neuclip"),
+            bench("train", *TINY, "--batch", "8"),
         ),
         Step(
-            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 200,
-            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "both", "--rounds", "5"),
-            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
-        ),
-        Step(
-            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 150,
-            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
-                  "5", "--npn-compile"),
-            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
-        ),
-        Step(
-            "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 220,
-            # Each contender is a process with a model of its own in the GPU's memory: all eight might not fit.
+            "ZeRO stages", "What do stages 1 and 2 cost on one GPU, where they share nothing?", 120,
             bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "3", "--options", "none",
-                  "packed_attention", "trim_text", "trim_image", "accumulation", "compile"),
+                  "stage_1", "stage_2"),
+            bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "stage_2"),
+        ),
+        Step(
+            "extra time of NeuCLIP", "Goal: 3% of a step for local batch 640 of 5,120, 1% for one GPU with 5,120.", 150,
+            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "both", "--rounds", "3"),
+            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
+        ),
+        Step(
+            "options of the towers", "Step time, memory and MFU of ViT-B/16 at 640. Goal: 40% MFU.", 150,
+            # Each contender is a process with a model of its own in the GPU's memory.
+            bench("options", *B16, "--micro-batch", "160", "--rounds", "3", "--steps", "2", "--options", "none",
+                  "packed_attention", "trim_text", "accumulation", "compile"),
             bench("options", *TINY, "--batch", "8", "--micro-batch", "4", "--options", "none", "accumulation"),
         ),
         Step(
-            "network alone", "Time of the inner updates beside their matrix products.", 90,
-            bench("npn", "--rounds", "10"),
-            bench("npn", "--batch", "32", "--dim", "16", "--prototypes", "32", "--steps", "2", "--rounds", "1"),
-        ),
-        Step(
-            "profile", "Which kernels take the time? A trace for https://ui.perfetto.dev.", 90,
+            "profile", "Which kernels take the time? A trace for https://ui.perfetto.dev.", 60,
             train("profile", arch="ViT-B-16", batch=640, steps=16,
                   settings=(*GPU, workers(12), "objective.name=neuclip", "telemetry.profile=[8,12]")),
             train("profile", arch="scenes-vit-micro", batch=16, steps=4,
                   settings=(*CPU, *NEUCLIP, "telemetry.profile=[1,2]")), run="profile",
         ),
         Step(
-            "forecast", "What `neuclip plan --measure` forecasts for ViT-B/16.", 90,
-            [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "40",
-             *train("plan", arch="ViT-B-16", batch=640, steps=1000, settings=(*GPU, workers(12)))[4:]],
-            [PYTHON, "-m", "jobs.cli", "plan", "--measure", "--seconds", "2",
-             *train("plan", arch="scenes-vit-micro", batch=16, steps=1000, settings=CPU)[4:]],
+            "extra time of NeuCLIP, compiled", "The same with objective.npn_compile.", 90,
+            bench("neuclip_overhead", "--arch", "ViT-B-16", "--device", "cuda", "--setting", "gathered", "--rounds",
+                  "3", "--npn-compile"),
+            bench("neuclip_overhead", *TINY, "--batch", "16", "--ranks", "2", "--micro-batch", "8"),
         ),
         Step(
-            "loader", "Images per second of a core of this machine.", 90,
-            bench("loader", "--shorter", "256", "--rounds", "3"),
+            "loader", "Images per second of a core of this machine.", 60,
+            bench("loader", "--shorter", "256", "--rounds", "2"),
             bench("loader", "--shorter", "64", "--samples", "128", "--rounds", "1"),
+        ),
+        Step(
+            "network alone", "Time of the inner updates beside their matrix products.", 40,
+            bench("npn", "--rounds", "5"),
+            bench("npn", "--batch", "32", "--dim", "16", "--prototypes", "32", "--steps", "2", "--rounds", "1"),
         ),
     ]  # fmt: skip
 
@@ -185,7 +189,7 @@ def machine() -> dict[str, Any]:
     """The machine and the package versions."""
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": versions()}
+    found: dict[str, Any] = {"python": platform.python_version(), "cores": usable_cores(), "versions": versions()}
     found["capability"] = torch.backends.cpu.get_cpu_capability()
     found["workers"] = workers(12)
     if torch.cuda.is_available():
@@ -203,18 +207,24 @@ def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
     """Run one step until it ends or its time limit is reached."""
     command = [part.replace("{work}", str(work)) for part in (step.tiny if tiny else step.command)]
     outcome = StepOutcome(step.name, step.answers, " ".join(command[1:]), status="done")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    environment = without_launcher(os.environ)
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
+    start, limit = time.monotonic(), 2 * step.seconds + 30
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
-                                  timeout=3 * step.seconds + 60)  # fmt: skip
-            if done.returncode:
-                outcome.status = f"failed: exit code {done.returncode}"
+            if code := process.wait(limit):
+                outcome.status = f"failed: exit code {code}"
         except subprocess.TimeoutExpired:
-            outcome.status = f"failed: not done after {3 * step.seconds + 60} s"
+            outcome.status = f"failed: not done after {limit} s"
+        finally:  # workers and contenders, too: they hold memory of the GPU that the next step needs
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         out.seek(0)
         outcome.output = [line.rstrip() for line in out][-KEPT_LINES:]
     outcome.seconds = round(time.monotonic() - start, 1)
@@ -227,11 +237,7 @@ def take(step: Step, *, work: Path, tiny: bool) -> StepOutcome:
 
 def figures(run: Path) -> dict[str, float]:
     """Medians of a training run's records, of their second half: the first steps compile and warm up."""
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        return {}
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    records = [record for record in records if record.get("kind") == "train"]
+    records = [record for record in read_records(run / METRICS_NAME) if record.get("kind") == "train"]
     later = records[len(records) // 2 :]
     found = {}
     for name in sorted({name for record in later for name in record if name.startswith(FIGURES)}):
@@ -248,7 +254,7 @@ def make_shards(folder: Path, *, samples: int, side: int) -> None:
 
     folder.mkdir(parents=True)
     parts = min(16, max(1, samples // 16))
-    with ProcessPoolExecutor(min(parts, os.cpu_count() or 1)) as pool:
+    with ProcessPoolExecutor(min(parts, usable_cores())) as pool:
         jobs = []
         for part in range(parts):
             (folder / f"{part:02d}").mkdir()
@@ -280,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         for step in chosen:
             print(f"{step.name} (about {step.seconds} s): {step.answers}\n    {' '.join(step.command[1:])}")
+        print(f"All together about {sum(step.seconds for step in chosen) / 60:.1f} of {args.minutes:g} minutes.")
         return 0
     return suite(chosen, output=args.output, seconds=60 * args.minutes, tiny=args.tiny)
 

@@ -1,20 +1,28 @@
 """Kill a run at random moments and resume it, each time on another layout: is anything lost?
 
-    python -m jobs.bench.kills --output kills.json           # 100 kills on changing layouts, 20 on one layout
-    python -m jobs.bench.kills --kills 4 --same-layout 2     # a short form
+    python -m jobs.bench.kills --output kills.json           # 200 kills
+    python -m jobs.bench.kills --kills 4 --same-layout 2 --fork 1 --tables 1 --epoch 10     # a short form
 
-Three runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL
-and resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout.
+Runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL and
+resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. They have
+two stages of image sizes, are evaluated every few steps, roll back once or more (the loss of three batches in a row is
+NaN, and of single batches in later epochs), and copy their checkpoints to a mirror. A fork begins at a checkpoint of
+the undisturbed run with --new-batch-size; it is killed, too, and started again by its unchanged command. The methods
+with a table entry per sample, sogclr and isogclr, are killed on changing layouts in shorter runs of their own.
+
 Kills alternate between all ranks and a single one (the others then get two seconds, and are killed as a launcher
-would), and fall into the start, into steps, and into the writing of checkpoints. A run that has reached its end is
-not killed again. The result, one JSON file, says whether every epoch had the same samples in the same order as in the
-undisturbed run, how far losses and weights differ, and whether they are the same bits where the layout stayed. Exit
-code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+would), and fall into the start, into steps, into the writing of checkpoints, into evaluations, and between the last
+checkpoint of a stage and the first of the next, where every run is killed at least once. After some of them the
+checkpoints on disk are removed, and the mirror's are used. A run that has reached its end is not killed again. The
+result, one JSON file, says whether every epoch had the same samples in the same order as in the undisturbed run, how
+far losses and weights differ, and whether weights, losses, scores and rollbacks are the same bits where the layout
+stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -25,41 +33,117 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from data_prep.scenes import ScenesConfig, write_suite
+from jobs.bench.killed_runs import Result, compare, is_intact, outcome
 from jobs.bench.loader import make_shards
-from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, finished_checkpoints, read_meta
+from pipeline.checkpoint.layout import FOLDER_NAME, PREFIX, finished_checkpoints, name_of
 from pipeline.files import write_json
-from pipeline.metrics.sinks import METRICS_NAME
+from pipeline.objectives import ObjectiveOutput
+from pipeline.training.recipe import RunConfig, load_recipe
+from pipeline.versions import source_commit
 
 RANKS, STAGES = (1, 2, 4), (0, 1, 2, 3)
 SAME = (2, 1)
 """Ranks and ZeRO stage of the undisturbed run, and of the run whose layout does not change."""
-MOMENTS = ("start", "step", "step", "checkpoint", "checkpoint")
+MOMENTS = ("start", "step", "checkpoint", "checkpoint", "evaluation")
+NEAR_BORDER = 4
+"""A run that starts at most so many steps before the border of its stages is killed just after it."""
+TABLES = ("sogclr", "isogclr")
+"""Methods with a table entry per sample, which moves between ranks when the layout changes."""
+DISK_LOST = 0.15
+"""Share of the kills after which the checkpoints on disk are gone, too."""
 BATCH = 16
-TOLERANCE = 1e-4
-"""Largest relative difference of a loss between layouts: sums are rounded in another order."""
 STEPS_PER_KILL = 3
 """So many steps are there for each kill; most starts advance by one or two."""
 SECONDS_TO_FOLLOW = 2.0
-SECONDS_PER_START = 300.0
+SECONDS_PER_START = 1200.0
+POISON: set[int] = set()
+"""Sample ids: the loss of a batch that holds one of them is NaN."""
+BAD_STEPS = range(7, 10)
+"""The batches of the first epoch that are poisoned."""
+BORDER = 0.5
+"""Where the second stage begins, as a share of the run."""
+NEUCLIP = ("objective.prototypes=48", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5")
+"""More prototypes than samples in a batch of any run, so that the state of a fork has the same shape."""
+KEPT = ("checkpoint.keep_every=4",)
+"""Checkpoints of the undisturbed run that are not pruned: the fork begins at the first."""
 
 
-def settings(work: Path, name: str, *, stage: int, steps: int) -> list[str]:
+@dataclass(frozen=True)
+class Case:
+    """A run and how it is killed."""
+
+    name: str
+    kills: int
+    steps: int
+    """Of the whole run, in batches of BATCH."""
+    layouts: tuple[tuple[int, int], ...] = (SAME,)
+    """Ranks and ZeRO stages of its starts."""
+    more: tuple[str, ...] = NEUCLIP
+    """Settings that not all runs have."""
+    resume: tuple[str, ...] = ("--resume", "latest")
+    """How every start continues."""
+    batch: int = BATCH
+
+    @property
+    def border(self) -> int:
+        """The step at which the second stage begins."""
+        return round(BORDER * self.steps * BATCH / self.batch)
+
+
+def settings(work: Path, case: Case, *, stage: int) -> list[str]:
     return [
-        f"output={work / name}",
+        f"output={work / case.name}",
         f"data.sources={work / 'shards'}",
-        f"samples={steps * BATCH}",
-        f"batch_size={BATCH}",
+        f"samples={case.steps * BATCH}",
+        f"batch_size={case.batch}",
         f"engine.deepspeed=zero{stage}_fp32",
         *("data.streams=8", "data.shuffle_buffer=10", "data.workers=0", "model.arch=scenes-vit-micro"),
-        *("objective.prototypes=32", "objective.restart_every=8", "objective.inner_steps=2", "objective.rho=2.5"),
         *("optimizer.eps=1e-5", "schedule.warmup_steps=3", "ema.decay=0.9", "checkpoint.every=1"),
-        *("engine.device=cpu", "engine.probe=false", "engine.timeout_minutes=2"),
+        *("engine.device=cpu", "engine.probe=false", "engine.timeout_minutes=10", "engine.lost_rank_seconds=300"),
         *("telemetry.every=1", "telemetry.tensorboard=false", "telemetry.progress=quiet"),
+        *(f"schedule.stages=[{{until: {BORDER}, image_size: 16}}]", "max_skipped_steps=2", "max_rollbacks=5"),
+        *(f"evaluation.suite={work / 'suite'}", "evaluation.every=4", "evaluation.workers=0"),
+        *(f"checkpoint.mirror=file://{work / 'mirror'}", "checkpoint.mirror_minutes=1"),
+        *case.more,
     ]
+
+
+def poison_objective() -> None:
+    """From now on, the loss of a batch with a sample in POISON is NaN; the other ranks learn it from this one's."""
+    from pipeline.objectives import Objective
+
+    plain = Objective.compute
+
+    @functools.wraps(plain)
+    def compute(self: Objective, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+        output = plain(self, image, text, sample_ids=sample_ids)
+        bad = bool(POISON.intersection(sample_ids.tolist()))
+        return replace(output, loss=output.loss * float("nan")) if bad else output
+
+    setattr(Objective, "compute", compute)  # noqa: B010 (mypy refuses the assignment)
+
+
+def choose_poison(run: RunConfig) -> None:
+    """Poison one sample of each batch of BAD_STEPS; the order of samples is the same for any number of ranks."""
+    from pipeline.distributed.world import World
+    from pipeline.model.towers import build_towers
+    from pipeline.training.build import loader_of
+
+    architecture = build_towers(run.model, seed=0, device="meta")[1]
+    with loader_of(run, architecture=architecture, world=World()) as loader:
+        for step in range(max(BAD_STEPS) + 1):
+            batch = next(loader)
+            if step in BAD_STEPS:
+                POISON.add(int(batch.sample_id[0]))
 
 
 def start(arguments: list[str], *, ranks: int, log: Path) -> list[ForkProcess]:
@@ -86,7 +170,7 @@ def run_rank(arguments: list[str], environment: dict[str, Any], log: Path) -> No
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update({name: str(value) for name, value in environment.items()})
-    sys.argv = ["jobs.train", *arguments, "--resume", "latest"]
+    sys.argv = ["jobs.train", *arguments]
     run_command(command, prog_name="jobs.train")
 
 
@@ -94,26 +178,37 @@ def last_step(run: Path) -> int:
     return max((int(path.name.removeprefix(PREFIX)) for path in finished_checkpoints(run)), default=0)
 
 
-def wait_for_moment(run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float) -> None:
-    """Return at a random time in the start of a run, in its steps, or in the writing of a checkpoint, or at its end."""
+def wait_for_moment(
+    run: Path, moment: str, *, ranks: list[ForkProcess], draw: random.Random, seconds: float, border: int
+) -> None:
+    """Return at a random time in one of MOMENTS, after the `border` of two stages ("border"), or at the run's end.
+
+    A start takes about `seconds`.
+    """
     here, deadline = last_step(run), time.monotonic() + SECONDS_PER_START
+    tested = set((run / "evaluation").glob("step-*"))
 
     def runs() -> bool:
         return time.monotonic() < deadline and all(rank.is_alive() for rank in ranks)
 
+    def wait_until(reached: Callable[[], bool], *, then: float, every: float = 0.01) -> None:
+        while runs() and not reached():
+            time.sleep(every)
+        time.sleep(draw.uniform(0, then))
+
     if moment == "start":
         deadline = min(deadline, time.monotonic() + draw.uniform(0, seconds))
-        while runs() and last_step(run) <= here:  # one rank starts faster than four
-            time.sleep(0.01)
-        return
-    while runs() and last_step(run) <= here:
-        time.sleep(0.01)
-    if moment == "checkpoint":
-        while runs() and not any((run / FOLDER_NAME).glob(f".{PREFIX}*")):
-            time.sleep(0.0005)
-        time.sleep(draw.uniform(0, 0.03))
+        wait_until(lambda: last_step(run) > here, then=0)  # one rank starts faster than four
+    elif moment == "border":
+        wait_until(lambda: last_step(run) >= border, then=1.0)
     else:
-        time.sleep(draw.uniform(0, 0.5))
+        wait_until(lambda: last_step(run) > here, then=0)
+        if moment == "evaluation":
+            wait_until(lambda: set((run / "evaluation").glob("step-*")) > tested, then=0.3)
+        elif moment == "checkpoint":
+            wait_until(lambda: any((run / FOLDER_NAME).glob(f".{PREFIX}*")), then=0.03, every=0.0005)
+        else:
+            time.sleep(draw.uniform(0, 0.5))
 
 
 def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | None]:
@@ -129,123 +224,122 @@ def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | 
     return [process.exitcode for process in processes]
 
 
-def killed_run(
-    work: Path, name: str, *, kills: int, layouts: list[tuple[int, int]], steps: int, seed: int
-) -> Counter[str]:
-    """Kill a run `kills` times, each start on a random layout, and let the last start finish. Returns the counts."""
-    draw, run, done, startup = random.Random(seed), work / name, Counter[str](), 5.0
+def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
+    """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
+    draw, run, log = random.Random(seed), work / case.name, work / f"{case.name}.log"
+    done, startup, begun = Counter[str](), 5.0, time.monotonic()
     while True:
-        ranks, stage = draw.choice(layouts)
-        arguments = settings(work, name, stage=stage, steps=steps)
+        ranks, stage = draw.choice(case.layouts)
         begin = time.monotonic()
-        processes = start(arguments, ranks=ranks, log=work / f"{name}.log")
-        if done["kills"] < kills:
-            moment, victims = draw.choice(MOMENTS), draw.choice([processes, [draw.choice(processes)]])
-            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup)
+        processes = start([*settings(work, case, stage=stage), *case.resume], ranks=ranks, log=log)
+        if done["kills"] < case.kills:
+            ahead, is_last = case.border - last_step(run), done["kills"] == case.kills - 1
+            moment = "border" if ahead > 0 and (ahead <= NEAR_BORDER or is_last) else draw.choice(MOMENTS)
+            victims = draw.choice([processes, [draw.choice(processes)]])
+            wait_for_moment(run, moment, ranks=processes, draw=draw, seconds=startup, border=case.border)
             if all(process.is_alive() for process in processes):
                 startup = startup if moment == "start" else time.monotonic() - begin
                 what = "all ranks" if len(victims) == len(processes) else "one rank"
                 end(processes, victims)
                 done.update(["kills", f"while {moment}", f"of {what}", f"{ranks} ranks, stage {stage}"])
-                print(
-                    f"{name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}", flush=True
-                )
+                if last_step(run) == case.border:
+                    done.update(["before the first checkpoint of a stage"])
+                said = f"{case.name}: kill {done['kills']} ({moment}, {what} of {ranks}) at step {last_step(run)}"
+                if lose_the_disk(work, case, draw=draw):
+                    said += ", and its checkpoints are lost"
+                    done.update(["with the loss of the checkpoints on disk"])
+                print(said, flush=True)
                 continue
         for process in processes:
             process.join(SECONDS_PER_START)
         codes = end(processes, [])
         if any(codes):
-            printed = (work / f"{name}.log").read_text(errors="replace")
-            raise SystemExit(f"{printed[-5000:]}\n{name} ended with {codes} after {done['kills']} kills")
-        return done
+            printed = log.read_text(errors="replace")
+            raise SystemExit(f"{printed[-5000:]}\n{case.name} ended with {codes} after {done['kills']} kills")
+        return {"seconds": round(time.monotonic() - begun), **dict(sorted(done.items()))}
 
 
-def outcome(run: Path) -> dict[str, Any]:
-    """What a finished run has trained: its epochs, losses, and the hashes of its last checkpoint's files."""
-    records = [json.loads(line) for line in (run / METRICS_NAME).read_text().splitlines()]
-    events = [record["data"] for record in records if record["kind"] == "event" and "data" in record]
-    meta = read_meta(finished_checkpoints(run)[-1])
-    return {
-        "epochs": {report["epoch"]: report for report in events},  # an epoch's end may have been trained twice
-        "losses": {record["step"]: record["loss"] for record in records if record["kind"] == "train"},
-        "data": meta["data"],
-        "files": {name: entry["sha256"] for name, entry in meta["files"].items() if name != META_NAME},
-        "path": finished_checkpoints(run)[-1],
-    }
+def lose_the_disk(work: Path, case: Case, *, draw: random.Random) -> bool:
+    """Now and then, remove the checkpoints of a run that has others in its mirror. Returns whether it did."""
+    lost = (work / "mirror" / case.name / FOLDER_NAME).is_dir() and draw.random() < DISK_LOST
+    if lost:
+        shutil.rmtree(work / case.name / FOLDER_NAME)
+    return lost
 
 
-def largest_difference(one: Path, other: Path) -> float:
-    """The largest absolute difference of two checkpoints' weights."""
-    from safetensors.torch import load_file
+def measure(
+    work: Path,
+    *,
+    kills: int,
+    same_layout: int,
+    fork: int,
+    tables: int,
+    epoch: int,
+    seed: int,
+    report: Callable[[Result], object],
+) -> Result:
+    """Run all cases in the empty folder `work`, with the options of `main`; `report` gets each result so far.
 
-    left, right = (load_file(path / "open_clip_model.safetensors") for path in (one, other))
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
-
-
-def compare(run: Path, reference: dict[str, Any]) -> dict[str, Any]:
-    """How a killed run differs from the undisturbed one."""
-    found = outcome(run)
-    same_steps = found["losses"].keys() == reference["losses"].keys()
-    pairs = [(found["losses"].get(step, float("inf")), loss) for step, loss in reference["losses"].items()]
-    return {
-        "epochs": len(reference["epochs"]),
-        "same_samples_in_the_same_order": found["epochs"] == reference["epochs"] and found["data"] == reference["data"],
-        "same_steps": same_steps,
-        "largest_relative_difference_of_a_loss": max(abs(a - b) / abs(b) for a, b in pairs),
-        "largest_difference_of_a_weight": largest_difference(found["path"], reference["path"]),
-        "same_bits": found["files"] == reference["files"] and found["losses"] == reference["losses"],
-    }
-
-
-def measure(work: Path, *, kills: int, same_layout: int, epoch: int, seed: int) -> dict[str, Any]:
+    Returns:
+        Counts of kills and how the killed run differs from the undisturbed one, by the case's name.
+    """
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
-    most = max(kills, same_layout)
-    steps = max(2, -(-(STEPS_PER_KILL * most + 5) // epoch)) * epoch  # whole epochs
+    def whole_epochs(count: int) -> int:
+        return max(2, -(-(STEPS_PER_KILL * count + 5) // epoch)) * epoch
+
+    every = tuple((ranks, stage) for ranks in RANKS for stage in STAGES)
+    plain = Case("undisturbed", 0, whole_epochs(max(kills, same_layout)), more=(*NEUCLIP, *KEPT))
+    origin = ("--resume", str(work / plain.name / FOLDER_NAME / name_of(4)), "--new-batch-size")
+    forked = Case("fork", 0, plain.steps, resume=origin, batch=2 * BATCH)
+    pairs = [
+        (plain, Case("changing-layouts", kills, plain.steps, every)),
+        (plain, Case("same-layout", same_layout, plain.steps)),
+        (forked, replace(forked, name="new-batch-size", kills=fork)),
+    ]
+    for method in TABLES:
+        calm = Case(f"undisturbed-{method}", 0, whole_epochs(tables), more=(f"objective.name={method}",))
+        pairs.append((calm, replace(calm, name=method, kills=tables, layouts=every)))
+
     (work / "shards").mkdir()
     make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
-    every = [(ranks, stage) for ranks in RANKS for stage in STAGES]
-    run = {"steps": steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
-    plain = killed_run(work, "undisturbed", kills=0, layouts=[SAME], steps=steps, seed=seed)
-    assert not plain["kills"]
-    reference = outcome(work / "undisturbed")
-    cases = {}
-    for name, count, layouts in (("changing-layouts", kills, every), ("same-layout", same_layout, [SAME])):
-        begin = time.monotonic()
-        done = killed_run(work, name, kills=count, layouts=layouts, steps=steps, seed=seed)
-        seconds = round(time.monotonic() - begin)
-        cases[name] = {"seconds": seconds, **dict(sorted(done.items())), **compare(work / name, reference)}
-    return {"run": run, **cases}
-
-
-def is_intact(result: dict[str, Any]) -> bool:
-    """Whether nothing was lost in any case."""
-    changing, same = result["changing-layouts"], result["same-layout"]
-    return (
-        all(case["same_samples_in_the_same_order"] and case["same_steps"] for case in (changing, same))
-        and bool(same["same_bits"])
-        and changing["largest_relative_difference_of_a_loss"] <= TOLERANCE
-    )
+    write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+    choose_poison(load_recipe(None, settings(work, plain, stage=SAME[1])))
+    poison_objective()
+    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
+    result: Result = {"run": run}
+    for calm, case in pairs:
+        if not case.kills:
+            continue
+        if not (work / calm.name).exists():
+            killed_run(work, calm, seed=seed)
+        done = killed_run(work, case, seed=seed)
+        result[case.name] = {**done, **compare(work / case.name, outcome(work / calm.name))}
+        report(result)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="kills on changing layouts")
-    parser.add_argument("--same-layout", type=int, default=20, metavar="KILLS", help="kills on one layout")
+    counts = {
+        "kills": (110, "kills on changing layouts; 0 leaves a case out"),
+        "same-layout": (30, "kills on one layout"),
+        "fork": (10, "kills of a run that was begun with --new-batch-size"),
+        "tables": (25, f"kills on changing layouts of each of {', '.join(TABLES)}"),
+    }
+    for name, (count, meaning) in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=count, metavar="KILLS", help=meaning)
     parser.add_argument("--epoch", type=int, default=30, metavar="STEPS", help="steps of an epoch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the result there, too")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="write the result there, too, after each run")
+    options = vars(parser.parse_args())
+    output = options.pop("output")
     work = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
     try:
-        result = measure(
-            work, kills=options.kills, same_layout=options.same_layout, epoch=options.epoch, seed=options.seed
-        )
+        result = measure(work, **options, report=lambda found: output and write_json(output, found))
     finally:
         shutil.rmtree(work)
     print(json.dumps(result, indent=1))
-    if options.output:
-        write_json(options.output, result)
     if not is_intact(result):
         raise SystemExit(1)
 

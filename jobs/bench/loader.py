@@ -14,15 +14,14 @@ the SHA-256 of every shard, computed from the bytes as they are read.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import hashlib
 import io
-import statistics
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from PIL import Image
 from PIL.Image import Resampling
 
+from jobs.bench.harness import alternate, parser, ratios, seconds, show
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.decode import normalize
@@ -39,6 +39,7 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.data.loading.worker import Tokenize
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.distributed.world import World
+from pipeline.pixels import read_rgb
 
 BATCH, PIXELS = 64, 224
 QUALITY = 90
@@ -70,7 +71,7 @@ def photographs(folder: Path, *, shorter: int) -> list[Image.Image]:
     """The folder's images of at least this size, resized to this shorter side."""
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")):
-        image = Image.open(path).convert("RGB")
+        image = read_rgb(path.read_bytes())
         if min(image.size) >= shorter:
             scale = shorter / min(image.size)
             found.append(image.resize((round(image.width * scale), round(image.height * scale)), Resampling.LANCZOS))
@@ -145,24 +146,17 @@ def run_open_clip(folder: Path, *, samples: int, tokenizer: Any) -> None:
     assert seen == samples // BATCH * BATCH, f"open_clip's loader returned {seen} of {samples} samples"
 
 
-def rate(run: Callable[[], None], *, samples: int) -> float:
-    """Images per second of CPU time."""
-    start = time.process_time()
-    run()
-    return samples / (time.process_time() - start)
-
-
 def compare(
-    shorter: int, *, samples: int, rounds: int, images: Path | None = None, raw: bool = False, hashing: bool = False
-) -> str:
-    """A table of medians for images stored with this shorter side; `hashing`: only of our loader's two forms."""
+    shorter: int, *, samples: int, rounds: int, images: Path | None, raw: bool, hashing: bool, output: Path | None
+) -> None:
+    """Print a table for images stored with this shorter side; `hashing`: only of our loader's two forms."""
     import open_clip
 
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     tokenize = fast_tokenizer(tokenizer)
     with tempfile.TemporaryDirectory() as name:
         folder = make_shards(Path(name), shards=4, samples=samples // 4, shorter=shorter, images=images)
-        size = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
+        bytes_per_sample = sum(path.stat().st_size for path in folder.glob("*.tar")) / samples
         runs: dict[str, Callable[[], None]] = {
             "open_clip": lambda: run_open_clip(folder, samples=samples, tokenizer=tokenizer),
             "ours": lambda: run_ours(folder, samples=samples, tokenize=tokenize),
@@ -175,56 +169,42 @@ def compare(
             decoded = Path(name) / "raw"
             decoded.mkdir()
             make_shards(decoded, shards=4, samples=samples // 4, shorter=shorter, images=images, raw=True)
-            bytes_per_sample = sum(path.stat().st_size for path in decoded.glob("*.tar")) / samples
+            raw_bytes = sum(path.stat().st_size for path in decoded.glob("*.tar")) / samples
             runs["raw"] = lambda: run_ours(decoded, samples=samples, tokenize=tokenize)
             runs["raw, not hashed"] = lambda: run_ours(
                 decoded, samples=samples, tokenize=tokenize, altered_shards="ignore"
             )
         if hashing:
             runs = {label: runs[label] for label in ("ours, not hashed", "ours")}
-        for run in runs.values():
-            run()  # warm the page cache, the tokenizers' caches and the allocators
-        rates: dict[str, list[float]] = {label: [] for label in runs}
-        for _ in range(rounds):
-            for label, run in runs.items():
-                rates[label].append(rate(run, samples=samples))
-    lines = [f"shorter side {shorter}, {size / 1000:.0f} kB a sample, {samples} samples, {rounds} rounds:"]
+        timed = {label: functools.partial(seconds, run) for label, run in runs.items()}
+        rates = {name: [samples / x for x in found] for name, found in alternate(timed, rounds=rounds).items()}
     first = next(iter(rates))
-    for label, found in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(found, rates[first], strict=True)]
-        lines.append(
-            f"  {label:20s} {statistics.median(found):7.0f} images/s/core   {statistics.median(ratios):5.2f} x {first}"
-            f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
-        )
-    if raw:
-        ratios = [x / y for x, y in zip(rates["raw"], rates["ours"], strict=True)]
-        lines.append(
-            f"  raw, {bytes_per_sample / 1000:.0f} kB a sample: {statistics.median(ratios):.2f} x ours"
-            f"   (rounds {min(ratios):.2f} to {max(ratios):.2f})"
-        )
-    shares = [1 - hashed / plain for hashed, plain in zip(rates["ours"], rates["ours, not hashed"], strict=True)]
-    lines.append(
-        f"  hashing the shards takes {statistics.median(shares):.1%} of our CPU time"
-        f"   (rounds {min(shares):.1%} to {max(shares):.1%})"
-    )
-    return "\n".join(lines)
+    ours = rates["ours, not hashed"]
+    rows = {
+        label: (median(found), *ratios(found, rates[first]), ratios(found, ours)[0]) for label, found in rates.items()
+    }
+    columns = {"images/s/core": ".0f", f"/ {first}": ".2f", "lowest": ".2f", "highest": ".2f", "/ not hashed": ".2f"}
+    size = f"{bytes_per_sample / 1000:.0f} kB a sample" + (f", raw {raw_bytes / 1000:.0f} kB" if raw else "")
+    show(f"shorter side {shorter}, {size}, {samples} samples, {rounds} rounds", columns, rows, output=output)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
-    parser.add_argument("--images", type=Path, help="folder of photographs to use instead of generated images")
-    forms = parser.add_mutually_exclusive_group()
+    given = parser(__doc__, rounds=5)
+    given.add_argument("--shorter", type=int, action="append", help="shorter side of the stored images, in pixels")
+    given.add_argument("--images", type=Path, help="folder of photographs to use instead of generated images")
+    forms = given.add_mutually_exclusive_group()
     forms.add_argument("--raw", action="store_true", help="also read shards of decoded pixels")
     forms.add_argument("--hashing", action="store_true", help="compare our loader with and without hashing only")
-    parser.add_argument("--samples", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread, {PIXELS} px out")
+    given.add_argument("--samples", type=int, default=768)
+    given.set_defaults(threads=1)
+    options = given.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {PIXELS} px out")
     for shorter in options.shorter or (256, 384, 512):
-        settings = {"samples": options.samples, "rounds": options.rounds, "images": options.images}
-        print(compare(shorter, **settings, raw=options.raw, hashing=options.hashing), flush=True)
+        compare(
+            shorter, samples=options.samples, rounds=options.rounds, images=options.images, raw=options.raw,
+            hashing=options.hashing, output=options.json,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

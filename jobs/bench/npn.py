@@ -4,11 +4,10 @@
     python -m jobs.bench.npn --batch 512 --rounds 5 --threads 1
 
 Each round runs, for each batch size, in turn: autograd with torch.optim.Adagrad in fp32; the closed form in fp32, with
-bf16 matmuls, and with `npn_compile` on top; and the two matmuls of an update alone, in fp32 and in bf16. On a CPU we
-measure the CPU time of the process, on a GPU wall time, which at small sizes is launch time. The minimum over the
-rounds is printed, because other processes only ever add time, followed by the median in brackets; ratios are those of
-the minima and, in brackets, the median of the per-round ratios. Set OMP_WAIT_POLICY=passive on a shared machine;
-otherwise spinning threads count as CPU time. The last line compares the cost of bf16 matmuls without `npn_compile`
+bf16 matmuls, and with `npn_compile` on top; and the two matmuls of an update alone, in fp32 and in bf16. The wall time
+of small sizes on a GPU is launch time. The least time over the rounds is printed, too, because other processes only
+ever add time. Set OMP_WAIT_POLICY=passive on a shared machine; otherwise spinning threads count as CPU time. The last
+line compares the cost of bf16 matmuls without `npn_compile`
 (mean squared difference of alpha) with the error of alpha itself.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import time
 from collections.abc import Callable
 from statistics import median
 
@@ -25,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jobs.bench.harness import alternate, parser, place, ratios, seconds, show
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes
 from pipeline.objectives.npn.prototypes import Anchors
@@ -105,25 +104,6 @@ def gemms(anchors: list[Anchors], weight: Tensor, *, steps: int, dtype: torch.dt
                 torch.mm(z.T, features, out=gradient)
 
 
-def measure(calls: dict[str, Callable[[], object]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each call in every round, after one warm-up round; calls alternate within a round."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(rounds + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if round_number:
-                times[name].append(1e3 * (clock() - start))
-    return times
-
-
-def ratio(longer: list[float], shorter: list[float]) -> str:
-    return f"{min(longer) / min(shorter):.2f} ({median(a / b for a, b in zip(longer, shorter, strict=True)):.2f})"
-
-
 def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> None:
     dim, m, steps = arguments.dim, arguments.prototypes, arguments.steps
     anchors, weight = make_problem(batch, dim, m, device=device)
@@ -136,16 +116,21 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
         )
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         calls[f"GEMMs {name}"] = functools.partial(gemms, anchors, weight, steps=steps, dtype=dtype)
-    times = measure(calls, rounds=arguments.rounds, device=device)
-    print(f"\nB = {batch}, d = {dim}, m = {m}, {steps} updates of both networks, milliseconds:")
-    digits = 2 if device.type == "cuda" else 0
-    print("   ".join(f"{name} {min(taken):.{digits}f} ({median(taken):.{digits}f})" for name, taken in times.items()))
-    for name in variants:
-        mine, alone = times[f"closed {name}"], times[f"GEMMs {name.split()[0]}"]
-        print(
-            f"closed {name}: {ratio(times['autograd fp32'], mine)} times as fast as autograd fp32; "
-            f"{ratio(mine, alone)} times its GEMMs alone"
+    timed = {name: functools.partial(seconds, call, device=device) for name, call in calls.items()}
+    times = alternate(timed, rounds=arguments.rounds)
+    rows = {
+        name: (
+            1e3 * min(found),
+            1e3 * median(found),
+            *ratios(times["autograd fp32"], found),
+            ratios(found, times["GEMMs bf16" if "bf16" in name else "GEMMs fp32"])[0],
         )
+        for name, found in times.items()
+    }
+    columns = {"least ms": ".2f", "median": ".2f", "autograd / it": ".2f", "lowest": ".2f", "highest": ".2f"}
+    what = f"B = {batch}, d = {dim}, m = {m}, {steps} updates of both networks"
+    columns |= {"it / GEMMs": ".2f"}
+    show(f"{what}, {place(device, arguments.threads)}", columns, rows, output=arguments.json)
     full = closed_form(anchors, weight, steps=steps, workspace=Workspace())
     rounded = closed_form(low, weight, steps=steps, workspace=Workspace())
     alpha, other = (
@@ -158,20 +143,14 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 5120])
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--prototypes", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
+    given = parser(__doc__, rounds=3)
+    given.add_argument("--batch", type=int, nargs="+", default=[512, 5120])
+    given.add_argument("--dim", type=int, default=512)
+    given.add_argument("--prototypes", type=int, default=4096)
+    given.add_argument("--steps", type=int, default=10)
+    arguments = given.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(
-        f"torch {torch.__version__} on {device}, {arguments.threads} threads, "
-        f"least (median) of {arguments.rounds} rounds"
-    )
     for batch in arguments.batch:
         report(batch, arguments, device)
 

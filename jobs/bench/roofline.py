@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jobs.bench.kernel_trace import Gpu, Kernel, KernelTrace, fake_gpu
 from pipeline.model.attention import PackedAttention
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
-from pipeline.planning.kernel_trace import Gpu, Kernel, KernelTrace, fake_gpu
 from pipeline.planning.simulated_ranks import SimulatedRanks
 
 DIM, PROTOTYPES, INNER_STEPS = 512, 4096, 10
-UPDATES = ("replicated", "prototypes", "sharded")
+UPDATES = ("replicated", "prototypes")
 
 
 @dataclass(frozen=True)

@@ -18,108 +18,103 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_prep.scenes.caption import web
-from data_prep.scenes.scenes_config import ScenesConfig
+from jobs.bench.batches import CAPTIONS, SEED, Data, make_data, pinned
+from jobs.bench.harness import alternate, parser, place, ratios, seconds, show
 from pipeline.data.loading.decode import normalize
 from pipeline.distributed.world import World, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
+from pipeline.model.lora import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
-from pipeline.versions import versions
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
 CONTENDERS: dict[str, dict[str, Any]] = {
     "openclip": {},
     "whole_texts": {"trim_text": False},
+    "packed_texts": {"pack_texts": True},
     "whole_images": {"trim_image": False},
     "plain_attention": {"packed_attention": False, "trim_text": False, "trim_image": False},
     "neuclip": {},
 }
 """Ours, beside `open_clip_train`, with the arguments they change: `openclip` has everything that is on by default."""
 DATASET = 1_000_000
-SEED = 0
-
+PLAIN: dict[str, Any] = {
+    "accumulate": 1, "captions": None, "caption_tokens": 28.0, "grad_checkpointing": False, "compile": False,
+    "packed_attention": True, "trim_text": True, "trim_image": True, "channels_last": True, "pack_texts": False,
+    "patch_dropout": None, "lock_image": False, "lora_rank": None,
+    "stored_features": False,
+}  # fmt: skip
+"""What `ours` reads, where a benchmark has no option for it."""
 Rounds = Callable[[int], None]
 """Runs the given number of steps."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """One global batch: uint8 pixels [B, 3, S, S] and tokens [B, L], on the host."""
-
-    pixels: Tensor
-    text: Tensor
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+def step_parser(about: str | None, *, arch: str, batch: int, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark of training steps."""
+    found = parser(about, rounds=rounds)
+    found.add_argument("--arch", default=arch)
+    found.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
+    found.add_argument("--batch", type=int, default=batch, help="global batch")
+    found.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    found.add_argument("--stage", type=int, choices=(0, 1, 2), default=0, help="ZeRO stage")
+    found.add_argument("--steps", type=int, default=steps, help="steps per contender and round")
+    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    found.set_defaults(**PLAIN)
+    return found
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="ViT-B-32")
-    parser.add_argument("--image-size", type=int, help="pixels, for a smaller test of the same architecture")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=2, help="ZeRO stage")
-    parser.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
-    parser.add_argument("--inner-steps", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every contender")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--grad-checkpointing", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
-    parser.add_argument("--packed-attention", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--trim-text", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--trim-image", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
-    parser.set_defaults(patch_dropout=None, lock_image=False, stored_features=False)
-    args = parser.parse_args(argv)
-    args.prototypes = prototypes_of(args, parser)
+    found = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
+    found.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
+    found.add_argument("--caption-tokens", type=float, default=28.0, help="mean length of captions, in tokens")
+    found.add_argument("--captions", choices=CAPTIONS, help="lengths as published for a dataset, instead")
+    found.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
+    found.add_argument("--inner-steps", type=int, default=10)
+    found.add_argument("--grad-checkpointing", action="store_true")
+    found.add_argument("--compile", action="store_true", help="torch.compile of the towers, on both sides")
+    found.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
+    for name in ("packed-attention", "trim-text", "trim-image", "channels-last"):
+        found.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True)
+    args = found.parse_args(argv)
+    args.prototypes = prototypes_of(args, found)
     return args
 
 
-def prototypes_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def prototypes_of(args: argparse.Namespace, given: argparse.ArgumentParser) -> int:
     """The number of prototypes, at most the batch size: with more, the network would still be growing."""
     if args.prototypes is not None and args.prototypes > args.batch:
-        parser.error(f"--prototypes {args.prototypes} is above --batch {args.batch}: not all would be live")
+        given.error(f"--prototypes {args.prototypes} is above --batch {args.batch}: not all would be live")
     return args.prototypes or min(4096, args.batch)
 
 
-def make_data(args: argparse.Namespace) -> Data:
-    """Random pixels and captions of the built-in corpus, from a fixed seed."""
-    config = ModelConfig(arch=args.arch, image_size=args.image_size)
-    _, architecture = build_towers(config, seed=SEED, device="meta")
-    generator = torch.Generator().manual_seed(SEED)
-    size, corpus = architecture.image_size, ScenesConfig()
-    pixels = torch.randint(0, 256, (args.batch, 3, size, size), generator=generator, dtype=torch.uint8)
-    text = architecture.tokenize([web(corpus, index) for index in range(args.batch)])
-    return Data(pinned(pixels), pinned(text), architecture.mean, architecture.std)
+def ours(
+    args: argparse.Namespace,
+    *data: Data,
+    objective: str,
+    world: World,
+    seen: World | None = None,
+    lr_scale: float = 1e-3,
+    losses: list[Tensor] | None = None,
+    **settings: Any,
+) -> Rounds:
+    """Our training step, as run by `Trainer`, on these batches in turn; it appends its losses to `losses`.
 
-
-def pinned(x: Tensor) -> Tensor:
-    """The tensor in pinned memory if there is a GPU, as from a data loader."""
-    return x.pin_memory() if torch.cuda.is_available() else x
-
-
-def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) -> Rounds:
-    """Our training step, as run by `Trainer`."""
+    `seen` is the world of the objective, if it is another one: each of its ranks has a batch of `args.batch`. Other
+    settings are the objective's.
+    """
     config = ModelConfig(
         arch=args.arch,
         image_size=args.image_size,
@@ -128,18 +123,20 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         packed_attention=args.packed_attention,
         trim_image=None if args.trim_image else False,
         lock_image=args.lock_image,
+        lora=LoraConfig(rank=args.lora_rank),
     )
     towers, architecture = build_towers(config, seed=SEED)
     trimming = text_trimming(towers.clip, wanted=None if args.trim_text and args.packed_attention else False)
     micro = args.batch // args.accumulate if args.accumulate > 1 else None
-    settings = {"prototypes": args.prototypes, "inner_steps": args.inner_steps} if objective == "neuclip" else {}
+    if objective == "neuclip":
+        settings |= {"prototypes": args.prototypes, "inner_steps": args.inner_steps}
     method = build_objective(
         {"name": objective, **settings},
         dim=architecture.dim,
-        batch_size=args.batch,
+        batch_size=args.batch * (seen or world).size,
         dataset_size=DATASET,
         total_steps=10**6,
-        world=world,
+        world=seen or world,
         device=world.device,
     )
     engine = DeepSpeedEngine(
@@ -151,25 +148,32 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
         compile_towers=args.compile,
     )
     engine.train()
-    take_step = TrainStep(engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro))
+    take_step = TrainStep(
+        engine, method, world=world, seed=SEED, chunks=micro_batches(args.batch, micro), pack_texts=args.pack_texts
+    )
     sample_ids = torch.arange(args.batch, device=world.device)
     memory_format = towers.image_format if args.channels_last else torch.contiguous_format
     taken, stored = 0, None
     if args.stored_features:
-        image = normalize(data.pixels.to(world.device), mean=data.mean, std=data.std, dtype=engine.dtype)
+        image = normalize(data[0].pixels.to(world.device), mean=data[0].mean, std=data[0].std, dtype=engine.dtype)
         stored = pinned(engine.image_output(image).cpu())
 
     def run(steps: int) -> None:
         nonlocal taken
         for _ in range(steps):
-            pixels = (data.pixels if stored is None else stored).to(world.device, non_blocking=True)
+            now = data[taken % len(data)]
+            pixels = (now.pixels if stored is None else stored).to(world.device, non_blocking=True)
             image = pixels
             if stored is None:
-                image = normalize(pixels, mean=data.mean, std=data.std, dtype=engine.dtype, memory_format=memory_format)
-            text = data.text.to(world.device, non_blocking=True)
-            lengths = trimming.lengths(data.text) if trimming else None
-            result = take_step((image, text), sample_ids=sample_ids, step=taken, lr_scale=1e-3, text_lengths=lengths)
+                image = normalize(pixels, mean=now.mean, std=now.std, dtype=engine.dtype, memory_format=memory_format)
+            text = now.text.to(world.device, non_blocking=True)
+            lengths = trimming.lengths(now.text) if trimming else None
+            result = take_step(
+                (image, text), sample_ids=sample_ids, step=taken, lr_scale=lr_scale, text_lengths=lengths
+            )
             assert result.applied
+            if losses is not None:
+                losses.append(result.output.loss)
             taken += 1
 
     return run
@@ -178,10 +182,12 @@ def ours(args: argparse.Namespace, data: Data, *, objective: str, world: World) 
 class SyntheticLoader:
     """A data loader as open_clip_train expects it: micro-batches of normalized pixels and tokens."""
 
-    def __init__(self, data: Data, *, micro_batch: int) -> None:
-        image = pinned(normalize(data.pixels, mean=data.mean, std=data.std).float())
-        self.batches = list(zip(image.split(micro_batch), data.text.split(micro_batch), strict=True))
-        self.num_samples = len(data.pixels)
+    def __init__(self, *data: Data, micro_batch: int) -> None:
+        self.batches: list[tuple[Tensor, Tensor]] = []
+        for batch in data:
+            image = pinned(normalize(batch.pixels, mean=batch.mean, std=batch.std).float())
+            self.batches += zip(image.split(micro_batch), batch.text.split(micro_batch), strict=True)
+        self.num_samples = sum(len(batch.pixels) for batch in data)
         self.num_batches = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,39 +195,46 @@ class SyntheticLoader:
             yield self.batches[i % len(self.batches)]
 
 
-def open_clip_train(args: argparse.Namespace, data: Data, *, device: torch.device) -> Rounds:
-    """The package's own training loop."""
+def open_clip_train(
+    args: argparse.Namespace,
+    *data: Data,
+    device: torch.device,
+    lr_scale: float = 1e-3,
+    losses: list[Tensor] | None = None,
+) -> Rounds:
+    """The package's own training loop, from the weights of `ours`; it appends its losses to `losses`."""
     import open_clip
     from open_clip_train.train import train_one_epoch
 
-    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True).to(device)
+    model = open_clip.create_model(args.arch, force_image_size=args.image_size, output_dict=True)
+    towers, _ = build_towers(ModelConfig(arch=args.arch, image_size=args.image_size), seed=SEED)
+    missing = model.load_state_dict(towers.clip.state_dict(), strict=False).missing_keys
+    assert set(missing) <= {"logit_scale"}
+    model.to(device)
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     free = [p for name, p in named if p.ndim < 2 or "bn" in name or "ln" in name or "bias" in name or "logit" in name]
     decayed = [p for _, p in named if not any(p is other for other in free)]
     groups = [{"params": free, "weight_decay": 0.0}, {"params": decayed, "weight_decay": OPTIMIZER.weight_decay}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr * 1e-3, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr * lr_scale, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     trained: Any = torch.compile(model) if args.compile else model
-    loader = SyntheticLoader(data, micro_batch=args.batch // args.accumulate)
+    loader = SyntheticLoader(*data, micro_batch=args.batch // args.accumulate)
     settings = SimpleNamespace(
-        device=str(device),
-        precision="amp_bf16" if args.precision == "bf16" else "fp32",
-        distill=False,
-        accum_freq=args.accumulate,
-        skip_scheduler=True,
-        grad_clip_norm=None,
-        horovod=False,
-        rank=0,
-        local_rank=0,
-        log_local=False,
-        log_every_n_steps=10**9,
-        batch_size=args.batch // args.accumulate,
-        world_size=1,
-        wandb=False,
-    )
+        device=str(device), precision="amp_bf16" if args.precision == "bf16" else "fp32", distill=False,
+        accum_freq=args.accumulate, skip_scheduler=True, grad_clip_norm=None, horovod=False, rank=0, local_rank=0,
+        log_local=False, log_every_n_steps=10**9, batch_size=args.batch // args.accumulate, world_size=1, wandb=False,
+    )  # fmt: skip
     source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
-    loss = open_clip.ClipLoss()
+
+    class Loss(open_clip.ClipLoss):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            found = super().forward(*given, **named)
+            if losses is not None:
+                losses.append(torch.stack([*found.values()]).sum() if isinstance(found, dict) else found)
+            return found
+
+    loss = Loss()
 
     def run(steps: int) -> None:
         loader.num_batches = steps * args.accumulate
@@ -246,25 +259,6 @@ def as_its_main(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def seconds(run: Rounds, steps: int, device: torch.device, *, threads: int) -> float:
-    """Seconds that `steps` steps take until the device is done: wall time on a GPU, CPU time of all threads on a CPU.
-
-    Waiting threads may spin, so every contender gets the same number of threads and must not change it.
-    """
-    torch.set_num_threads(threads)
-    if device.type == "cpu":
-        start = time.process_time()
-        run(steps)
-        taken = time.process_time() - start
-        assert torch.get_num_threads() == threads, "a contender changed its number of threads"
-        return taken
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(steps)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     args = parse_arguments()
     logging.disable(logging.INFO)
@@ -276,42 +270,38 @@ def main() -> None:
             settings = argparse.Namespace(**{**vars(args), **CONTENDERS[name]})
             objective = "neuclip" if name == "neuclip" else "openclip"
             contenders[name] = ours(settings, data, objective=objective, world=world)
-        names = list(contenders)
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(args.rounds + 1):
-            # Rotate the order, so that no contender always runs after the same one.
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                taken = seconds(contenders[name], args.steps, world.device, threads=args.threads)
-                if number:
-                    times[name].append(taken / args.steps)
-        report(args, times, device=world.device)
+        report(args, step_seconds(contenders, args, world.device), device=world.device)
+
+
+def step_seconds(
+    contenders: dict[str, Rounds], args: argparse.Namespace, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds per step of the contenders in every round."""
+
+    def timed(run: Rounds) -> Callable[[], float]:
+        return lambda: seconds(lambda: run(args.steps), device=device, threads=args.threads) / args.steps
+
+    return alternate({name: timed(run) for name, run in contenders.items()}, rounds=args.rounds)
+
+
+def head(args: argparse.Namespace, device: torch.device) -> str:
+    """What is measured, and where."""
+    size = f" at {args.image_size} px" if args.image_size else ""
+    return f"{args.arch}{size}, batch {args.batch}, {args.precision}, ZeRO-{args.stage}, {place(device, args.threads)}"
 
 
 def report(args: argparse.Namespace, times: dict[str, list[float]], *, device: torch.device) -> None:
     """Print medians over rounds; ratios are medians of the per-round ratios."""
-    size = f" at {args.image_size} px" if args.image_size else ""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.arch}{size}, batch {args.batch} in {args.accumulate}, {args.precision}, ZeRO-{args.stage}, {where}")
-    print(
-        ", ".join(f"{name} {version}" for name, version in versions(("torch", "deepspeed", "open_clip_torch")).items())
-    )
-    print(f"{'':<20}{'ms/step':>10}{'samples/s':>12}{'/ open_clip_train':>20}{'lowest':>9}{'highest':>9}")
-    theirs = times["open_clip_train"]
-    for name, found in times.items():
-        ratios = [b / a for a, b in zip(found, theirs, strict=True)]
-        median = statistics.median(found)
-        print(
-            f"{name:<20}{median * 1e3:>10.1f}{args.batch / median:>12.1f}{statistics.median(ratios):>20.3f}"
-            f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
-        )
-    if not {"openclip", "neuclip"} <= times.keys():
-        return
-    extra = [b / a - 1 for a, b in zip(times["openclip"], times["neuclip"], strict=True)]
-    print(
-        f"neuclip takes {statistics.median(extra):+.1%} of openclip's time ({args.prototypes} prototypes, "
-        f"{args.inner_steps} inner steps)"
-    )
+    columns = {"ms/step": ".1f", "samples/s": ".1f", "/ open_clip_train": ".3f", "lowest": ".3f", "highest": ".3f"}
+    rows = {
+        name: (1e3 * median(found), args.batch / median(found), *ratios(times["open_clip_train"], found))
+        for name, found in times.items()
+    }
+    show(f"{head(args, device)}, in {args.accumulate}", columns, rows, output=args.json)
+    if {"openclip", "neuclip"} <= times.keys():
+        extra = ratios(times["neuclip"], times["openclip"])[0] - 1
+        of = f"{args.prototypes} prototypes, {args.inner_steps} inner steps"
+        print(f"neuclip takes {extra:+.1%} of openclip's time ({of})")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Shape legend: n pairs, D input features of a side, L latent dimensions, d embedd
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +78,32 @@ class Tower(nn.Module):
         return F.normalize(self.last(F.gelu(self.first(x))), dim=1)
 
 
-def make_towers(hierarchy: Hierarchy, *, hidden: int, dim: int, seed: int) -> nn.ModuleDict:
-    """Both towers, initialized from `seed` only; torch's global random state is not changed."""
+def make_towers(inputs: Mapping[str, int], *, hidden: int, dim: int, seed: int) -> nn.ModuleDict:
+    """A tower per side, with as many inputs, initialized from `seed` only; the global random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.ModuleDict({side: Tower(hierarchy.inputs, hidden=hidden, dim=dim) for side in ("image", "text")})
+        return nn.ModuleDict({side: Tower(size, hidden=hidden, dim=dim) for side, size in inputs.items()})
+
+
+def orders(pairs: int, batch: int, *, seed: int) -> Iterator[Tensor]:
+    """Sample ids of the batches, [B] each, without end; every epoch is a new permutation."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(pairs, generator=generator)[: pairs // batch * batch].split(batch)
+
+
+def lr_scale(step: int, steps: int) -> float:
+    """Learning rate as a fraction of the peak: linear warm-up in 5% of the steps, then cosine decay to 0."""
+    return min(1.0, (step + 1) / max(1.0, 0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, *, lr: float) -> None:
+    """One step of the optimizer on `loss`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.studies.declare import Unit
+from jobs.studies.paired import Spread
 from jobs.studies.schedule import folder_of
 from jobs.studies.unit import RESULT_NAME
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
@@ -45,21 +46,6 @@ class Outcome:
     seed: int
     key: str
     result: Result
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Values of one column in order of seeds; `sd` is the sample standard deviation, None for fewer than two values."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def sd(self) -> float | None:
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
 def average(scores: Mapping[str, float]) -> float | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, paired, spread
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, paired, spread
+from jobs.studies.paired import as_lines, shown
 from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from pipeline.report.run_page import render as render_page
 
@@ -75,7 +76,7 @@ def as_markdown(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcom
     )
     lines = [f"# {study.title}", "", study.question.strip(), "", how]
     for title, rows in _tables(study, data["size"], outcomes):
-        lines += ["", f"## {title}", "", *_as_lines(rows)]
+        lines += ["", f"## {title}", "", *as_lines(rows)]
     for file in drawn:
         lines += ["", f"![{figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
@@ -113,15 +114,6 @@ def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tu
         there = {arm: arms[arm] for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)}
         if there:
             yield variant.title or setting, table(study, outcomes, setting=setting, arms=there, baseline=baseline)
-
-
-def _as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as markdown lines; a row with one cell is a group heading."""
-    width = len(rows[0])
-    lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (width - 1) + "|"]
-    return lines + [
-        f"| {row[0]} |" + " |" * (width - 1) if len(row) == 1 else f"| {' | '.join(row)} |" for row in rows[1:]
-    ]
 
 
 def table(
@@ -164,13 +156,6 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
     found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
     form = {"saving": ".2f", "loss_difference": "+.3f"}.get(column, "+.1f")
     return shown(found, form, unit="%" if column == "extra_time" else "")
-
-
-def shown(value: Spread | None, form: str, unit: str = "") -> str:
-    """`12.3 ± 0.4`, or `–` if there is no value."""
-    if value is None:
-        return "–"
-    return f"{value.mean:{form}}{unit}" + (f" ± {value.sd:{form.replace('+', '')}}" if value.sd is not None else "")
 
 
 def _compact(outcome: Outcome) -> dict[str, Any]:

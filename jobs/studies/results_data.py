@@ -11,8 +11,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jobs.studies.schedule import cores
-from jobs.studies.source_commit import source_commit
+from pipeline.cores import usable_cores
+from pipeline.versions import source_commit
 
 DATA_NAME = "results.json"
 
@@ -25,7 +25,7 @@ def write_data(folder: Path, *, study: str, size: str, command: str, versions: M
         "command": command,
         "date": date.today().isoformat(),
         "commit": source_commit(),
-        "machine": {"cpu": cpu_name(), "cores": cores(), "system": platform.system()},
+        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
         "versions": versions,
         **rest,
     }

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from jobs.studies.declare import SizeFacts, Study, Unit
 from jobs.studies.unit import RESULT_NAME, SPEC_NAME
+from pipeline.cores import usable_cores
 from pipeline.errors import UserError
 
+Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m"
 
 
@@ -78,12 +83,7 @@ def places_at_hand() -> list[dict[str, str]]:
     if torch.cuda.is_available():
         return [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return [threads for _ in range(cores())]
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return [threads for _ in range(usable_cores())]
 
 
 def run_all(
@@ -142,6 +142,22 @@ def run_all(
                 process.terminate()  # the run writes a checkpoint; leaving the pool waits for it
             raise
     return {label: code for label, code in codes.items() if code}
+
+
+def in_processes(
+    function: Callable[..., Result], calls: Mapping[Key, tuple[Any, ...]], *, parallel: int | None
+) -> Generator[tuple[Key, Result | BaseException], None, None]:
+    """function(*arguments) of short runs in worker processes: the key and the result, or the error, of each as it ends.
+
+    Calls that have not begun are cancelled if the caller stops early, also by an error or an interruption of its own.
+    """
+    with ProcessPoolExecutor(parallel or usable_cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(function, *arguments): key for key, arguments in calls.items()}
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.exception() or future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def sbatch(name: str, *, size: str, output: str, count: int, overrides: Sequence[str]) -> str:

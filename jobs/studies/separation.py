@@ -8,16 +8,14 @@ out, runs have up to 8,192 steps, and all methods of a seed share initial weight
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.studies.schedule import cores
-from jobs.studies.source_commit import source_commit
+from jobs.studies.schedule import in_processes
 from pipeline.files import write_json
+from pipeline.versions import source_commit
 
 NAME = "separation"
 TITLE = "Methods on pairs that separate them"
@@ -101,10 +99,12 @@ class PairedRun:
     batch: int
     arm: str
     seed: int
+    data_seed: int
+    """Sets the training and held-out pairs; the runs published before this field existed share one draw of them."""
 
     @property
     def key(self) -> str:
-        return f"n{self.pairs}-b{self.batch}-{self.arm}-seed{self.seed}"
+        return f"n{self.pairs}-b{self.batch}-{self.arm}-seed{self.seed}-pairs{self.data_seed}"
 
 
 def runs_of(size: str) -> list[PairedRun]:
@@ -117,9 +117,9 @@ def runs_of(size: str) -> list[PairedRun]:
 def _runs_of_seed(group: Group, seed: int) -> Iterator[PairedRun]:
     for batch in reversed(group.batches):
         for arm in group.arms if seed < group.seeds else ():
-            yield PairedRun(group.pairs, group.epochs, batch, arm, seed)
+            yield PairedRun(group.pairs, group.epochs, batch, arm, seed, seed)
         if seed < group.shared_seeds:
-            yield PairedRun(group.pairs, group.epochs, batch, SHARED, seed)
+            yield PairedRun(group.pairs, group.epochs, batch, SHARED, seed, seed)
 
 
 def path_of(run: PairedRun, place: Path) -> Path:
@@ -151,19 +151,12 @@ def run_all(
     left = [run for run in runs if not path_of(run, place).is_file()]
     report(f"{len(runs)} runs, {len(runs) - len(left)} of them done.")
     failed = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(parallel or cores(), mp_context=context) as pool:
-        futures = {pool.submit(perform, run, place): run for run in left}
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                run, error = futures[future], future.exception()
-                if error is not None:
-                    failed.append(f"{run.key}: {error}")
-                outcome = f"{future.result():.0f} CPU s" if error is None else f"FAILED: {error}"
-                report(f"{number}/{len(left)} {run.key}: {outcome}")
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    done = in_processes(perform, {run: (run, place) for run in left}, parallel=parallel)
+    for number, (run, found) in enumerate(done, start=1):
+        if isinstance(found, BaseException):
+            failed.append(f"{run.key}: {found}")
+        outcome = f"FAILED: {found}" if isinstance(found, BaseException) else f"{found:.0f} CPU s"
+        report(f"{number}/{len(left)} {run.key}: {outcome}")
     return failed
 
 

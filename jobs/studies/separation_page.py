@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jobs.studies.paired import LEVEL, Spread, as_lines, difference, shown, shown_difference, significant
 from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from jobs.studies.separation import ARMS, BASELINE, BASELINES, NAME, REPRODUCES, SHARED, TAU, TITLE
 from jobs.studies.study_figures import STYLE, as_svg
 from pipeline.versions import versions
 
 Results = Sequence[Mapping[str, Any]]
-CLEAR = 3.0
-"""A paired |t| of at least this is printed in bold: p is about 0.02 with 8 seeds, 0.06 with 4."""
-FEWEST_SEEDS = 4
-"""With fewer seeds nothing is printed in bold: with two, a t of 3 has a p of 0.2."""
 
 
 @dataclass(frozen=True)
@@ -27,44 +22,21 @@ class Measure:
 
     Attributes:
         title: Its title, with the unit.
-        better: -1 if lower is better, 1 if higher is better, 0 for neither.
         form: Format specification.
     """
 
     title: str
-    better: int
     form: str
 
 
 MEASURES = {
-    "nce": Measure("held-out NCE, nats", -1, ".3f"),
-    "mrr": Measure("held-out MRR, %", +1, ".1f"),
-    "gcl": Measure("training GCL", -1, ".4f"),
-    "error_in_use": Measure("error in use (MSE)", -1, ".3f"),
-    "error_cold": Measure("error cold (MSE)", -1, ".3f"),
-    "chi2": Measure("chi^2", 0, ".0f"),
+    "nce": Measure("held-out NCE, nats", ".3f"),
+    "mrr": Measure("held-out MRR, %", ".1f"),
+    "gcl": Measure("training GCL", ".4f"),
+    "error_in_use": Measure("error in use (MSE)", ".3f"),
+    "error_cold": Measure("error cold (MSE)", ".3f"),
+    "chi2": Measure("chi^2", ".0f"),
 }
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Paired differences over seeds: their mean, standard error and t (None with fewer than two seeds)."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def standard_error(self) -> float | None:
-        count = len(self.values)
-        return statistics.stdev(self.values) / math.sqrt(count) if count > 1 else None
-
-    @property
-    def t(self) -> float | None:
-        error = self.standard_error
-        return self.mean / error if error else None
 
 
 def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
@@ -100,12 +72,32 @@ def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: st
     return found
 
 
-def difference(results: Results, *, pairs: int, batch: int, arm: str, measure: str, to: str) -> PairedDifference | None:
-    """Paired differences of a measure between `arm` and the arm `to`, over their common seeds."""
-    own = values_of(results, pairs=pairs, batch=batch, arm=arm, measure=measure)
-    other = values_of(results, pairs=pairs, batch=batch, arm=to, measure=measure)
-    both = sorted(own.keys() & other.keys())
-    return PairedDifference(tuple(own[seed] - other[seed] for seed in both)) if both else None
+def gain_of(results: Results, *, pairs: int, batch: int, arm: str, to: str) -> Spread | None:
+    """Paired differences of held-out NCE between `arm` and the arm `to`, over their common seeds."""
+    own, other = (values_of(results, pairs=pairs, batch=batch, arm=each, measure="nce") for each in (arm, to))
+    return difference(dict(sorted(own.items())), other)
+
+
+Cell = tuple[int, int, str, str]
+"""A comparison of held-out NCE: pairs, batch, arm, and the arm that it is compared with."""
+
+
+def comparisons(results: Results) -> dict[Cell, Spread]:
+    """Every comparison of the page's tables; the two arms that are compared with each other count once."""
+    found = {}
+    for pairs, batch, _ in settings_of(results):
+        for arm in ARMS:
+            for other in BASELINES:
+                gain = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=other)
+                if gain is not None and arm != other and (pairs, batch, other, arm) not in found:
+                    found[pairs, batch, arm, other] = gain
+    return found
+
+
+def clear_cells(found: Mapping[Cell, Spread]) -> set[Cell]:
+    """The comparisons that are significant after Holm's correction over all of them, in both directions."""
+    clear = significant(found)
+    return clear | {(pairs, batch, other, arm) for pairs, batch, arm, other in clear}
 
 
 def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list[float]:
@@ -133,59 +125,58 @@ def as_csv(results: Results) -> str:
 def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     """The generated page: how the study was run, a table per setting, and the figures."""
     results: Results = data["runs"]
+    compared = comparisons(results)
+    clear = clear_cells(compared)
     how = (
         provenance(data, reproduces=REPRODUCES, results=results)
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
         "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
-        f"bold where |t| is {CLEAR:g} or more with {FEWEST_SEEDS} seeds or more. Errors are mean squared errors of "
+        f"bold where they are significant at {LEVEL:.0%} after Holm's correction over all {len(compared)} comparisons "
+        f"of this page ({sum(cell in clear for cell in compared)} are). {PAIRS_NOTE[_drawn_per_seed(results)]} Errors "
+        "are mean squared errors of "
         "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the "
         "same features. This page is generated from `results.json` by `neuclip study separation`; do not edit it."
     )
     lines = [f"# {TITLE}", "", how]
     for pairs, batch, epochs in settings_of(results):
         lines += ["", f"## {pairs:,} pairs, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}, batch {batch}", ""]
-        lines += _table(results, pairs=pairs, batch=batch)
+        lines += _table(results, pairs=pairs, batch=batch, clear=clear)
     for file in drawn:
         lines += ["", f"![{figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
 
 
-def _table(results: Results, *, pairs: int, batch: int) -> list[str]:
-    columns = [
-        "seeds",
-        *(m.title for m in MEASURES.values()),
-        *(f"NCE against `{other}`" for other in BASELINES),
-        "error, shared trajectory",
-    ]
-    lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+PAIRS_NOTE = {
+    True: "Every seed has its own training and held-out pairs, weights and order.",
+    False: "A seed sets weights and order; the training and held-out pairs are the same for all seeds, so the "
+    "intervals say nothing about other pairs.",
+}
+
+
+def _drawn_per_seed(results: Results) -> bool:
+    return all("data_seed" in result["run"] for result in results)
+
+
+def _table(results: Results, *, pairs: int, batch: int, clear: set[Cell]) -> list[str]:
+    against = [f"NCE against `{other}`" for other in BASELINES]
+    rows = [["", "seeds", *(m.title for m in MEASURES.values()), *against, "error, shared trajectory"]]
     for arm in ARMS:
         found = {key: values_of(results, pairs=pairs, batch=batch, arm=arm, measure=key) for key in MEASURES}
         if not found["nce"]:
             continue
-        cells = [_spread(list(found[key].values()), measure.form) for key, measure in MEASURES.items()]
+        cells = [shown(_spread(found[key].values()), measure.form) for key, measure in MEASURES.items()]
         for other in BASELINES:
-            gain = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=other)
-            cells.append(_paired(gain) if arm != other else "–")
-        shared = _spread(shared_errors(results, pairs=pairs, batch=batch, arm=arm), ".3f") if arm != "oracle" else "–"
-        cells.append(shared)
-        lines.append(f"| `{arm}` | {len(found['nce'])} | " + " | ".join(cells) + " |")
-    return lines
+            gain = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=other) if arm != other else None
+            is_clear = (pairs, batch, arm, other) in clear
+            cells.append(shown_difference(gain, "+.3f", error=gain.standard_error if gain else None, is_clear=is_clear))
+        shared = shared_errors(results, pairs=pairs, batch=batch, arm=arm) if arm != "oracle" else ()
+        rows.append([f"`{arm}`", str(len(found["nce"])), *cells, shown(_spread(shared), ".3f")])
+    return as_lines(rows)
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    shown = f"{statistics.fmean(values):{form}}"
-    return shown if len(values) == 1 else f"{shown} ± {statistics.stdev(values):{form}}"
-
-
-def _paired(found: PairedDifference | None) -> str:
-    if found is None:
-        return "–"
-    if found.t is None:
-        return f"{found.mean:+.3f}"
-    text = f"{found.mean:+.3f} ± {found.standard_error:.3f} ({found.t:+.1f})"
-    return f"**{text}**" if abs(found.t) >= CLEAR and len(found.values) >= FEWEST_SEEDS else text
+def _spread(values: Iterable[float]) -> Spread | None:
+    found = Spread(tuple(values))
+    return found if found.values else None
 
 
 def draw(results: Results) -> dict[str, str]:
@@ -218,22 +209,21 @@ Point = tuple[float, float | None]
 
 
 def _gain_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    found = difference(results, pairs=pairs, batch=batch, arm=arm, measure="nce", to=BASELINE)
+    found = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=BASELINE)
     return None if found is None else (-found.mean, found.standard_error)
 
 
 def _error_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    return _mean_of(list(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values()))
+    return _point(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values())
 
 
 def _shared_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    return _mean_of(shared_errors(results, pairs=pairs, batch=batch, arm=arm))
+    return _point(shared_errors(results, pairs=pairs, batch=batch, arm=arm))
 
 
-def _mean_of(values: list[float]) -> Point | None:
-    if not values:
-        return None
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+def _point(values: Iterable[float]) -> Point | None:
+    found = _spread(values)
+    return None if found is None else (found.mean, found.standard_error)
 
 
 def _panels(

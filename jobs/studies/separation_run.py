@@ -12,16 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from jobs.studies.hierarchy import Hierarchy, draw_pairs, exact_log_normalizers, make_towers
+from jobs.studies.hierarchy import (
+    Hierarchy,
+    descend,
+    draw_pairs,
+    exact_log_normalizers,
+    lr_scale,
+    make_towers,
+    orders,
+)
 from pipeline.objectives import build_objective
 from pipeline.objectives.softmax import SoftmaxObjective
 
-TRAINING_PAIRS, HELD_OUT_PAIRS = 7, 8
-"""Seeds of the training and held-out pairs, the same for all runs; a run's seed sets its weights and batches."""
-ORACLE = "oracle"
-"""The name of the arm that uses the exact normalizers of the whole dataset at every step."""
+TRAINING_PAIRS, HELD_OUT_PAIRS = 100_000, 200_000
+"""Added to a run's seed, which also sets weights and batches: the seeds of its training and held-out pairs."""
 NCE_TEMPERATURES = tuple(0.02 * 1.2**i for i in range(18))
 
 
@@ -46,7 +52,6 @@ class SeparationSetting:
     dim: int = 32
     hidden: int = 128
     lr: float = 2e-3
-    warmup: float = 0.05
     held_out: int = 4096
     anchors: int = 1024
     checks: int = 16
@@ -62,27 +67,13 @@ class Course:
 
     def __init__(self, setting: SeparationSetting, *, seed: int) -> None:
         self.setting, self.seed = setting, seed
-        self.image, self.text = draw_pairs(setting.hierarchy, setting.pairs, seed=TRAINING_PAIRS)
-        self.towers = make_towers(setting.hierarchy, hidden=setting.hidden, dim=setting.dim, seed=seed)
+        self.image, self.text = draw_pairs(setting.hierarchy, setting.pairs, seed=TRAINING_PAIRS + seed)
+        inputs = dict.fromkeys(("image", "text"), setting.hierarchy.inputs)
+        self.towers = make_towers(inputs, hidden=setting.hidden, dim=setting.dim, seed=seed)
         self.optimizer = torch.optim.AdamW(
             self.towers.parameters(), lr=setting.lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01
         )
-        self._order = torch.Generator().manual_seed(seed)
-        self._permutation = torch.empty(0, dtype=torch.int64)
-
-    def batch(self, step: int) -> Tensor:
-        """Sample ids of the batch at `step`, [B]; every epoch is a new permutation. Call it once per step, in order."""
-        size = self.setting.batch
-        within = step % (self.setting.pairs // size)
-        if within == 0:
-            self._permutation = torch.randperm(self.setting.pairs, generator=self._order)
-        return self._permutation[within * size : (within + 1) * size]
-
-    def schedule(self, step: int) -> float:
-        """Learning rate as a fraction of the peak: linear warm-up, then cosine decay to 0."""
-        steps = self.setting.steps
-        warm = min(1.0, (step + 1) / max(1.0, self.setting.warmup * steps))
-        return warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+        self.batches = orders(setting.pairs, setting.batch, seed=seed)
 
     def embed(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Features of both sides, [b, d] each."""
@@ -96,11 +87,7 @@ class Course:
 
     def step(self, loss: Tensor, *, lr_scale: float) -> None:
         """One AdamW step on `loss`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.setting.lr * lr_scale
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        descend(self.optimizer, loss, lr=self.setting.lr * lr_scale)
 
 
 def make_objective(config: dict[str, Any], setting: SeparationSetting, *, seed: int) -> SoftmaxObjective:
@@ -140,7 +127,7 @@ def train(config: dict[str, Any] | None, setting: SeparationSetting, *, seed: in
     checks = _check_steps(setting)
     errors: list[dict[str, float]] = []
     for step in range(setting.steps):
-        ids, scale = course.batch(step), course.schedule(step)
+        ids, scale = next(course.batches), lr_scale(step, setting.steps)
         image, text = course.embed(course.image[ids], course.text[ids])
         exact = course.exact(ids) if objective is None or step in checks else None
         if objective is None:
@@ -169,7 +156,7 @@ def watch(configs: dict[str, dict[str, Any]], setting: SeparationSetting, *, see
     errors: dict[str, list[dict[str, float]]] = {arm: [] for arm in configs}
     seconds = dict.fromkeys(configs, 0.0)
     for step in range(setting.steps):
-        ids, scale = course.batch(step), course.schedule(step)
+        ids, scale = next(course.batches), lr_scale(step, setting.steps)
         image, text = course.embed(course.image[ids], course.text[ids])
         exact = course.exact(ids)
         for arm, objective in objectives.items():
@@ -200,17 +187,17 @@ def measure(course: Course) -> dict[str, float]:
     log_g = exact_log_normalizers(image, text, tau=s.tau, rows=rows)
     squared = exact_log_normalizers(image, text, tau=s.tau / 2, rows=rows)  # exp(2 h) = exp((s_ij - s_ii) / (tau / 2))
     chi2 = torch.stack([(two - 2 * one).exp().mean() - 1 for two, one in zip(squared, log_g, strict=True)]).mean()
-    held_image, held_text = course.embed(*draw_pairs(s.hierarchy, s.held_out, seed=HELD_OUT_PAIRS))
+    held_image, held_text = course.embed(*draw_pairs(s.hierarchy, s.held_out, seed=HELD_OUT_PAIRS + course.seed))
     held_g = exact_log_normalizers(held_image, held_text, tau=s.tau, rows=torch.arange(s.held_out))
     return {
         "gcl": s.tau * float((log_g[0] + log_g[1]).mean()),
         "held_out_gcl": s.tau * float((held_g[0] + held_g[1]).mean()),
         "chi2": float(chi2),
-        **_retrieval(held_image @ held_text.T),
+        **retrieval(held_image @ held_text.T),
     }
 
 
-def _retrieval(similarity: Tensor) -> dict[str, float]:
+def retrieval(similarity: Tensor) -> dict[str, float]:
     """NCE at its best temperature, MRR and R@1 of a square similarity matrix, averaged over both directions."""
     positive = similarity.diagonal()
     ranks = [(side > positive[:, None]).sum(1) + 1 for side in (similarity, similarity.T)]
@@ -245,11 +232,12 @@ def _errors(
     if objective.steps == 0:
         return {}
     found = objective.log_normalizers(image.detach(), text.detach(), sample_ids=ids)
-    pairs = {"in_use": found.in_use, "cold": found.cold}
-    return {
-        kind: float(torch.stack([(a - b).square().mean() for a, b in zip(pair, exact, strict=True)]).mean())
-        for kind, pair in pairs.items()
-    }
+    return {"in_use": squared_error(found.in_use, exact), "cold": squared_error(found.cold, exact)}
+
+
+def squared_error(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> float:
+    """The mean squared error of log-normalizers, averaged over both sides."""
+    return float(torch.stack([(a - b).square().mean() for a, b in zip(found, exact, strict=True)]).mean())
 
 
 def _means(errors: list[dict[str, float]]) -> dict[str, float | None]:
@@ -259,8 +247,3 @@ def _means(errors: list[dict[str, float]]) -> dict[str, float | None]:
         values = [error[kind] for error in errors if kind in error]
         result[f"error_{kind}"] = sum(values) / len(values) if values else None
     return result
-
-
-def parameters(towers: nn.Module) -> Tensor:
-    """All weights as one vector, for tests that compare the initial weights of runs."""
-    return torch.cat([p.detach().flatten() for p in towers.parameters()])

@@ -17,8 +17,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jobs.studies.costs import cost_of
-from jobs.studies.source_commit import source_commit
 from pipeline.analysis.normalizer_error import checkpoints_of, measure
 from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import to_tree
@@ -26,13 +24,15 @@ from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.files import write_json
+from pipeline.metrics.mfu import training_flops
 from pipeline.objectives import Objective
 from pipeline.objectives.softmax import SoftmaxObjective
 from pipeline.report.run_data import Run, read_run
-from pipeline.training.recipe import load_recipe
+from pipeline.training.recipe import RunConfig, load_recipe
 from pipeline.training.run import stage_trainers
+from pipeline.training.stages import stages_of
 from pipeline.training.trainer import Trainer
-from pipeline.versions import versions
+from pipeline.versions import source_commit, versions
 
 SPEC_NAME, RESULT_NAME = "unit.json", "result.json"
 NOT_FIGURES = ("kind", "step", "time")
@@ -170,6 +170,29 @@ def _drop_checkpoints(folder: Path) -> None:
     """Delete all checkpoints but the last, because hundreds of small runs would fill the disk."""
     for path in finished_checkpoints(folder)[:-1]:
         shutil.rmtree(path)
+
+
+def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """CPU seconds of rank 0's training steps, and FLOPs of the towers over all ranks (forward and backward).
+
+    CPU time is the median over a stage's records times its steps: records that contain an evaluation, a checkpoint or
+    the warm-up of a stage do not count, and a run that was interrupted costs what an uninterrupted one does.
+
+    Args:
+        run: the configuration of the whole run.
+        rows: its training records, in order.
+    """
+    seconds = flops = 0.0
+    for stage in stages_of(run):
+        own = [row for row in rows if stage.first < row["step"] <= stage.end]
+        warm = own[1:] or own
+        steps = stage.end - stage.first
+        if not warm or "cpu_ms" not in warm[0]:  # a record of an earlier version
+            return {}
+        seconds += steps * statistics.median(row["cpu_ms"] for row in warm) / 1e3
+        tokens = statistics.fmean(row["text_tokens"] for row in own)
+        flops += steps * run.batch_size * training_flops(stage.run.model, text_tokens=tokens)
+    return {"cpu_seconds": seconds, "training_flops": flops}
 
 
 if __name__ == "__main__":

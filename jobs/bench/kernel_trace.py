@@ -1,0 +1,294 @@
+"""What code would run on a GPU, found without one: kernels with bytes and FLOPs, and copies that make the host wait.
+
+The code runs on tensors without values: fake CUDA tensors (torch's `FakeTensorMode`), or tensors on the meta device
+where autograd is needed, because its engine asks the CUDA driver for streams. Reading a value of such a tensor
+(`.item()`, `bool()`, `nonzero`) raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+DEVICES = ("cuda", "meta")
+# Operators that launch nothing, beside views.
+_FREE = frozenset(
+    {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like"}
+    | {"empty_strided", "expand", "is_pinned", "lift_fresh", "new_empty", "new_empty_strided", "record_stream"}
+    | {"select", "set_", "slice", "sym_size", "t", "view"}
+)
+_OVERWRITING = frozenset({"copy_", "fill_", "zero_"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator that runs on the device, as one kernel."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its inputs."""
+    dtype: torch.dtype
+    """Of its first input."""
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    part: str
+    """Of the program, see `KernelTrace.within`."""
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates for a roofline estimate; the defaults are assumptions for an H100, not measurements."""
+
+    bytes_per_second: float = 2.7e12
+    cached_bytes_per_second: float = 5.0e12
+    """Of kernels whose data fit the cache."""
+    cache: int = 30_000_000
+    low_precision_flops: float = 600e12
+    fp32_flops: float = 45e12
+    launch_seconds: float = 2.2e-6
+    """Least time of a kernel."""
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Estimated time of a kernel: the longest of its memory traffic, its arithmetic and a launch."""
+        rate = self.cached_bytes_per_second if kernel.bytes < self.cache else self.bytes_per_second
+        low = kernel.dtype in (torch.bfloat16, torch.float16)
+        flops = self.low_precision_flops if low else self.fp32_flops
+        return max(kernel.bytes / rate, kernel.flops / flops, self.launch_seconds)
+
+
+class KernelTrace(TorchDispatchMode):
+    """Records the kernels of what runs inside, and copies between devices for which the host would wait.
+
+    A copy from or into page-locked memory that is asked for as non-blocking makes nobody wait; nor does a number on the
+    host that a kernel takes as an argument.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.device = device
+        """Where the program runs."""
+        self.kernels: list[Kernel] = []
+        self.collectives: list[tuple[str, str, torch.dtype]] = []
+        """Name, device and precision; World counts their bytes."""
+        self.blocking_copies: list[str] = []
+        self.pinned: list[Tensor] = []
+        """Tensors in page-locked memory; `fake_gpu` adds to them."""
+        self.waits = 0
+        """How often the host waited for an event of a stream."""
+        self.part = ""
+        self._fusion: _Fusion | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", None):
+            return self._on_host(func, args, kwargs, pinned=True)
+        if func.namespace == "c10d":
+            first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+            self.collectives.append((func._overloadpacket.__name__, first.device.type, first.dtype))
+        if not _on_device(args, kwargs):
+            return self._on_host(func, args, kwargs)
+        if func._overloadpacket.__name__ == "copy_" and args[0].device.type == "cpu":
+            self._note_copy("copy_", [args[1]], [args[0]], non_blocking=_argument(func, args, kwargs, "non_blocking"))
+            return self._on_host(torch.ops.aten.zero_.default, args[:1], {})  # the values do not exist
+        out = func(*args, **kwargs)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        name = func._overloadpacket.__name__
+        if func.namespace != "aten":
+            return out
+        if name in ("_to_copy", "copy_") and len({t.device.type for t in inputs + outputs}) > 1:
+            self._note_copy(name, inputs, outputs, non_blocking=_argument(func, args, kwargs, "non_blocking"))
+        elif name in _FREE or func.is_view or (name == "_to_copy" and out is inputs[0]):
+            pass
+        elif not any(t.numel() for t in inputs + outputs):
+            pass  # nothing is launched for empty tensors
+        elif self._fusion is not None:
+            self._fusion.note(_written(func, args, kwargs), _read(func, args, kwargs))
+        else:
+            self.kernels.append(_kernel(func, args, kwargs, out, part=self.part))
+        return out
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any, *, pinned: bool = False) -> Any:
+        """Host tensors have values, so that bookkeeping on the host works as it does in training."""
+        with unset_fake_temporarily():
+            out = func(*args, **kwargs)
+        if pinned:
+            self.pinned.append(out)
+        return out
+
+    def _note_copy(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, non_blocking: bool) -> None:
+        host = [t for t in (*inputs, *outputs) if t.device.type == "cpu"]
+        meta = any(t.device.type == "meta" for t in (*inputs, *outputs))  # nothing is page-locked for it
+        pinned = {t.untyped_storage().data_ptr() for t in self.pinned}
+        asynchronous = non_blocking and (meta or any(t.untyped_storage().data_ptr() in pinned for t in host))
+        if not asynchronous:
+            shapes = " to ".join(f"{t.device.type}{list(t.shape)}" for t in (inputs[-1], outputs[0]))
+            self.blocking_copies.append(f"{name}: {shapes}")
+
+    @property
+    def bytes(self) -> int:
+        return sum(kernel.bytes for kernel in self.kernels)
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Roofline time of all kernels, one after the other."""
+        return sum(gpu.seconds(kernel) for kernel in self.kernels)
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Inside, kernels belong to this part of the program."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def fused(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        """formula(*arguments), counted as one kernel, which reads each of its arguments at most once."""
+        given = [t for a in arguments for t in (vars(a).values() if is_dataclass(a) else (a,)) if isinstance(t, Tensor)]
+        self._fusion = fusion = _Fusion(given)
+        try:
+            result = formula(*arguments)
+        finally:
+            self._fusion = None
+        read, written = fusion.traffic([t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        shapes = tuple(tuple(t.shape) for t in given)
+        self.kernels.append(Kernel(formula.__name__, shapes, given[0].dtype, read, written, 0, self.part))
+        return result
+
+
+class _Fusion:
+    """The memory traffic of a fused kernel: arguments that are read before they are written, and what is written."""
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        self._arguments = {_storage(t): t for t in arguments}
+        self._read, self._written = set[int](), set[int]()
+
+    def note(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        self._read |= ({_storage(t) for t in read} & self._arguments.keys()) - self._written
+        self._written |= {_storage(t) for t in written} & self._arguments.keys()
+
+    def traffic(self, results: Sequence[Tensor]) -> tuple[int, int]:
+        """Bytes read and bytes written."""
+        new = {_storage(t): t for t in results if _storage(t) not in self._arguments}
+        written = (*(self._arguments[key] for key in self._written), *new.values())
+        return sum(_bytes(self._arguments[key]) for key in self._read), sum(map(_bytes, written))
+
+
+@contextmanager
+def fake_gpu(device: str = "cuda") -> Iterator[KernelTrace]:
+    """Inside, tensors on `device` have no values, and what would run on a GPU is recorded.
+
+    Args:
+        device: "cuda" for fake CUDA tensors, which exist without a GPU; "meta" where autograd runs inside.
+    """
+    trace = KernelTrace(device)
+
+    def pin(tensor: Tensor) -> Tensor:
+        trace.pinned.append(tensor)
+        return tensor
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (Tensor, "pin_memory", pin),
+        (Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.cuda, "Stream", lambda device=None: _FakeStream(trace)),
+        (torch.cuda, "current_stream", lambda device=None: _FakeStream(trace)),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+    ]
+    with ExitStack() as stack:
+        for where, name, value in replaced:
+            stack.enter_context(mock.patch.object(where, name, value))
+        if device == "cuda":
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(trace)
+
+
+class _FakeStream:
+    """A CUDA stream, and its own events."""
+
+    def __init__(self, trace: KernelTrace) -> None:
+        self._trace = trace
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> _FakeStream:
+        return self
+
+    def synchronize(self) -> None:
+        self._trace.waits += 1
+
+
+def _on_device(args: Any, kwargs: Any) -> bool:
+    """Whether an operator's arguments or results are on the device."""
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    device = kwargs.get("device")
+    return any(t.device.type in DEVICES for t in inputs) or (
+        device is not None and torch.device(device).type in DEVICES
+    )
+
+
+def _kernel(func: Any, args: Any, kwargs: Any, out: Any, *, part: str) -> Kernel:
+    read = _read(func, args, kwargs)
+    outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    written = {id(t): t for t in (*outputs, *_written(func, args, kwargs))}
+    return Kernel(
+        func._overloadpacket.__name__,
+        tuple(tuple(t.shape) for t in read),
+        (read or outputs)[0].dtype,
+        sum(map(_bytes, read)),
+        sum(map(_bytes, written.values())),
+        _flops(func, args, kwargs, out),
+        part,
+    )
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    given = (args[1:] if func._overloadpacket.__name__ in _OVERWRITING else args, {**kwargs, "out": None})
+    return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    packet = func._overloadpacket
+    if packet not in flop_registry:
+        return 0
+    given = {key: value for key, value in kwargs.items() if key not in ("out", "out_dtype")}
+    return int(flop_registry[packet](*args[: 2 if packet.__name__ == "mm" else None], **given, out_val=out))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Arguments that an operator changes in place."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    found = [named.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> bool:
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return bool(named.get(name, False))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of memory that a tensor's elements take; expanded dimensions count once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()

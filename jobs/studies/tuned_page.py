@@ -1,0 +1,138 @@
+"""The page of the study `tuned`, computed from its `runs.csv`: tables with intervals, and what survives correction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from jobs.studies.paired import LEVEL, Spread, as_lines, difference, shown, shown_difference
+from jobs.studies.paired import significant as survivors
+
+Lines = Sequence[Mapping[str, str]]
+COMPARED = {"nce": ("held-out loss", "+.3f"), "recall_at_1": ("R@1, points", "+.2f")}
+EQUAL = "openclip at equal CPU time"
+BASELINES = ("openclip", "siglip", EQUAL, "neuclip_plus")
+"""The last one only for the arms of `near`."""
+Comparison = tuple[str, str, str, str, str]
+"""Phase, cell, arm (of the sweep: arm and eps), the arm it is compared with, measure."""
+
+
+def page(lines: Lines, *, arms: Sequence[str]) -> str:
+    """The whole page, in Markdown."""
+    arms_of = {
+        (line["phase"], line["cell"]): None for line in lines if line["phase"] in ("report", "eps")
+    }  # in order of their first line
+    compared: dict[Comparison, Spread] = {}
+    for phase, cell in arms_of:
+        compared |= comparisons(lines, phase, cell)
+    significant, families = set[Comparison](), []
+    for phase, title in (("report", "the tables"), ("eps", "the sweep of eps")):
+        family = {name: found for name, found in compared.items() if name[0] == phase and found.p is not None}
+        clear = survivors(family)
+        significant |= clear
+        families += [f"{title}: {len(clear)} of {len(family)}"] if family else []
+    how = (
+        "What was planned, before the runs, and what was changed: [plan](plan.md). This page is generated from "
+        "`runs.csv` by `python -m jobs.studies.tuned page`; do not edit it. Values are means ± standard deviation over "
+        "seeds that were not used for tuning; differences are paired by seed, with half of their 95% interval and t. "
+        f"Bold: significant at {LEVEL:.0%} after Holm's correction, over all comparisons of each of two families "
+        f"({'; '.join(families)})."
+    )
+    text = ["# Tuned methods on pairs that are learned", "", how]
+    for phase, cell in arms_of:
+        own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
+        text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
+        text += table(own, phase, cell, compared, significant, arms=arms)
+    return "\n".join([*text, "", *tuning(lines, arms=arms)]) + "\n"
+
+
+def name_of(line: Mapping[str, str]) -> str:
+    """A row's name: the arm, in the sweep with its eps."""
+    return (
+        f"{line['arm']}, eps {float(line['eps']):.3g}"
+        if line["phase"] == "eps" and has_eps(line["arm"])
+        else line["arm"]
+    )
+
+
+def has_eps(arm: str) -> bool:
+    return arm not in ("openclip", "siglip", "amorlip", "near_openclip")
+
+
+def comparisons(lines: Lines, phase: str, cell: str) -> dict[Comparison, Spread]:
+    """Every row of a table with each baseline, in each measure, paired by seed."""
+    own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
+    found: dict[Comparison, Spread] = {}
+    for measure in COMPARED:
+        values = {(name_of(line), line["seed"]): float(line[measure]) for line in own if line[measure]}
+        equal = [line for line in lines if (line["phase"], line["cell"]) == ("equal", cell) and phase == "report"]
+        for base in BASELINES:
+            for name in dict.fromkeys(name_of(line) for line in own):
+                if base == "neuclip_plus" and not name.startswith("near_"):
+                    continue
+                if base == EQUAL:
+                    matched = [line for line in equal if line["trial"].endswith(f" for {name}")]
+                    values |= {(EQUAL, line["seed"]): float(line[measure]) for line in matched}
+                    if not matched:
+                        continue
+                own_values, others = ({s: v for (n, s), v in values.items() if n == each} for each in (name, base))
+                gain = difference(own_values, others)
+                if gain is not None and name != base and (phase, cell, base, name, measure) not in found:
+                    found[phase, cell, name, base, measure] = gain
+    return found
+
+
+def table(
+    own: Lines,
+    phase: str,
+    cell: str,
+    compared: Mapping[Comparison, Spread],
+    significant: Iterable[Comparison],
+    *,
+    arms: Sequence[str],
+) -> list[str]:
+    """One cell's table."""
+    bases = [base for base in BASELINES if any(base in key[3:4] for key in compared if key[:2] == (phase, cell))]
+    heads = ["", "seeds", "held-out loss, nats", "R@1, %", "error: batch", "in use", "tau", "CPU s"]
+    heads += [f"{title} against `{base}`" for base in bases for title, _ in COMPARED.values()]
+    text = [heads]
+    order = {arm: number for number, arm in enumerate(arms)}
+    names = sorted(
+        {name_of(line): line for line in own}.items(), key=lambda item: (order[item[1]["arm"]], float(item[1]["eps"]))
+    )
+    for name, first in names:
+        rows = [line for line in own if name_of(line) == name]
+        cells = [f"`{first['arm']}`{name[len(first['arm']) :]}", str(len(rows))]
+        forms = {"nce": ".3f", "recall_at_1": ".2f", "error_batch": ".2f", "error_in_use": ".3f", "tau_end": ".3f"}
+        cells += [spread(rows, measure, form) for measure, form in {**forms, "cpu_seconds": ".1f"}.items()]
+        for base in bases:
+            for measure, (_, form) in COMPARED.items():
+                key = (phase, cell, name, base, measure)
+                found = compared.get(key)
+                error = found.half_width if found else None
+                cells.append(shown_difference(found, form, error=error, is_clear=key in significant))
+        text.append(cells)
+    return as_lines(text)
+
+
+def spread(rows: Lines, measure: str, form: str) -> str:
+    values = tuple(float(line[measure]) for line in rows if line[measure])
+    return shown(Spread(values) if values else None, form)
+
+
+def tuning(lines: Lines, *, arms: Sequence[str]) -> list[str]:
+    """How many trials each arm had, and the values of the one that is reported."""
+    text = ["## Tuning", "", "The trials of each arm, and the values that are reported.", ""]
+    rows = [["cell", "arm", "runs", "trial", "lr", "tau", "tau_lr", "eps", "rho", "bias", "loss in tuning"]]
+    for cell in dict.fromkeys(line["cell"] for line in lines):
+        for arm in arms:
+            tried = [line for line in lines if (line["phase"], line["cell"], line["arm"]) == ("tune", cell, arm)]
+            report = [line for line in lines if (line["phase"], line["cell"], line["arm"]) == ("report", cell, arm)]
+            if not tried or not report:
+                continue
+            one = report[0]
+            losses = [float(line["nce"]) for line in tried if line["trial"] == one["trial"]]
+            values = [f"{float(one[key]):.3g}" for key in ("lr", "tau", "tau_lr", "eps", "rho", "bias")]
+            mean = f"{statistics.fmean(losses):.3f}"
+            rows.append([cell, f"`{arm}`", str(len(tried)), one["trial"], *values, mean])
+    return [*text, *as_lines(rows, labels=2)]

@@ -1,0 +1,84 @@
+"""`neuclip features DATA --model TEACHER`: store a model's features of every sample, for distillation."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from pathlib import Path
+
+import click
+
+
+@click.command(name="features", epilog="With several ranks: torchrun -m jobs.write_features ...")
+@click.argument("data", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--model", required=True, help="A run, a checkpoint, an exported folder, or ARCH:PRETRAINED.")
+@click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the features.")
+@click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifests name as shards.")
+@click.option("--allow-outside", is_flag=True, help="Read shards outside of DATA that its manifests name.")
+def command(
+    data: tuple[str, ...],
+    model: str,
+    output: str,
+    caption: str,
+    batch_size: int,
+    workers: int,
+    device: str,
+    allow_commands: bool,
+    allow_outside: bool,
+) -> None:
+    """Store the image and text features of every sample of DATA under a teacher, in fp16.
+
+    DATA are folders with manifest.json, in the order of `data.sources`. A run with `data.teacher_features=OUTPUT
+    objective.distill=1` learns from them. Run it again to continue a stopped job.
+    """
+    from pipeline.analysis.pair_scores import start_output
+    from pipeline.analysis.scorer import temperature_of
+    from pipeline.analysis.teacher_features import write_features
+    from pipeline.data.order.mixture import make_mixture
+    from pipeline.data.shards.caption_field import CaptionField
+    from pipeline.data.shards.manifest_format import load_manifest
+    from pipeline.distributed.world import start_world
+    from pipeline.model.evaluation_model import load_for_evaluation
+    from pipeline.model.starting_weights import model_folder_in
+    from pipeline.training.teacher import FACTS, TeacherFacts
+
+    try:
+        field = CaptionField.parse(caption)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--caption") from error
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
+    allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
+    mixture = make_mixture([load_manifest(folder, **allowed) for folder in data])
+    with start_world(device=device) as world:
+        spec = world.gather_objects(str(model_folder_in(Path(model)) or model))[0]  # a run may go on writing
+        teacher = load_for_evaluation(spec, device=world.device)
+        tau, samples = temperature_of(teacher, spec), mixture.manifest.n
+        facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples)
+        start_output(Path(output) / FACTS, facts, what="features")
+        world.barrier()
+        tell = click.echo if world.is_main else (lambda message: None)
+        counts = write_features(
+            teacher,
+            mixture,
+            facts,
+            output=Path(output),
+            world=world,
+            batch_size=batch_size,
+            workers=workers,
+            on_shard=lambda done, total: tell(f"{done:,} of {total:,} shards of this rank are done."),
+        )
+        tell(f"{counts['stored']:,} of {samples:,} pairs have features of {teacher.dim} numbers a side: {output}")
+        for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):
+            tell(f"  {number:,} without features: {problem}")
+        setting = shlex.quote(f"data.teacher_features={output}")
+        tell(f"To train with them: neuclip train ... {setting} objective.distill=1")
+
+
+if __name__ == "__main__":
+    from jobs.cli import run as run_command
+
+    run_command(command, prog_name="neuclip features")

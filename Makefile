@@ -45,7 +45,7 @@ $(READY): pyproject.toml constraints.txt
 # Only the tests need these: the Spark and Ray distributors (0.7 GB), ONNX, an S3 server, and the reference metrics of
 # clip-benchmark, which work without its dependencies.
 $(TESTABLE): $(READY)
-	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,icons,docs,browser]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,scale,onnx,transformers,trackers,s3,s3-server,playground,icons,lora,docs,browser]'
 	$(INSTALL) --constraint constraints.txt --no-deps clip-benchmark
 	@touch $@
 
@@ -57,8 +57,10 @@ demo: $(READY)
 	@$(BIN)/neuclip demo
 
 # Two test files in parallel, one thread each: most tests wait for the processes they start.
+# TESTS='not daily' leaves out what the marker `daily` names.
+TESTS ?=
 test: $(TESTABLE)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 -m "$(TESTS)"
 
 lint: $(READY)
 	$(BIN)/ruff check .

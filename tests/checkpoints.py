@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.model_folder import save_open_clip
 from pipeline.model.towers import ModelConfig, build_towers

@@ -265,13 +265,13 @@ def _download(recipe: Path | None, settings: list[str]) -> None:
 
 
 def _evaluate(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.runner.session import EvaluationConfig
+    from pipeline.evaluation.run.session import EvaluationConfig
 
     parse(EvaluationConfig, parse_overrides(settings))
 
 
 def _watch(recipe: Path | None, settings: list[str]) -> None:
-    from pipeline.evaluation.runner.session import EvaluationConfig
+    from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
 
     tree = parse_overrides(settings)

@@ -28,7 +28,7 @@ def preload() -> None:
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     import open_clip  # noqa: F401
 
-    import pipeline.evaluation.runner.evaluator
+    import pipeline.evaluation.run.evaluator
     import pipeline.training.run  # noqa: F401
 
 

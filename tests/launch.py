@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pipeline.distributed.launch import without_launcher
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -72,8 +74,8 @@ def command(module: str, *arguments: str, ranks: int = 0) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment without what launchers and our own command line set in it; one thread per rank."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONSAFEPATH")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
+    kept = without_launcher(os.environ)
+    kept.pop("PYTHONSAFEPATH", None)
     return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
         self.values: list[Any] = [None] * size
+        self.counts, self.lock = Counter[str](), threading.Lock()
 
 
 class ThreadWorld(World):
@@ -33,6 +35,14 @@ class ThreadWorld(World):
         values = list(self.meeting.values)
         self.meeting.barrier.wait()
         return values
+
+    def wait_for_all(self) -> None:
+        self.meeting.barrier.wait()
+
+    def count(self, name: str, amount: int = 0) -> int:
+        with self.meeting.lock:
+            self.meeting.counts[name] += amount
+            return self.meeting.counts[name]
 
     def gather_objects(self, value: Any) -> list[Any]:
         self.meeting.values[self.rank] = value

@@ -18,13 +18,14 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool = False) -> None:
     """Train one run on one rank to its end; `SMALL` is below the overrides. ZeRO stage 3 needs a process of its own."""
-    with _as_in_a_fresh_process():
+    with in_this_process():
         run = load_recipe(None, [*SMALL, *overrides])
         assert train(run, resume=resume, new_batch_size=new_batch_size) == 0
 
 
 @contextmanager
-def _as_in_a_fresh_process() -> Iterator[None]:
+def in_this_process() -> Iterator[None]:
+    """Train in this block: environment and DeepSpeed are as in a fresh process, and are restored afterwards."""
     before = {name: os.environ.get(name) for name in LAUNCHER}
     groups, comm = (sys.modules.get(f"deepspeed.{name}") for name in ("utils.groups", "comm.comm"))
     if groups is not None and comm is not None:  # it keeps the process group of an earlier run

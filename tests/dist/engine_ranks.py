@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
 from pipeline.training.gradient_check import GradientCheck
-from pipeline.training.step import StepHooks, TrainStep, micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 
 BATCH, STEPS, EACH = 16, 20, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -57,20 +58,22 @@ def make_engine(arch: str, name: str, world: World, micro_batch: int | None = No
     return engine
 
 
-def make_step(arch: str, name: str, world: World, micro_batch: int | None = None) -> TrainStep:
+def make_step(
+    arch: str, name: str, world: World, micro_batch: int | None = None, *, rehearsed_width: int | None = None
+) -> TrainStep:
     engine = make_engine(arch, name, world, micro_batch)
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
     chunks = micro_batches(BATCH // world.size, micro_batch)
-    return TrainStep(engine, objective, world=world, seed=0, chunks=chunks)
+    return TrainStep(engine, objective, world=world, seed=0, chunks=chunks, rehearsed_width=rehearsed_width)
 
 
 def losses(step: TrainStep, first: int, last: int) -> list[float]:
-    found = []
+    found, lengths = [], torch.full((BATCH // step.world.size,), 8)
     rows = step.world.rows(BATCH // step.world.size)
     for t in range(first, last):
         image, text = data(t)
         ids = torch.arange(BATCH)[rows]
-        result = step((image[rows], text[rows]), sample_ids=ids, step=t, lr_scale=1.0)
+        result = step((image[rows], text[rows]), sample_ids=ids, step=t, lr_scale=1.0, text_lengths=lengths)
         assert result.applied
         found.append(float(result.output.loss))
     return found
@@ -103,6 +106,17 @@ def overflow(step: TrainStep) -> None:
     assert not step.engine.step(lr_scale=1.0)
 
 
+def not_finite(step: TrainStep) -> None:
+    """Take a step whose loss is NaN while its feature gradients are finite, and check that it is skipped."""
+    rows = step.world.rows(BATCH // step.world.size)
+    compute = step.objective.compute
+    step.objective.compute = lambda *a, **k: replace(compute(*a, **k), loss=torch.tensor(torch.nan))  # type: ignore[method-assign]
+    image, text = data(0)
+    result = step((image[rows], text[rows]), sample_ids=torch.arange(BATCH)[rows], step=0, lr_scale=1.0)
+    assert (result.finite, result.applied) == (False, False)
+    step.objective.compute = compute  # type: ignore[method-assign]
+
+
 def as_deepspeed_returns_it(engine: DeepSpeedEngine, saved: dict[str, Any]) -> bool:
     """Whether the trained weights and moments are those that DeepSpeed's own functions return, bit for bit."""
     trained = dict(engine.state.named_parameters())
@@ -121,8 +135,7 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     chunks = micro_batches(BATCH // world.size, None)
     check = GradientCheck(engine, towers(arch), world=world, seed=0, chunks=chunks)
     objective = make_objective({"name": "openclip", "tau_lr": 0.0}, world)
-    hooks = StepHooks(on_gradients=check.reference)
-    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, hooks=hooks)
+    step = TrainStep(engine, objective, world=world, seed=0, chunks=chunks, on_gradients=check.reference)
     check.begin()
     rows, ones = world.rows(BATCH // world.size), torch.ones(BATCH // world.size, 16)
     check.reference((data(0)[0][rows], data(0)[1][rows]), (ones, ones), 0)  # as if the first step had been skipped
@@ -144,7 +157,12 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
     resumed = losses(fresh, half, STEPS)
     overflowed = make_step(arch, name, world)
     overflow(overflowed)
+    not_finite(overflowed)
     cached = losses(make_step(arch, name, world, micro_batch=2), 0, half)
+    rehearsed = {
+        micro_batch: losses(make_step(arch, name, world, micro_batch, rehearsed_width=8), 0, EACH)
+        for micro_batch in (None, 2)
+    }
     return {
         "losses": first + second,
         "probe": distance,
@@ -154,6 +172,8 @@ def scenario(arch: str, name: str, world: World) -> dict[str, Any]:
         "cached": cached,
         "cached differences": cached_differences(arch, name, world) if name.endswith("fp32") else {},
         "after overflow": losses(overflowed, 0, 3),
+        "rehearsed": rehearsed[None],
+        "cached and rehearsed": rehearsed[2],
         "counter": saved["counter"],
     }
 

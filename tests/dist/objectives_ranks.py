@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed.world import World, leave, start_world
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective, pairwise
-from pipeline.objectives.drift import fingerprint
+from pipeline.objectives.distill import Teacher
+from pipeline.objectives.objective_tensors import fingerprint
 from tests.unit.objectives_reference import context, unit_features
 
 BATCH, DIM, STEPS = 16, 12, 5
@@ -30,17 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neuclip_queue": {**NEUCLIP, "npn": "queue"},
     "neuclip_simultaneous": {**NEUCLIP, "npn_schedule": "simultaneous", "inner_steps": 1},
     "neuclip_replicated": {**NEUCLIP, "npn_update": "replicated"},
-    "neuclip_sharded": {**NEUCLIP, "npn_update": "sharded"},
-    "neuclip_sharded_simultaneous": {
-        **NEUCLIP,
-        "npn_update": "sharded",
-        "npn_schedule": "simultaneous",
-        "inner_steps": 1,
-    },
     "neuclip_full_gradient": {**NEUCLIP, "stop_gradient": False, "ratio_cap": 0},
     "neuclip_literal": {**NEUCLIP, "name": "neuclip_literal"},
     "neuclip_plus": {"name": "neuclip_plus", "prototypes": 24},
     "neuclip_mlp": {"name": "neuclip", "npn": "mlp", "restart_every": 0},
+    **{f"{n}_distilled": {"name": n, "distill": 0.5} for n in ("openclip", "isogclr")},
 }
 
 
@@ -56,16 +51,26 @@ def local(world: World, step: int, *, dtype: torch.dtype = torch.float64) -> tup
     return image[rows].to(dtype), text[rows].to(dtype), ids[rows]
 
 
+def guide(objective: Objective, world: World, step: int) -> Teacher | None:
+    """Features of a teacher for the samples of `local`, where the objective distills."""
+    if not objective.config.distill:
+        return None
+    rows = world.rows(BATCH // world.size)
+    image, text = unit_features(BATCH, 6, seed=100 + step)
+    return Teacher(image[rows], text[rows], 0.05)
+
+
 def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
     """Return loss and gathered gradients of every step, and the final state; the third batch is discarded once."""
     objective, found = make(name, world, dtype=dtype), {}
     for step in range(steps):
         image, text, ids = local(world, step, dtype=dtype)
-        output = objective.compute(image, text, sample_ids=ids)
+        teacher = guide(objective, world, step)
+        output = objective.compute(image, text, sample_ids=ids, teacher=teacher)
         if step == 2:
             objective.discard()
             objective.prefetch(ids)
-            output = objective.compute(image, text, sample_ids=ids)
+            output = objective.compute(image, text, sample_ids=ids, teacher=teacher)
         objective.commit(lr_scale=1 / (1 + step))
         found[f"loss{step}"] = output.loss
         for side, gradient in (("image", output.grad_image), ("text", output.grad_text)):
@@ -74,7 +79,8 @@ def trajectory(name: str, world: World, *, dtype: torch.dtype, steps: int) -> di
     small = objective.state_dict()
     print_bits = fingerprint(small, device=torch.device("cpu"))
     found["same_bits"] = (world.all_gather(print_bits[None]) == print_bits).all()
-    rows = {name: torch.cat(world.gather_objects(part)) for name, (_, part) in objective.row_state_dict().items()}
+    own = {name: torch.cat(list(blocks)) for name, (_, blocks) in objective.row_blocks().items()}
+    rows = {name: torch.cat(world.gather_objects(part)) for name, part in own.items()}
     return found | {f"state.{k}": v for k, v in (small | rows).items()}
 
 
@@ -92,7 +98,7 @@ def everything(world: World) -> dict[str, dict[str, Tensor]]:
 def bytes_moved(world: World) -> dict[str, dict[str, int]]:
     """Return the payload that one step of each method passes to the collectives, by collective."""
     found = {}
-    for name in VARIANTS:
+    for name in (name for name, settings in VARIANTS.items() if "distill" not in settings):
         objective = make(name, world, dtype=torch.float32)
         image, text, ids = local(world, 0, dtype=torch.float32)
         world.traffic.clear()

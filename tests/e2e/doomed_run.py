@@ -1,6 +1,8 @@
 """`jobs.train` in which a given rank kills itself (SIGKILL) at the n-th call of a given function, as in a crash.
 
 python -m tests.e2e.doomed_run pipeline.checkpoint.writer:sha256_of 3 0 ARGUMENTS-OF-TRAIN
+
+With `0:SIGTERM` in place of `0`, rank 0 sends itself that signal instead.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def doom(place: str, count: int, fate: Callable[[], None] = die) -> None:
 
 if __name__ == "__main__":
     place, count, rank, *arguments = sys.argv[1:]
+    rank, _, name = rank.partition(":")
     if os.environ.get("RANK", "0") == rank:
-        doom(place, int(count))
+        doom(place, int(count), (lambda: os.kill(os.getpid(), signal.Signals[name])) if name else die)
     run(command, arguments, prog_name="doomed")

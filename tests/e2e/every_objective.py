@@ -18,7 +18,7 @@ from pipeline.distributed.world import leave, start_world
 from pipeline.objectives import objective_names
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.run_folder import prepare_folder
+from pipeline.training.run_start import prepare_folder
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup
-from pipeline.training.run_folder import prepare_folder
+from pipeline.training.run_start import prepare_folder
 from pipeline.training.trainer import Trainer
 
 POISON: set[int] = set()

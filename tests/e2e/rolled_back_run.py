@@ -16,8 +16,8 @@ from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig
 from pipeline.training.recipe import RunConfig, load_recipe
-from pipeline.training.run import setup
-from pipeline.training.run_folder import prepare_folder
+from pipeline.training.run import setup, trainers
+from pipeline.training.run_start import prepare_folder
 
 POISON: set[int] = set()
 BAD_STEPS = (7, 8, 9)
@@ -44,15 +44,15 @@ def choose_poison(run: RunConfig, world: World) -> None:
 
 
 def by_hand(out: str, run: RunConfig, world: World) -> None:
-    """Start from the checkpoint at step 6 of `out`, draw the batches up to the last bad one, and continue training."""
+    """Start from the checkpoint at step 4 of `out`, draw the batches up to the last bad one, and continue training."""
     folder = Path(run.output, "checkpoints")
     if world.is_main:
         folder.mkdir()
-        shutil.copytree(Path(out, "checkpoints", "step-00000006"), folder / "step-00000006")
+        shutil.copytree(Path(out, "checkpoints", "step-00000004"), folder / "step-00000004")
     world.barrier()
     with setup(run, world=world, resume="latest") as trainer:
-        assert trainer.step == 6
-        for _ in range(6, max(BAD_STEPS) + 1):
+        assert trainer.step == 4
+        for _ in range(4, max(BAD_STEPS) + 1):
             next(trainer.loader)
         assert trainer.fit() == 0
 
@@ -71,20 +71,19 @@ def main() -> None:
 
         choose_poison(recipe("plan"), world)
         run = recipe("itself", "max_rollbacks=1", "checkpoint.every=2")
-        with setup(run, world=world, resume=None) as trainer:
-            assert trainer.fit() == 0
+        assert all(trainer.fit() == 0 for trainer in trainers(run, world=world, resume=None))
         by_hand(run.output, recipe("hand", "checkpoint.every=2"), world)
         limited = recipe("limited", "max_rollbacks=1", "samples=400")
         POISON.update(range(1000))
         if world.is_main:
             shutil.copytree(run.output, limited.output, dirs_exist_ok=True)
         world.barrier()
-        with setup(limited, world=world, resume="latest") as trainer:
-            found["restored"] = trainer.state.skipped.state_dict()
-            try:
+        try:
+            for trainer in trainers(limited, world=world, resume="latest"):
+                found["restored"] = trainer.state.skipped.state_dict()
                 trainer.fit()
-            except UserError as error:
-                found["stopped"] = str(error)
+        except UserError as error:
+            found["stopped"] = str(error)
         if world.is_main:
             ends = [
                 load_file(Path(out, name, "checkpoints", "step-00000012", "open_clip_model.safetensors"))

@@ -3,11 +3,13 @@
 python -m tests.e2e.slow_run SECONDS ARGUMENTS-OF-TRAIN
 
 With `mirror` instead of seconds, the writer waits until each finished checkpoint is in the mirror, so that none is
-skipped.
+skipped. With `encode=SECONDS`, only rank 0 pauses, at every batch of images in evaluations and validations; with
+`forward=SECONDS`, only rank 1, before every forward pass.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from jobs.cli import run
 from jobs.train import command
 from pipeline.checkpoint.mirror import Mirror
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+from pipeline.model.evaluation_model import EvaluationModel
 
 if __name__ == "__main__":
     seconds, *arguments = sys.argv[1:]
@@ -30,7 +33,25 @@ if __name__ == "__main__":
         offer(mirror, path)
         assert mirror.wait(60)
 
-    if seconds == "mirror":
+    if seconds.startswith("encode="):
+        pause = float(seconds.partition("=")[2]) if os.environ.get("RANK", "0") == "0" else 0.0
+        encode = EvaluationModel.encode_image
+
+        def slow_encode(model: EvaluationModel, *args: Any) -> Any:
+            time.sleep(pause)
+            return encode(model, *args)
+
+        EvaluationModel.encode_image = slow_encode  # type: ignore[method-assign]
+    elif seconds.startswith("forward="):
+        delay = float(seconds.partition("=")[2]) if os.environ.get("RANK") == "1" else 0.0
+        forward = DeepSpeedEngine.forward
+
+        def slow_forward(engine: DeepSpeedEngine, *args: Any) -> Any:
+            time.sleep(delay)
+            return forward(engine, *args)
+
+        DeepSpeedEngine.forward = slow_forward  # type: ignore[method-assign]
+    elif seconds == "mirror":
         Mirror.offer = offer_and_wait  # type: ignore[method-assign]
     else:
         DeepSpeedEngine.step = slow_step  # type: ignore[method-assign]

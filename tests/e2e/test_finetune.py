@@ -11,7 +11,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from jobs.export import command as export
 from jobs.train import command
+from pipeline.errors import UserError
+from pipeline.model.lora import LoraConfig
+from pipeline.model.model_folder import load_folder
+from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.training.recipe import load_recipe
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
@@ -137,3 +143,76 @@ def test_incompatible_settings_are_rejected_before_the_run_starts(base: Path) ->
     for more, message in cases:
         result = CliRunner().invoke(command, [*SMALL, *fixed(base, "refused"), *more, "--dry-run"])
         assert message in str(result.exception), result.output
+
+
+def test_adapters_are_trained_merged_saved_alone_and_resumed_to_the_bit(base: Path) -> None:
+    peft = pytest.importorskip("peft")
+    given = ["model.arch=pretrained", f"model.pretrained={base}/first", "model.lora.rank=2",
+             "engine.micro_batch=4", "checkpoint.every=2", "checkpoint.keep_last=9"]  # fmt: skip
+    train(base, "lora", *given)
+    before, after = weights(base, "first"), weights(base, "lora")
+    changed = {name for name in before if not torch.equal(before[name], after[name])} - {"logit_scale"}
+    layers = [f"{tower}transformer.resblocks.{block}.mlp.c_{kind}"
+              for tower in ("", "visual.") for block in (0, 1) for kind in ("fc", "proj")]  # fmt: skip
+    assert changed == {f"{layer}.weight" for layer in layers}
+    assert before.keys() == after.keys()
+
+    adapters = checkpoint(base, "lora") / "adapters"
+    stored = load_file(adapters / "adapter_model.safetensors")
+    assert sum(value.numel() for value in stored.values()) == 2 * 2 * 2 * ((32 + 64) + (16 + 64))
+    plain = load_folder(checkpoint(base, "first"), load_weights=True)
+    by_peft = peft.PeftModel.from_pretrained(plain, adapters).merge_and_unload().state_dict()
+    assert all(torch.allclose(by_peft[name], after[name], atol=1e-7) for name in changed)
+
+    folder = base / "a hub folder"
+    exported = CliRunner().invoke(export, [str(base / "lora"), str(folder)], catch_exceptions=False)
+    assert "adapters/adapter_model.safetensors" in exported.output
+    by_peft = (
+        peft.PeftModel.from_pretrained(load_folder(checkpoint(base, "first"), load_weights=True), folder / "adapters")
+        .merge_and_unload()
+        .state_dict()
+    )
+    assert all(torch.allclose(by_peft[name], after[name], atol=1e-7) for name in changed)
+    assert "`adapters/` has them alone" in (folder / "README.md").read_text()
+
+    train(base, "again", *given, resume=str(checkpoint(base, "lora", 2)))
+    for file in ("open_clip_model", "adapters/adapter_model", "moments", "objective"):
+        one, other = (load_file(checkpoint(base, name) / f"{file}.safetensors") for name in ("lora", "again"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+    for stage in (0, 2):
+        more = [f"engine.deepspeed=zero{stage}_fp32", *given]
+        train(base, f"stage{stage}", *more, resume=str(checkpoint(base, "lora", 2)))
+        for name, value in weights(base, f"stage{stage}").items():
+            assert torch.allclose(value, after[name], atol=1e-5), name
+
+    for more, words in (
+        (["model.lora.rank=null"], "has adapters, and model.lora.rank = None"),
+        (["model.pretrained=" + str(checkpoint(base, "lora"))], "has other weights than those beside which"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(base, "refused", *given, *more, resume=str(checkpoint(base, "lora", 2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["model.pretrained=null"], "model.lora needs model.pretrained, which is not given"),
+        (["ema.decay=0.9", "model.compile=true"], "model.lora needs no ema.decay; no model.compile"),
+        (["engine.deepspeed=zero3_fp32"], "a ZeRO stage below 3"),
+        (["model.lock_text=true", "model.unlocked_text_blocks=1"], "whole towers locked or none"),
+    ],
+)
+def test_what_adapters_do_not_work_with_is_refused_in_one_message(given: list[str], words: str) -> None:
+    common = ["output=x", "data.sources=x", "samples=32", "batch_size=8", "data.streams=4", "schedule.warmup_steps=1"]
+    with pytest.raises(UserError, match=words):
+        load_recipe(None, [*common, "model.lora.rank=2", "model.pretrained=x", *given])
+
+
+def test_targets_that_do_not_exist_are_refused_with_the_names_that_do(base: Path) -> None:
+    for lora, words in (
+        (LoraConfig(rank=2, targets=("c_fc", "foo")), r"no such layer as \['foo'\].* not locked: c_fc, c_proj\."),
+        (LoraConfig(rank=2, targets=("out_proj",)), r"no such layer as \['out_proj'\]"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build_towers(ModelConfig(arch=str(base / "small.json"), lora=lora), seed=0, device="meta")

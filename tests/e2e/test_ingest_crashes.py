@@ -6,14 +6,18 @@ worker processes, so that each of the many cases takes a fraction of a second; t
 
 from __future__ import annotations
 
+import errno
+import functools
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,15 +25,16 @@ import pytest
 
 from data_prep import ingest
 from data_prep import rebuild as rebuilding
-from data_prep.dataset import fault_points
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
+from data_prep.fetching import downloader as downloader_module
 from data_prep.fetching.downloader import Job, ShardDownloader
+from data_prep.fetching.image_converter import ImageConverter
 from data_prep.fetching.supervisor import discard_unfinished
-from data_prep.settings.download_config import DownloadConfig
+from data_prep.settings.download_config import DownloadConfig, ImageConfig
 from pipeline.config import parse
 from tests.ingested import own_opener  # noqa: F401
 from tests.web import Site, jpeg, send, serve
@@ -80,7 +85,7 @@ class Place:
     def rebuild(self) -> None:
         problems = verify(self.root)
         if problems:
-            rebuilding.rebuild(self.root, problems)
+            rebuilding.rebuild(self.root, problems, allow_addresses=True)
         write_report(self.root)
 
     def contents(self) -> dict[str, bytes]:
@@ -90,9 +95,13 @@ class Place:
         return {name: path.read_bytes() for name, path in named.items() if not name.startswith(_VARIES)}
 
 
+def decode_here(image: ImageConfig, *, max_pixels: int, **_: object) -> ImageConverter:
+    return ImageConverter(image, max_pixels=max_pixels)
+
+
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the work of the engine's workers in this process."""
+    """Run the work of the engine's workers, and their decoders, in this process."""
 
     def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str = "fetch", **_: object) -> None:
         folder = Folder(Path(config.output))
@@ -103,6 +112,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             if not done:
                 raise OSError("the shard failed; see the traceback above")
 
+    monkeypatch.setattr(downloader_module, "Decoder", decode_here)
     monkeypatch.setattr(ingest, "fetch", fetch)
     monkeypatch.setattr(rebuilding, "fetch", fetch)
 
@@ -128,7 +138,39 @@ def begin(place: Place, command: str) -> None:
         (place.root / "meta/00002.json").write_text("{")
 
 
-def forked(work: Callable[[], None], fault: str, once: Path) -> int:
+@dataclass(frozen=True)
+class Step:
+    """A call at which the program is killed, or meets a full disk: of `module:object.attribute` with such arguments."""
+
+    place: str
+    words: str = ""
+    """What an argument's name or text must contain, such as the file to be written."""
+    after: bool = False
+    """After the call instead of before it."""
+
+    def strike(self, action: str, once: Path) -> None:
+        """Patch the function; the file `once` is created when it happens, and it happens only once."""
+        module, _, path = self.place.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def fatal(*args: Any, **kwargs: Any) -> Any:
+            texts = ["" if isinstance(value, Folder) else str(getattr(value, "shard", value)) for value in args]
+            is_it = any(self.words in text for text in texts) and not once.exists()
+            result = original(*args, **kwargs) if self.after or not is_it else None
+            if is_it:
+                once.touch()
+                if action == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
+            return result
+
+        setattr(owner, name, fatal)
+
+
+def forked(work: Callable[[], None], step: Step, once: Path, *, action: str = "kill") -> int:
     """Run `work` with a fault in a fork of this process.
 
     Returns:
@@ -136,7 +178,7 @@ def forked(work: Callable[[], None], fault: str, once: Path) -> int:
     """
     child = os.fork()
     if child == 0:
-        os.environ[fault_points.VARIABLE], os.environ[fault_points.ONCE] = fault, str(once)
+        step.strike(action, once)
         try:
             work()
         except BaseException:
@@ -145,22 +187,58 @@ def forked(work: Callable[[], None], fault: str, once: Path) -> int:
     return os.waitpid(child, 0)[1]
 
 
-SHARDS = [f"{point}:1" for point in fault_points.SHARD_POINTS if point != "shard.spool"]
+COMMIT = "data_prep.dataset.shard_commit"
+
+
+def steps_of_shard(shard: int) -> list[Step]:
+    """The steps of publishing, in order, see `shard_commit`."""
+    return [
+        Step("data_prep.dataset.canonical_tar:write", f"{shard:05d}.tar"),
+        Step("data_prep.dataset.canonical_tar:write", f"{shard:05d}.tar", after=True),
+        Step(f"{COMMIT}:_write_meta", f"{shard}"),
+        Step(f"{COMMIT}:write_text", f"{shard:05d}.commit"),
+        Step(f"{COMMIT}:write_text", f"{shard:05d}.commit", after=True),
+        Step("pathlib:Path.replace", f"{shard:05d}.tar.new", after=True),
+        Step("pathlib:Path.replace", f"{shard:05d}.parquet.new", after=True),
+        Step("pathlib:Path.replace", f"{shard:05d}.commit", after=True),
+    ]
+
+
+SETTINGS = Step("data_prep.ingest:write_text", "download.yaml")
+MANIFEST = Step("pipeline.data.shards.manifest_format:Manifest.save")
+REPORT, SHEET = (Step("data_prep.dataset.ingest_report:write_text", name) for name in ("report", "datasheet"))
+PENDING = Step("data_prep.dataset.removal:write_text", "removal.pending", after=True)
+COMMITTED = Step(f"{COMMIT}:_finish", "1")
 STEPS = {
     "download": [
-        "plan.part",
-        "plan",
-        "settings",
-        "shard.spool:7",
-        *SHARDS,
-        "manifest",
-        "report",
-        "datasheet",
-        "journal",
+        Step("data_prep.dataset.shard_plan:_PlanWriter._write_shard"),
+        Step("data_prep.dataset.shard_plan:write_plan"),
+        SETTINGS,
+        Step("data_prep.fetching.shard_writer:ShardWriter._spool_sample", "7"),
+        *steps_of_shard(1),
+        MANIFEST,
+        REPORT,
+        SHEET,
+        Step("data_prep.dataset.journal:Journal._append"),
     ],
-    "retry": ["settings", "shard.spool:6", *SHARDS, "manifest", "report"],
-    "remove": [*fault_points.REMOVAL_POINTS, *SHARDS, "manifest", "report"],
-    "rebuild": [*SHARDS, "shard.tar:2", "shard.recorded:2", "manifest", "report"],
+    "retry": [
+        SETTINGS,
+        Step("data_prep.fetching.shard_writer:ShardWriter._spool_sample", "6"),
+        *steps_of_shard(1),
+        MANIFEST,
+        REPORT,
+    ],
+    "remove": [
+        replace(PENDING, after=False),
+        PENDING,
+        Step("data_prep.dataset.removal:write_text", "removed.txt", after=True),
+        Step("data_prep.dataset.removal:_rewrite", after=True),
+        *steps_of_shard(1),
+        Step("data_prep.dataset.removal:_end"),
+        MANIFEST,
+        REPORT,
+    ],
+    "rebuild": [*steps_of_shard(1), *steps_of_shard(2)[::7], MANIFEST, REPORT],
 }
 
 
@@ -178,7 +256,7 @@ def test_a_command_killed_at_any_step_can_be_repeated(place: Place, tmp_path: Pa
         shutil.rmtree(place.root)
         if before.exists():
             shutil.copytree(before, place.root)
-        ended = forked(getattr(place, command), f"{action}@{step}", tmp_path / f"once-{number}")
+        ended = forked(getattr(place, command), step, tmp_path / f"once-{number}", action=action)
         assert (tmp_path / f"once-{number}").exists(), f"{command} never reached {step}"
         if action == "kill":
             assert os.WIFSIGNALED(ended), step
@@ -194,10 +272,10 @@ def test_the_next_download_completes_a_killed_removal(place: Place, tmp_path: Pa
     shutil.copytree(place.root, tmp_path / "before")
     place.remove()
     expected = place.contents()
-    for step in ("removal.names", "shard.committed:1"):
+    for number, step in enumerate((PENDING, COMMITTED)):
         shutil.rmtree(place.root)
         shutil.copytree(tmp_path / "before", place.root)
-        forked(place.remove, f"kill@{step}", tmp_path / step)
+        forked(place.remove, step, tmp_path / f"once-{number}")
         assert [problem.kind for problem in verify(place.root) if problem.shard == "removal.pending"] == ["unfinished"]
         notes: list[str] = []
         ingest.download(place.config, on_note=notes.append)
@@ -215,9 +293,9 @@ def test_one_of_several_workers_finishes_a_removal_that_was_killed_in_the_shard_
     expected = place.contents()
     shutil.rmtree(place.root)
     shutil.copytree(tmp_path / "before", place.root)
-    forked(place.remove, "kill@shard.committed:1", tmp_path / "first")
+    forked(place.remove, COMMITTED, tmp_path / "first")
     one_of_two = replace(place.config, fetch=replace(place.config.fetch, worker=0, workers=2))
-    forked(lambda: ingest.download(one_of_two), "kill@shard.tar:1", tmp_path / "second")
+    forked(lambda: ingest.download(one_of_two), steps_of_shard(1)[0], tmp_path / "second")
     place.download()
     assert verify(place.root) == []
     assert {n: body for n, body in place.contents().items() if n != "download.yaml"} == {
@@ -239,42 +317,8 @@ def command_of(place: Place, **fetch: object) -> list[str]:
     ]
 
 
-def run(command: list[str], **environment: object) -> subprocess.CompletedProcess[str]:
-    settings = {name: str(value) for name, value in environment.items()}
-    return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill@shard.commit:1", "kill@shard.tar-renamed:2", "full@shard.spool:8"])
-def test_the_whole_program_survives_a_fault_in_a_worker(place: Place, tmp_path: Path, fault: str) -> None:
-    place.download()
-    expected = place.contents()
-    shutil.rmtree(place.root)
-    ended = run(command_of(place), NEUCLIP_FAULT=fault, NEUCLIP_FAULT_ONCE=tmp_path / "once")
-    assert (tmp_path / "once").exists()
-    if fault.startswith("kill"):
-        assert ended.returncode == -signal.SIGKILL
-        ended = run(command_of(place))
-    assert ended.returncode == 0, ended.stderr
-    found = place.contents()
-    same = {
-        name for name in expected if name != "download.yaml"
-    }  # the command line sets one or two relative default paths
-    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
-
-
-@pytest.mark.slow
-def test_an_image_that_kills_its_worker_twice_is_quarantined(place: Place) -> None:
-    ended = run(command_of(place), NEUCLIP_FAULT="die@decode:/8")
-    assert ended.returncode == 0, ended.stderr
-    assert "quarantined" in ended.stdout
-    folder = Folder(place.root)
-    assert folder.quarantined() == {f"{place.site.base}/8"}
-    assert folder.read_record(1).failures == {"http 404": 1, "quarantined": 1}
-    assert verify(place.root) == []
-    again = run([*command_of(place), "--retry-failed"])
-    assert again.returncode == 0
-    assert folder.read_record(1).failures["quarantined"] == 1, "a retry does not fetch it either"
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
-"""The same list gives the same bytes with every distributor of img2dataset."""
+"""The same list gives the same bytes with every distributor of img2dataset, also when one of its workers is killed."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,34 +21,91 @@ from pipeline.config import parse
 from tests.web import jpeg, send, serve
 
 ROWS, SHARD = 60, 10
+WORKERS = {"pyspark": b"pyspark.daemon", "ray": b"ray::"}
+"""What the command lines of the workers contain."""
 
 
+class KilledWorker:
+    """Kills one worker of the download into `output` once a shard is finished, before all are."""
+
+    def __init__(self, output: Path, name: bytes) -> None:
+        self._output, self._name, self.was_in_time = output, name, False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> KilledWorker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            done = len(list(self._output.glob("meta/*.json")))
+            workers = self._workers() if done else []
+            if workers:
+                os.kill(workers[0], signal.SIGKILL)
+                self.was_in_time = done < ROWS // SHARD
+                return
+
+    def _workers(self) -> list[int]:
+        """Descendants of this process whose command line has the name, the youngest first."""
+        parents, named = {}, []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if self._name in (folder / "cmdline").read_bytes():
+                    named.append(int(folder.name))
+            except (OSError, ValueError):
+                continue
+        return [pid for pid in sorted(named, reverse=True) if os.getpid() in ancestors(pid, parents)]
+
+
+def ancestors(pid: int, parents: dict[int, int]) -> set[int]:
+    found = set()
+    while pid := parents.get(pid, 0):
+        found.add(pid)
+    return found
+
+
+def slow_404(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(0.5)
+    send(handler, 404, b"")
+
+
+@pytest.mark.daily
 @pytest.mark.slow
-@pytest.mark.parametrize("distributor", ["pyspark", "ray"])
-def test_every_distributor_gives_the_same_manifest(
-    distributor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(distributor, reason="needs the extra `scale`")
-    if distributor == "pyspark" and not (shutil.which("java") or os.environ.get("JAVA_HOME")):
-        pytest.skip("Spark needs a Java (17 or later)")
+def test_every_distributor_gives_the_same_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_java = bool(shutil.which("java") or os.environ.get("JAVA_HOME"))  # Spark needs one, 17 or later
+    others = [name for name in ("pyspark", "ray") if importlib.util.find_spec(name) and (name == "ray" or has_java)]
+    if not others:
+        pytest.skip("needs the extra `scale`, and for Spark a Java")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's host name might not resolve
     with serve() as site:
         for k in range(ROWS):
             site.image(f"/{k}", jpeg(side=16 + k))
         for k in range(0, ROWS, 6):
-            site.answers[f"/{k}"] = lambda handler: send(handler, 404, b"")
+            site.answers[f"/{k}"] = slow_404
         columns = {"url": [f"{site.base}/{k}" for k in range(ROWS)], "caption": [f"picture {k}" for k in range(ROWS)]}
         pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
         made = {}
-        for name in ("multiprocessing", distributor):
+        for name in ("multiprocessing", *others):
             tree = {
                 "output": str(tmp_path / name),
                 "source": {"table": str(tmp_path / "urls.parquet")},
                 "guard": {"allow_addresses": ["127.0.0.1"], "contact": "x@example.org"},
-                "fetch": {"distributor": name, "shard_size": SHARD, "threads": 4, "processes": 2},
+                "fetch": {"distributor": name, "shard_size": SHARD, "threads": 1, "processes": 2},
             }
             made[name] = download(parse(DownloadConfig, tree))
-    assert made[distributor].digest == made["multiprocessing"].digest
-    assert made[distributor].failures == {"http 404": 10}
-    assert made[distributor].n == ROWS - 10
+            if name in others:
+                tree["output"] += "-killed"
+                with KilledWorker(Path(tree["output"]), WORKERS[name]) as killed:
+                    made[f"{name}, a worker killed"] = download(parse(DownloadConfig, tree))
+                assert killed.was_in_time, "nothing was left to do when it was killed"
+    for name in made:
+        assert made[name].digest == made["multiprocessing"].digest
+        assert made[name].failures == {"http 404": 10}
+        assert made[name].n == ROWS - 10

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from jobs.bench.kills import is_intact
+from jobs.bench.killed_runs import is_intact
 from tests.launch import run
 
 
 @pytest.mark.slow
 def test_nothing_is_lost_by_kills(tmp_path: Path) -> None:
     output = tmp_path / "kills.json"
-    counts = ("--kills", "3", "--same-layout", "1", "--epoch", "5")
-    run("jobs.bench.kills", *counts, "--output", str(output), timeout=900)
+    counts = ("--kills", "2", "--same-layout", "1", "--fork", "0", "--tables", "0", "--epoch", "10")
+    run("jobs.bench.kills", *counts, "--output", str(output), timeout=1800)
     result = json.loads(output.read_text())
     assert is_intact(result)
-    assert result["changing-layouts"]["epochs"] == 3
-    assert result["changing-layouts"]["kills"] >= 1
-    for name in ("same_samples_in_the_same_order", "same_steps"):
-        changed = {**result, "changing-layouts": {**result["changing-layouts"], name: False}}
-        assert not is_intact(changed)
-    assert not is_intact({**result, "same-layout": {**result["same-layout"], "same_bits": False}})
+    cases = {"changing-layouts": 2, "same-layout": 1}
+    assert {name: case["kills"] for name, case in result.items() if name != "run"} == cases
+    for name in cases:
+        assert result[name]["evaluations"] > 0
+        for key in ("same_samples_in_the_same_order", "same_steps", "same_evaluations", "same_rollbacks"):
+            assert not is_intact({**result, name: {**result[name], key: False}})
+        assert not is_intact({**result, name: {**result[name], "largest_relative_difference_of_a_loss": math.inf}})
+    for name in ("same-layout", "new-batch-size"):
+        assert not is_intact({**result, name: {**result["same-layout"], "same_bits": False}})

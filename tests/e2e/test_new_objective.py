@@ -33,18 +33,16 @@ FOLDERS = ("pipeline", "data_prep", "jobs", "tests", "docs", "ds_configs")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["in_batch_toy.py", "toys/in_batch_toy.py"])
-def test_one_file_adds_a_method(tmp_path: Path, place: str) -> None:
+def test_one_file_adds_a_method(tmp_path: Path) -> None:
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, tmp_path / path.name)
-    target = tmp_path / "pipeline" / "objectives" / place
-    target.parent.mkdir(exist_ok=True)
-    shutil.copy(ROOT / "tests" / "toy_objective.py", target)
-    if target.parent.name == "toys":
-        (target.parent / "__init__.py").touch()
+    methods = tmp_path / "pipeline" / "objectives"
+    (methods / "toys").mkdir()
+    (methods / "toys" / "__init__.py").touch()
+    in_package = Path(shutil.copy(ROOT / "tests" / "toy_objective.py", methods / "toys" / "in_batch_toy.py"))
     environment = {
         **os.environ,
         "PYTHONPATH": str(tmp_path),
@@ -55,11 +53,13 @@ def test_one_file_adds_a_method(tmp_path: Path, place: str) -> None:
     show = (
         "from pipeline.objectives import objective_names as names; import pipeline; print(*names(), pipeline.__path__)"
     )
-    shown = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "in_batch_toy" in shown.stdout
-    assert str(tmp_path) in shown.stdout
-    if target.parent.name == "toys":
-        return
+    for place in (in_package, methods / "in_batch_toy.py"):  # in a package, then as a file, which the tests below see
+        in_package.rename(place)
+        command = [sys.executable, "-c", show]
+        shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert "in_batch_toy" in shown.stdout
+        assert str(tmp_path) in shown.stdout
+    shutil.rmtree(methods / "toys")
     # Tests named after another method do not see the new one; they run in the suite itself.
     others = f"in_batch_toy or not ({' or '.join(objective_names())})"
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-v", "-k", others, *TESTS]

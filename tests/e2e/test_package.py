@@ -1,7 +1,9 @@
-"""The wheel outside of the repository: its files, `neuclip demo`, and folders with a `pipeline.py` of their own."""
+"""The wheel outside of the repository: its files, the whole demo, and folders with a `pipeline.py` of their own."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT, environment
+from tests.metrics import metrics
+from tests.towers import write_tiny
 
 PACKAGES = ("pipeline", "data_prep", "jobs", "ds_configs")
-DEMO = ("demo", "--output", "demo", "--pairs", "1000", "--held-out", "60", "samples=1280", "batch_size=64",
-        "schedule.warmup_steps=2", "data.streams=16", "data.workers=0", "checkpoint.every=20", "engine.device=cpu",
-        "model.arch=scenes-vit-micro")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +65,46 @@ def test_the_wheel_has_every_file_that_is_not_python(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_from_the_wheel_beside_a_pipeline_module(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_runs_from_the_wheel_and_can_be_repeated(installed: Path, tmp_path: Path) -> None:
+    """From URLs to the report, without mocks, beside a module that has the name of one of our packages."""
     (tmp_path / "pipeline.py").write_text("raise RuntimeError('the module of the working folder was imported')\n")
     assert "Pretrain CLIP models" in outside(installed, tmp_path, *script(installed), "--help").stdout
-    done = outside(installed, tmp_path, *script(installed), *DEMO)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All done" in done.stdout
-    assert (tmp_path / "demo" / "checkpoints" / "step-00000020").is_dir()
+    output = tmp_path / "demo"
+    arguments = [
+        *("demo", "--output", "demo", "--pairs", "1000", "--held-out", "60", "engine.device=cpu"),
+        *(f"model.arch={write_tiny(tmp_path)}", "samples=640", "batch_size=32", "schedule.warmup_steps=5"),
+        *("objective.prototypes=64", "checkpoint.every=10", "checkpoint.keep_every=10"),
+    ]
+    first = outside(installed, tmp_path, *script(installed), *arguments)
+    assert first.returncode == 0, first.stdout + first.stderr
     assert not (ROOT / "demo").exists()
+    assert "of 1,000 URLs gave a sample" in first.stdout
+    assert "All done" in first.stdout
+    stages = re.findall(r"^✓ (\w.*?)  .*\[.* s\]$", first.stdout, re.MULTILINE)
+    assert [stage.split()[0] for stage in stages] == ["Corpus", "Evaluation", "Training", "Evaluation"]
+    assert not re.search(r"^(Checkpoint|Epoch) ", first.stdout, re.MULTILINE), "events are in metrics.jsonl"
+    assert list((output / "tensorboard" / "evaluation").glob("events*")), "scores are written without a further command"
+
+    manifest = json.loads((tmp_path / "demo-data" / "shards" / "manifest.json").read_text())
+    assert manifest["attempted"] == 1000
+    assert manifest["samples"] == 1000 - sum(manifest["failures"].values())
+    assert {"http 404", "hash mismatch", "truncated", "not an image"} <= set(manifest["failures"])
+
+    steps = [record["step"] for record in metrics(output, "train")]
+    assert steps[-1] == 20
+    results = {path.parent.name: path for path in (output / "evaluation").glob("*/scenes*")}
+    assert {"step-00000010", "step-00000020"} <= {path.name for path in (output / "evaluation").iterdir()}
+    assert results
+    page = (output / "report.html").read_text()
+    assert "<img" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://127.0.0.1", ""), "not self-contained"
+    assert "colour" in (output / "report.md").read_text()
+    assert set(json.loads((output / "stages.json").read_text())) >= {"corpus and ingestion", "training", "evaluation"}
+
+    again = outside(installed, tmp_path, *script(installed), *arguments)
+    assert re.search(r"✓ Corpus and ingestion .* done already", again.stdout)
+    assert re.search(r"✓ Training .* done already", again.stdout)
+    assert "All done" in again.stdout
 
 
 def test_python_m_runs_beside_a_pipeline_module(installed: Path, tmp_path: Path) -> None:

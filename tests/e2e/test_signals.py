@@ -27,7 +27,12 @@ def settings(folder: Path) -> list[str]:
         f"data.sources={folder / 'shards'}",
         *("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "samples=80000000"),
         *("objective.name=openclip", "engine.deepspeed=zero1_fp32", "engine.device=cpu"),
-        *("checkpoint.every=1000000", "telemetry.every=1", "telemetry.tensorboard=false"),
+        *(
+            "checkpoint.every=1000000",
+            "telemetry.every=1",
+            "telemetry.tensorboard=false",
+            "engine.lost_rank_seconds=20",
+        ),
     ]
 
 
@@ -40,13 +45,27 @@ def launch(launcher: str, arguments: list[str]) -> list[str]:
     return [str(Path(sys.executable).parent / "deepspeed"), *place, "--module", "jobs.train", *arguments]
 
 
-def wait_for_step(run: Path, process: subprocess.Popen[str]) -> list[int]:
-    """Wait until the run has taken five steps, and return the process ids of the ranks."""
+def wait_for(moment: str, run: Path, process: subprocess.Popen[str]) -> list[int]:
+    """Wait for the moment of a signal, and return the process ids of the ranks that have begun to train.
+
+    Args:
+        moment: "start": the ranks have started, and build their towers; "step": five steps were taken; "checkpoint":
+            the second one is being written.
+        run: The run's folder.
+        process: The launcher.
+    """
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() or '"step": 5,' not in metrics.read_text():
+
+    def reached() -> bool:
+        if moment == "start":
+            return (run / "config.yaml").exists()
+        steps = metrics.exists() and '"step": 5,' in metrics.read_text()
+        return steps and (moment == "step" or any((run / "checkpoints").glob(".step-*")))
+
+    while not reached():
         assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "the run took no steps"
-        time.sleep(0.1)
+        assert time.monotonic() < deadline, f"the run did not reach: {moment}"
+        time.sleep(0.001 if moment == "checkpoint" else 0.05)
     return [json.loads(path.read_text())["pid"] for path in sorted((run / "heartbeats").glob("rank-*.json"))]
 
 
@@ -60,27 +79,23 @@ def lives(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "whom", "number", "code"),
+    ("launcher", "whom", "numbers", "moment", "code"),
     [
-        ("torchrun", "all", signal.SIGINT, 1),
-        ("torchrun", "launcher", signal.SIGTERM, 1),
-        ("deepspeed", "all", signal.SIGINT, None),
-        ("deepspeed", "rank", signal.SIGUSR1, 75),
-        ("neuclip", "all", signal.SIGUSR1, 75),
-        ("neuclip", "launcher", signal.SIGTERM, 75),
+        ("torchrun", "all", [signal.SIGINT], "step", 1),
+        ("deepspeed", "rank", [signal.SIGUSR1], "checkpoint", 75),
+        ("neuclip", "launcher", [signal.SIGTERM, signal.SIGTERM], "step", 75),
+        ("neuclip", "launcher", [signal.SIGTERM], "start", 75),
         # A launcher that cannot pass anything on: the ranks notice that it is gone.
-        ("torchrun", "launcher", signal.SIGKILL, -signal.SIGKILL),
-        ("deepspeed", "launcher", signal.SIGKILL, -signal.SIGKILL),
-        ("deepspeed", "launcher", signal.SIGTERM, -signal.SIGTERM),
-        ("deepspeed", "parent", signal.SIGKILL, None),
-        ("neuclip", "launcher", signal.SIGKILL, -signal.SIGKILL),
+        ("torchrun", "launcher", [signal.SIGKILL], "checkpoint", -signal.SIGKILL),
+        ("deepspeed", "parent", [signal.SIGKILL], "step", None),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint(
-    tmp_path: Path, launcher: str, whom: str, number: signal.Signals, code: int | None
+    tmp_path: Path, launcher: str, whom: str, numbers: list[signal.Signals], moment: str, code: int | None
 ) -> None:
+    run, more = tmp_path / "run", ["checkpoint.every=2"] if moment == "checkpoint" else []
     process = subprocess.Popen(
-        launch(launcher, settings(tmp_path)),
+        launch(launcher, [*settings(tmp_path), *more]),
         cwd=ROOT,
         env={**environment(), "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
@@ -90,17 +105,18 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     )
     ranks: list[int] = []
     try:
-        ranks = wait_for_step(tmp_path / "run", process)
-        assert len(ranks) == 2
-        if whom == "all":
-            os.killpg(process.pid, number)  # as a terminal does
-        else:
-            victims = {"launcher": process.pid, "rank": ranks[0], "parent": psutil.Process(ranks[0]).ppid()}
-            os.kill(victims[whom], number)
+        ranks = wait_for(moment, run, process)
+        assert len(ranks) == 2 or moment == "start"
+        for number in numbers:
+            if whom == "all":
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                victim = process.pid if whom == "launcher" else ranks[0]
+                os.kill(psutil.Process(victim).ppid() if whom == "parent" else victim, number)
         output = process.communicate(timeout=120)[0]
         if code is not None:
             assert process.returncode == code, output[-3000:]
-        if launcher == "neuclip":
+        if launcher == "neuclip" and code == 75:
             assert "Traceback" not in output, output[-3000:]
         deadline = time.monotonic() + 60
         while any(lives(pid) for pid in ranks):
@@ -110,8 +126,12 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
         for pid in [*ranks, process.pid]:
             if lives(pid):
                 os.kill(pid, signal.SIGKILL)
-    written = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
-    assert len(written) == 1
-    assert "by a signal; continue with --resume latest" in (tmp_path / "run" / "metrics.jsonl").read_text()
-    records = (tmp_path / "run" / "heartbeats").glob("exit-*.json")
-    assert [json.loads(path.read_text())["code"] for path in records] == [75, 75]
+    assert not list((run / "checkpoints").glob(".step-*"))
+    written = len(list((run / "checkpoints").glob("step-*")))
+    codes = [json.loads(path.read_text())["code"] for path in (run / "heartbeats").glob("exit-*.json")]
+    if moment == "start":
+        assert codes == [75, 75]
+    else:
+        assert written == 1 or moment == "checkpoint"
+        assert "by a signal; continue with --resume latest" in (run / "metrics.jsonl").read_text()
+        assert codes == [75, 75]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
-from tests.towers import TINY
+from tests.towers import TINY, write_tiny
 
 FIRST = 5
 STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_scale: 0.5}]"
@@ -24,8 +25,7 @@ STAGES = "[{until: 0.42, image_size: 16, text_tokens: 4, patch_dropout: 0.5, lr_
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
     write_shards(folder / "shards", [20, 30, 15])
-    vision = {**TINY["vision_cfg"], "image_size": 32}  # type: ignore[dict-item]
-    (folder / "tiny-towers.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    write_tiny(folder, image_size=32)
     return folder
 
 
@@ -36,7 +36,7 @@ def staged(base: Path, name: str, *more: str, timeout: float = 300) -> None:
 
 @pytest.fixture(scope="module")
 def whole(base: Path) -> Path:
-    staged(base, "whole")
+    staged(base, "whole", "checkpoint.every=1", "checkpoint.keep_last=100")
     return base / "whole"
 
 
@@ -72,13 +72,11 @@ def test_image_and_text_sizes_grow_and_the_order_is_unchanged(whole: Path, base:
 @pytest.mark.parametrize("stop", [FIRST - 2, FIRST, FIRST + 2])
 def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base: Path) -> None:
     name = f"stopped-{stop}"
-    staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
+    shutil.copytree(whole, base / name)
     folder = base / name / "checkpoints"
     for path in folder.glob("step-*"):
         if int(path.name.removeprefix("step-")) > stop:
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
+            shutil.rmtree(path)
     (folder / "latest").write_text(f"step-{stop:08d}\n")
     staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
     assert equal(weights(base / name), weights(whole))

@@ -111,9 +111,7 @@ def test_resuming_on_the_same_layout_is_bit_identical(base: Path, two_ranks: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 0), ("zero2_fp32", 2), ("zero3_fp32", 2)]
-)
+@pytest.mark.parametrize(("stage", "ranks"), [("zero2_fp32", 0), ("zero3_fp32", 2)])
 def test_resuming_on_another_stage_and_number_of_ranks(
     base: Path, two_ranks: Path, one_rank: Path, stage: str, ranks: int
 ) -> None:
@@ -288,15 +286,15 @@ def test_a_run_rolls_back_and_continues_after_the_poisoned_batches(base: Path, s
     run("tests.e2e.rolled_back_run", str(out), *kept, ranks=ranks)
     found = json.loads((out / "found.json").read_text())
     assert found["same"]
-    assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0}
+    assert found["restored"] == {"skipped": 3, "rollbacks": 1, "in_a_row": 0, "rolled_back_to": 4}
     assert "as often as max_rollbacks allows" in found["stopped"]
     (event,) = [line for line in metrics(out / "itself", "event") if "rollbacks" in line]
-    # The checkpoint at step 8 was written between bad steps, so the one before them is used.
-    assert (event["checkpoint"], event["step"]) == ("step-00000006", 10)
+    # After the checkpoint at step 6 only one step was applied; none is written at step 8, between bad steps.
+    assert (event["checkpoint"], event["step"]) == ("step-00000004", 10)
     steps = records(out / "itself")
     figures = {step: (record["rollbacks"], record["skipped_steps"]) for step, record in steps.items()}
     assert list(figures) == list(range(1, STEPS + 1))
-    assert (figures[6], figures[7], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
+    assert (figures[4], figures[5], figures[STEPS]) == ((0, 0), (1, 3), (1, 3))
 
 
 @pytest.mark.slow
@@ -318,7 +316,11 @@ def test_evaluation_during_training_gives_the_scores_of_the_checkpoint(base: Pat
         (12, ["damaged"], "warning"),
     ]
     assert "Evaluation at step 12: 1 tasks failed. damaged: " in printed
-    assert "Tasks without a score: damaged (step 6, 12)." in printed.splitlines()[-1]
+    *_, unscored, model, report, following = printed.splitlines()
+    assert "Tasks without a score: damaged (step 6, 12)." in unscored
+    assert model.endswith("watched/checkpoints/step-00000012")
+    assert report.endswith(f"neuclip report {base / 'watched'}")
+    assert following.endswith(f"neuclip evaluate {base / 'watched/checkpoints/step-00000012'} --suite FOLDER")
     scores = {record["step"]: record for record in metrics(base / "watched", "evaluation")}
     assert list(scores) == [6, 12]
     assert tasks <= scores[12].keys()

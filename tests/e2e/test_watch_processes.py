@@ -15,19 +15,31 @@ import pytest
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.evaluation.watch.suite_identity import suite_identity
+from pipeline.evaluation.identity import suite_identity
+from pipeline.evaluation.run.session import EvaluationConfig
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification
+from tests.launch import ROOT
 
 STEPS = tuple(range(100, 900, 100))
 SECONDS = 240.0
+CLOCK = """
+import os, time
+seconds, date, shift = time.time, time.gmtime, float(os.environ["CLOCK_SHIFT"])
+time.time = lambda: seconds() + shift
+time.time_ns = lambda: int((seconds() + shift) * 1e9)
+time.gmtime = lambda at=None: date(time.time() if at is None else at)
+"""
 
 
-def start(run: Path, suite: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(run: Path, suite: Path, log: Path, *, hours: int = 0) -> subprocess.Popen[bytes]:
+    """A watcher whose clock is wrong by `hours`, as on another machine; the dates of files are not."""
+    (clock := log.with_suffix(".clock")).mkdir()
+    (clock / "sitecustomize.py").write_text(CLOCK)
     arguments = [str(run), "--suite", str(suite), "--device", "cpu", "interval=0.2", "ttl=12", "together=2"]
     command = [sys.executable, "-m", "jobs.watch", *arguments, "evaluation.workers=0", "evaluation.micro_batch=8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(clock), os.environ.get("PYTHONPATH", str(ROOT))]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CLOCK_SHIFT": str(3600 * hours)}
     return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment)
 
 
@@ -39,13 +51,13 @@ def wait_for(what: object, *, logs: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_after_kill_9_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
+def test_after_kill_9_nothing_is_lost_or_repeated_whatever_the_clocks_say(tmp_path: Path) -> None:
     run, suite = tmp_path / "run", tmp_path / "mini"
     for key in ("cifar10", "wilds/fmow"):
         write_classification(suite, TASKS[key], samples=300)
     for step in STEPS[:-1]:
         save_step(run, step)
-    settings = EvaluationConfig(micro_batch=8).settings()
+    settings = EvaluationConfig(micro_batch=8)
     identity = suite_identity(open_suite(suite), settings, known=tmp_path / "digests.json")
     ledger = run / "evaluation-ledger" / identity
     logs = [tmp_path / f"{name}.log" for name in ("victim", "first", "second")]
@@ -59,7 +71,7 @@ def test_after_kill_9_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
             path.parent.name for path in ledger.glob("*/lease-0001.json") if not (path.parent / "done.json").exists()
         ]
         assert held
-        watchers += [start(run, suite, log) for log in logs[1:]]
+        watchers += [start(run, suite, log, hours=hours) for log, hours in zip(logs[1:], (1, -1), strict=True)]
         save_step(run, STEPS[-1])  # training continues
         wait_for(lambda: len(list(ledger.glob("*/done.json"))) == len(STEPS), logs=logs)
         for watcher in watchers[1:]:
@@ -77,6 +89,8 @@ def test_after_kill_9_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     for name in held:
         assert outcomes[name]["attempt"] == 2  # taken over, once
         assert outcomes[name]["pid"] in {watcher.pid for watcher in watchers[1:]}
+    hours = {outcome["at"][11:13] for outcome in outcomes.values()}
+    assert len(hours) > 1, "the clocks did not differ"
     others = set(outcomes) - set(held)
     assert {outcomes[name]["attempt"] for name in others} == {1}
     messages = "\n".join(log.read_text() for log in logs[1:])

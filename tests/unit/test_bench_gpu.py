@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,35 @@ def test_every_command_parses(step: gpu.Step) -> None:
             check(Line("gpu suite", {}, ("python", *words)))
 
 
-def test_all_steps_fit_into_the_time() -> None:
-    assert sum(step.seconds for step in gpu.steps()) <= 25 * 60
+def test_all_steps_fit_into_the_time_although_one_overruns() -> None:
+    steps = gpu.steps()
+    overrun = max(step.seconds + 30 for step in steps)  # from the expected time to the limit
+    assert sum(step.seconds for step in steps) + overrun <= 25 * 60
+
+
+def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
+    """One that a step has started would hold memory of the GPU."""
+    code = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
+    )
+    command = [sys.executable, "-c", code]
+    assert gpu.take(gpu.Step("s", "?", 60, command, command), work=tmp_path, tiny=True).status == "done"
+    stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    for _ in range(100):  # init reaps it
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the step's child still runs")
+
+
+def test_a_step_does_not_take_itself_for_a_rank_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that a test or a shell has left would let every training step wait for other ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS")
+    for name in names:
+        monkeypatch.setenv(name, "2")
+    command = [sys.executable, "-c", f"import os; print([n for n in {names} if n in os.environ])"]
+    assert gpu.take(gpu.Step("s", "?", 60, command, command), work=tmp_path, tiny=True).output == ["[]"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -40,6 +68,7 @@ def test_the_dry_run_lists_every_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert gpu.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert all(step.name in printed and step.answers in printed for step in gpu.steps())
+    assert "All together about 21.5 of 25 minutes." in printed
 
 
 def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) -> None:
@@ -79,6 +108,7 @@ def test_figures_are_those_of_the_second_half(tmp_path: Path) -> None:
     assert gpu.figures(tmp_path / "none") == {}
 
 
+@pytest.mark.daily
 @pytest.mark.slow  # minutes: every step as a process of its own
 def test_every_step_runs_in_its_tiny_form(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.data.order.streams import make_layout
 from pipeline.errors import UserError
-from pipeline.training.budget import resolve_budget
 from pipeline.training.recipe import load_recipe
+from pipeline.training.recipe_keys import resolve_budget
 from tests.shards import write_shards
 
 
@@ -42,6 +42,8 @@ def test_override_replaces_the_equivalent_recipe_setting() -> None:
     recipe = {"epochs": 3, "batch_size": 4, "schedule": {"warmup_share": 0.1}, "data": {"sources": "nowhere"}}
     tree = resolve_budget(recipe, {"samples": 400, "schedule": {"warmup_steps": 7}})
     assert (tree["samples"], tree["schedule"]) == (400, {"warmup_steps": 7})
+    no_share = {"samples": 400, "schedule": {"warmup_steps": 7, "warmup_share": None}}
+    assert resolve_budget(recipe, no_share)["schedule"] == {"warmup_steps": 7}
     data = {"sources": "nowhere", "streams": 2}
     other = {"samples": 400, "batch_size": 4, "data": data, "plan": {"dataset_size": 40}}
     assert resolve_budget(other, {"epochs": 2})["samples"] == 80

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline import config as cfg
+from pipeline.config import parse_overrides, read_yaml
 from pipeline.engine.engine_config import EngineConfig, deepspeed_settings
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig, check_run, load_recipe, parse_recipe
@@ -112,3 +114,40 @@ def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_parses(path: Path) -> None:
     assert isinstance(load_recipe(path), RunConfig)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in itertools.pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BOMB, "aliases .* stand for more than 1,000,000 values"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("a: &a {b: *a}", "an alias .* stands for itself"),
+        ("samples: " + "9" * 6000, "4300 digits"),
+    ],
+    ids=["alias bomb", "deep", "cycle", "long number"],
+)
+def test_yaml_traps_are_refused_with_one_line(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "trap.yaml"
+    path.write_text(text)
+    for load in (lambda: read_yaml(path), lambda: parse_overrides([f"data={text}"])):
+        with pytest.raises(UserError, match=reason) as found:
+            load()
+        assert len(str(found.value)) < 500
+
+
+def test_deep_keys_are_refused() -> None:
+    with pytest.raises(UserError, match=r"not of the form section\.key=value"):
+        load_recipe(None, ["a." * 3000 + "b=1"])
+
+
+def test_keys_of_recipes_are_suggested() -> None:
+    common = ["output=x", "batch_size=8", "data.sources=y", "samples=80", "schedule.warmup_steps=1"]
+    for wrong, meant in (("epoch=3", "epochs"), ("refrence_batch=8", "reference_batch"), ("method={}", "methods")):
+        with pytest.raises(UserError, match=f"The nearest valid key is {meant}"):
+            load_recipe(None, [*common, wrong])
+    assert load_recipe(None, [*common, "epochs=null"]).samples == 80

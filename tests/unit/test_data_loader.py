@@ -174,7 +174,7 @@ def test_shards_behind_pipes_give_the_same_batches(folder: Path, tmp_path: Path)
     rows = [(f"pipe:cat {folder / s.name}", s.samples, s.bytes, s.sha256) for s in local.shards]
     make_manifest(rows).save(tmp_path)
     expected = run(loaders(folder), 8)
-    (piped,) = loaders(tmp_path, workers=2)
+    (piped,) = loaders(tmp_path, workers=2, allow_commands=True)
     with piped:
         found = run([piped], 8)
     assert torch.equal(found[0], expected[0])

@@ -12,9 +12,8 @@ from jobs.cli import cli
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, planned_ids
-from pipeline.data.order.data_costs import plan_data
+from pipeline.data.order.data_costs import neighbour_distance, plan_data, repeats_in_window, shuffle_quality
 from pipeline.data.order.mixture import make_mixture
-from pipeline.data.order.shuffle_quality import neighbour_distance, repeats_in_window, shuffle_quality
 from pipeline.data.order.streams import make_layout
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
@@ -120,6 +119,6 @@ def test_plan_command(tmp_path: Path) -> None:
         cli, [*arguments, f"output={tmp_path}", "objective.name=openclip", "schedule.warmup_steps=9"]
     )
     assert done.exit_code == 0, done.output
-    assert "9 steps of 8; 0 samples are in no batch" in done.output
+    assert "9 steps of 8; every sample is in a batch" in done.output
     assert "90 steps, 10.00 epochs, 720 samples seen" in done.output
     assert "distinct shards in a batch (a global shuffle: 4)" in done.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import multiprocessing
@@ -27,8 +26,7 @@ from pipeline.data.order.canonical_order import Order, planned_ids
 from pipeline.data.order.hashing import Purpose, draws, key
 from pipeline.data.order.mixture import Mixture, load_mixture, make_mixture, plan_epoch, shared_epoch
 from pipeline.data.order.streams import make_layout
-from pipeline.data.shards import json_stream, manifest_format, node_cache
-from pipeline.data.shards.json_stream import read_object, write_object
+from pipeline.data.shards import manifest_format, node_cache, shard_table
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest, make_manifest
 from pipeline.data.shards.node_cache import Arrays, shared
 from pipeline.distributed.world import World
@@ -118,7 +116,7 @@ def test_shared_manifest_equals_one_in_memory(tmp_path: Path, cache: Path, monke
     written = make_manifest(rows([3, 1, 4]), root=tmp_path, failures={"dns": 2}, facts=facts)
     written.save(tmp_path)
     stored = load_manifest(tmp_path)
-    assert len(list(cache.glob("manifest-*/*/names.npy"))) == 1
+    assert len(list(cache.glob("manifest-*/*/name.npy"))) == 1
     assert stored == written
     assert list(stored.shards) == list(written.shards)
     assert [stored.shards[i] for i in (0, 1, -1)] == list(written.shards)
@@ -134,7 +132,7 @@ def test_replaced_manifest_is_read_again(tmp_path: Path, cache: Path) -> None:
     for sizes in ([3, 1], [3, 2], [7]):
         make_manifest(rows(sizes)).save(tmp_path)
         assert load_manifest(tmp_path).shards.samples.tolist() == sizes
-    assert len(list(cache.glob("manifest-*/*/names.npy"))) == node_cache.KEPT_VERSIONS
+    assert len(list(cache.glob("manifest-*/*/name.npy"))) == node_cache.KEPT_VERSIONS
 
 
 def test_a_damaged_manifest_is_refused_and_not_stored(tmp_path: Path, cache: Path) -> None:
@@ -178,7 +176,7 @@ def test_joined_sources_and_epochs_are_shared(tmp_path: Path, cache: Path) -> No
     for epoch in range(4):
         stored, plan = (function(joined, seed=1, epoch=epoch) for function in (shared_epoch, plan_epoch))
         assert all(stored.locate(i) == plan.locate(i) for i in range(12))
-    assert len(list(cache.glob("mixture-*/*/names.npy"))) == 1
+    assert len(list(cache.glob("mixture-*/*/name.npy"))) == 1
     assert sorted(path.parent.name for path in cache.glob("epochs-*/*/shard.npy")) == ["2", "3"]
 
 
@@ -251,26 +249,49 @@ def test_topics_unused_for_a_week_are_deleted(cache: Path) -> None:
     assert (old.exists(), recent.exists()) == (False, True)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 50, 10**6])
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_objects_are_written_like_json_and_read_in_chunks(
-    chunk: int, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block", [1, 3, 10**6])
+@pytest.mark.parametrize("count", [1, 5])
+def test_manifests_are_written_like_json_and_read_in_any_order_of_keys(
+    block: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
-    header = {"a": {"b": [1, 2.5, None], "c": '[] é "quoted"'}, "n": 1234567, "empty": {}}
-    items = [asdict(shard) for shard in make_manifest(rows([3] * count)).shards]
-    out = io.StringIO()
-    write_object(out, header, items_of="items", items=iter(items))
-    assert out.getvalue() == json.dumps({**header, "items": items}, indent=1) + "\n"
-    for text in (out.getvalue(), json.dumps({"items": items, **header})):
-        found = list(read_object(io.StringIO(text), items_of="items"))
-        assert [value for name, value in found if name == "items"] == items
-        assert {name: value for name, value in found if name != "items"} == header
+    monkeypatch.setattr(shard_table, "_BLOCK", block)
+    facts = {"a": {"b": [1, 2.5, None], "c": '[] é "quoted"'}, "empty": {}, "offset": 3}
+    manifest = make_manifest([*rows([3] * count), ("b", 2, 5, "")], root=tmp_path, facts=facts)
+    path = manifest.save(tmp_path)
+    tree = json.loads(path.read_text())
+    assert path.read_text() == json.dumps(tree, indent=1) + "\n"
+    assert tree["shards"] == [asdict(shard) for shard in manifest.shards]
+    path.write_text(json.dumps(dict(reversed(tree.items())), ensure_ascii=False))
+    assert load_manifest(path) == manifest
+    make_manifest([]).save(tmp_path)
+    assert path.read_text() == json.dumps(json.loads(path.read_text()), indent=1) + "\n"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"a": 1', '{"a" 1}', '{"items": [1, 2', '{"items": [1 2]}', "nothing"]
+    ("text", "message"),
+    [
+        *((text, "is not a manifest") for text in ("", "[]", "{", '{"a" 1}', '{"shards": [1, 2', "a", "[" * 10**5)),
+        ('{"format": "neuclip-manifest", "version": 1, "shards": [{}]}', "lacks 'name'"),
+        ('{"format": "neuclip-manifest", "version": 1, "shards": 3}', "is damaged"),
+    ],
 )
-def test_invalid_json_objects_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"too early|in place of|Expecting|delimiter"):
-        list(read_object(io.StringIO(text), items_of="items"))
+def test_what_is_no_manifest_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"a/000', '"' + "a" * 5000 + "/000"),
+        ('"a/000', '3, "x": "'),
+        ('"samples": 3,\n   "b', '"samples": "3",\n   "b'),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused(old: str, new: str, tmp_path: Path) -> None:
+    path = make_manifest(rows([3])).save(tmp_path)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=r"manifest .*(is damaged|4,096 bytes)"):
+        load_manifest(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import pipeline.training.run
 from jobs import demo
 from pipeline.distributed import workers
-from pipeline.evaluation.runner.images import WORKER_IMPORTS
+from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.training.recipe import load_recipe
 
 

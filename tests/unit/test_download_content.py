@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 
 from data_prep import reasons
-from data_prep.dataset.ingest_report import meaning_of
 from data_prep.fetching.content import check_image, extension
 from data_prep.reasons import FetchError
+from tests.pair_files import dropped, make, write_csv, write_images
 from tests.web import encoded, jpeg
 
 
@@ -72,11 +74,48 @@ def test_decompression_bomb_is_refused_from_its_header() -> None:
         (b"<!DOCTYPE html><p>gone", reasons.NOT_AN_IMAGE),
         (b"  \n<svg xmlns='x'/>", reasons.NOT_AN_IMAGE),
         (b"just words", reasons.NOT_AN_IMAGE),
-        (b"%PDF-1.4", reasons.NOT_AN_IMAGE),
+        (b"%PDF-1.4", reasons.UNSUPPORTED),
     ],
 )
 def test_non_image_bodies_are_refused(body: bytes, reason: str) -> None:
     assert reason_of(body) == reason
+
+
+# A ramp of 24 x 16 pixels, by libheif and libjxl.
+HEIC = base64.b64decode(
+    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAXxtZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJpbG9jAAAA"
+    "AERAAAEAAQAAAAABoAABAAAAAAAAAEMAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAABAAAA/GlwcnAAAADc"
+    "aXBjbwAAAHVodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNgAAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQApQgEBA3AAAAMAkAAAAwAA"
+    "AwAeoCCBBZbqrprm4CGgwIAAAAyAAAADAIRiAAEABkQBwXPBiQAAABNjb2xybmNseAABAA0ABoAAAAAUaXNwZQAAAAAAAABAAAAAQAAAAChjbGFw"
+    "AAAAGAAAAAEAAAAQAAAAAf///9gAAAAC////0AAAAAIAAAAQcGl4aQAAAAADCAgIAAAAGGlwbWEAAAAAAAAAAQABBYECAwWEAAAAS21kYXQAAAA/"
+    "KAGvEyFdo0D2tFWmg6c9g3nwMmhzSg3Co6c7N1AiCU0i+Gg01YdQfp3ACPBgKyYPhMW6kHAaduZAh6822he4"
+)
+JPEG_XL = base64.b64decode(
+    "/woDBwATiAIARAG1nyAAABUqo4wbvJzr+fJDh8W0jesMbbVtYQljs70wSEg4Q+aNgv7mkPC4jGF0AJChCJGauq0kkZDI273ZSFCExv0XoE4A0AAA"
+    "Yew3ZAEFEAA="
+)
+
+
+@pytest.mark.parametrize(("body", "name"), [(HEIC, "HEIC"), (JPEG_XL, "JPEG XL")])
+def test_real_files_of_other_formats_are_counted_by_name(body: bytes, name: str, tmp_path: Path) -> None:
+    assert reason_of(body) == reasons.UNSUPPORTED
+    folder = tmp_path / "in"
+    write_images(folder, 2)
+    (folder / "photo.jpg").write_bytes(body)
+    write_csv(folder / "pairs.csv", [("image", "caption"), ("photo.jpg", "a photo"), ("000.jpg", "fine")])
+    outcome = make(folder / "pairs.csv", tmp_path / "out")
+    assert dict(outcome.manifest.failures) == {reasons.UNSUPPORTED: 1}
+    assert dropped(tmp_path / "out") == [["pairs.csv:2", reasons.UNSUPPORTED, name]]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_png_without_its_last_bytes_is_refused_by_every_importer(cut: int) -> None:
+    """Regression test: `neuclip pairs` accepted what `neuclip download` refused."""
+    png = encoded("PNG")
+    assert reason_of(png[:-cut]) in (reasons.UNDECODABLE, reasons.TRUNCATED)
+    longer = bytearray(png)
+    longer[png.index(b"IDAT") - 3] = 200
+    assert reason_of(bytes(longer)) == reasons.UNDECODABLE
 
 
 @pytest.mark.parametrize(("kind", "name"), [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("GIF", "gif")])
@@ -95,5 +134,6 @@ def test_row_messages_map_to_reasons() -> None:
 
 
 def test_every_reason_is_explained() -> None:
-    assert not [reason for reason in reasons.KNOWN if not meaning_of(reason)]
-    assert meaning_of("http 418") == "the server's answer"
+    named = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
+    assert named - reasons.KNOWN == {reasons.ALLOW_HINT}
+    assert reasons.meaning_of("http 418") == "the server's answer"

@@ -63,7 +63,9 @@ def tar_of(samples: range) -> bytes:
 
 def parquet_of(rows: int) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table({"image": [{"bytes": b"RIFF"}] * rows, "caption": [["a", "b"]] * rows}), buffer)
+    pq.write_table(
+        pa.table({"image": [{"bytes": b"RIFF%d" % k} for k in range(rows)], "caption": [["a", "b"]] * rows}), buffer
+    )
     return buffer.getvalue()
 
 
@@ -76,8 +78,8 @@ def zip_of(*names: str) -> bytes:
 
 
 INSTANCES = b"""cue,candidates,associations
-a,"[""x"", ""y""]","[""x""]"
-b,"[""y"", ""x""]","[""x"", ""y""]"
+a,"[""x"", ""y"", ""z"", ""v"", ""w""]","[""x""]"
+b,"[""y"", ""x"", ""z"", ""v"", ""w""]","[""x"", ""y""]"
 """
 FILES = {
     "djghosh/wds_cifar10_test": {
@@ -89,7 +91,7 @@ FILES = {
         "test/1.tar": tar_of(range(3, 5)),
     },
     "nlphuji/flickr": {"TEST/test/0000.parquet": parquet_of(3)},
-    "nlphuji/winogavil": {"winogavil_dataset.csv": INSTANCES, "images.zip": zip_of("x", "y")},
+    "nlphuji/winogavil": {"winogavil_dataset.csv": INSTANCES, "images.zip": zip_of(*"xyzvw")},
 }
 
 
@@ -120,6 +122,20 @@ def test_sets_come_from_the_hub_verified_and_pinned(hub: Hub, tmp_path: Path) ->
     assert hub.downloads() == ["test/1.tar"], "only the damaged file is fetched again"
     assert not any("/revision/" in path for path in hub.asked), "the commit of the first download is kept"
     assert check_evalsets(tmp_path).problems == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"cifar10": 3}', '{"cifar10": {"files": {}}}', '{"cifar10": null}', "\0"]
+)
+def test_a_damaged_record_is_named(hub: Hub, tmp_path: Path, text: str) -> None:
+    """Regression test: it was reported as a fault of the program."""
+    source = SetSource(endpoint=hub.base)
+    (tmp_path / "evalsets.json").write_text(text)
+    for work in (lambda: fetch_evalsets(tmp_path, source=source), lambda: check_evalsets(tmp_path)):
+        with pytest.raises(UserError, match=r"evalsets\.json is damaged .* run `neuclip evalsets"):
+            work()
+    (tmp_path / "evalsets.json").unlink()
+    assert fetch_evalsets(tmp_path, source=source).problems == {}
 
 
 def test_sets_that_another_process_fetches_meanwhile_stay_recorded(hub: Hub, tmp_path: Path) -> None:

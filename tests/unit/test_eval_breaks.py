@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
@@ -146,6 +148,40 @@ def damage_npy(folder: Path) -> None:
     zero(path, member.offset_data, 8)
 
 
+def edit_groups(folder: Path, value: float) -> None:
+    """Give a sample a group that is none."""
+
+    def change(name: str, body: bytes) -> bytes:
+        if name != "s0000003.npy":
+            return body
+        row = np.load(io.BytesIO(body)).astype(np.float64)
+        row[0] = value
+        buffer = io.BytesIO()
+        np.save(buffer, row)
+        return buffer.getvalue()
+
+    rewrite_tar(folder / "test/0.tar", change)
+
+
+def add_candidate(row: dict[str, str]) -> None:
+    names = json.loads(row["candidates"])
+    names.append(next(name for name in (f"thing{k}" for k in range(16)) if name not in names))
+    row["candidates"] = json.dumps(names)
+
+
+def edit_rows(folder: Path, edit: Callable[[list[dict[str, object]]], object]) -> None:
+    path = folder / "data/test-00001-of-00002.parquet"
+    rows = pq.read_table(path).to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def say_split(folder: Path) -> None:
+    for path in sorted((folder / "data").iterdir()):
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("split", pa.array(["test"] * (len(table) - 1) + ["train"])), path)
+
+
 def second_folder(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "more" / "imagenetv2")
 
@@ -180,7 +216,7 @@ BREAKS = {
     "a parquet part is a copy": Break(
         FLICKR,
         lambda f: shutil.copy(f / "data/test-00000-of-00002.parquet", f / "data/test-00001-of-00002.parquet"),
-        "it is a copy",
+        "would count twice",
     ),
     "an empty caption": Break(FLICKR, lambda f: edit_caption(f, ["a", " ", "c"]), "has an empty caption"),
     "no caption": Break(FLICKR, lambda f: edit_caption(f, []), "has an empty caption"),
@@ -197,9 +233,16 @@ BREAKS = {
     "another name of WinoGAViL is missing": Break(
         "misc/winogavil",
         lambda f: edit_csv(f, lambda rows: drop_candidate(rows[2], associated=False)),
-        "another SHA-256 than when they were",
-        locked=True,
+        "has 9 candidates, but WinoGAViL's instances have 5, 6, 10, 12",
     ),
+    "WinoGAViL has a candidate too many": Break(
+        "misc/winogavil", lambda f: edit_csv(f, lambda rows: add_candidate(rows[2])), "has 11 candidates, but"
+    ),
+    "a group is NaN": Break("wilds/fmow", lambda f: edit_groups(f, float("nan")), "must be whole and not negative"),
+    "a group is 0.5": Break("wilds/fmow", lambda f: edit_groups(f, 0.5), "must be whole and not negative"),
+    "a group is -1": Break("wilds/fmow", lambda f: edit_groups(f, -1), "must be whole and not negative"),
+    "a row is repeated": Break(FLICKR, lambda f: edit_rows(f, lambda rows: rows.append(rows[2])), "would count twice"),
+    "a row is of another split": Break(FLICKR, say_split, "is of the split 'train', and 'test' is scored"),
     "an association of WinoGAViL is unknown": Break(
         "misc/winogavil",
         lambda f: edit_csv(f, lambda rows: rows[2].update(associations='["unheard of"]')),

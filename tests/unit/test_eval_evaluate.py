@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
+from pipeline.evaluation.compute import Compute, microbatches
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.runner.aggregate import aggregate, describe
-from pipeline.evaluation.runner.compute import Compute, microbatches
-from pipeline.evaluation.runner.evaluator import EvaluationConfig
+from pipeline.evaluation.run.evaluator import EvaluationConfig
+from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint

@@ -19,18 +19,15 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.record_suite import record_suite
 from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import decode
-from pipeline.evaluation.protocols.association import Association
-from pipeline.evaluation.protocols.classification import ZeroShot
-from pipeline.evaluation.protocols.retrieval import Retrieval
-from pipeline.evaluation.runner.results import read_outcomes, read_results
-from pipeline.evaluation.runner.suite_lock import SuiteLock
+from pipeline.evaluation.protocol import PROTOCOLS
+from pipeline.evaluation.run.lock import SuiteLock
+from pipeline.evaluation.run.results import read_outcomes, read_result
 from pipeline.evaluation.watch.candidates import Candidates
 from pipeline.report.stored_scores import read_evaluations
 from tests.evaluation_suite import write_association, write_cache, write_classification, write_retrieval
 
 FLICKR = "retrieval/flickr_1k_test_image_text_retrieval"
 COCO = "retrieval/mscoco_2014_5k_test_image_text_retrieval"
-PROTOCOLS = {"classification": ZeroShot, "retrieval": Retrieval, "association": Association}
 TEXT = (".csv", ".txt", ".json", ".yaml")
 
 
@@ -145,8 +142,8 @@ def test_damaged_records_and_results_raise_only_documented_errors(tmp_path: Path
             lock.lost(opened)
         except UserError:
             pass
-        read_results(results)
-        read_outcomes(results / "mnist.json")
+        read_result(results / "mnist.json")
+        read_outcomes(results / "mnist.json", "")
         Candidates(tmp_path / "run", every=1).has_results(checkpoint, opened)
         read_evaluations(results.parent, lambda step: step, [])
         path.write_bytes(body)

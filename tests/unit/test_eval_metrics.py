@@ -14,11 +14,11 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, re
 
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
 from pipeline.evaluation.datasets.task import Task, folder_names
-from pipeline.evaluation.datasets.task_data import Instance, MemoryImages, TaskData, TaskError
+from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
 from pipeline.evaluation.protocols import association, classification, groups, retrieval
-from pipeline.evaluation.runner.aggregate import aggregate
-from pipeline.evaluation.runner.results import TaskResult
-from pipeline.evaluation.runner.texts import TextSide
+from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.evaluation.run.results import TaskResult
+from pipeline.evaluation.run.summary import aggregate
 
 
 def score(key: str, value: float) -> TaskResult:
@@ -159,7 +159,7 @@ def test_cue_prompts(cue: str, text: str) -> None:
 
 def test_association_chance_matches_random_picks() -> None:
     instance = Instance("cue", tuple(range(10)), (True,) * 3 + (False,) * 7)
-    data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
+    data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     truth = np.array(instance.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
@@ -168,7 +168,7 @@ def test_association_chance_matches_random_picks() -> None:
 
 def test_association_without_large_instances_is_an_error() -> None:
     instance = Instance("cue", (0, 1), (True, False))
-    data = TaskData(folder=None, layout="", images=MemoryImages([], []), files=(), instances=(instance,))  # type: ignore[arg-type]
+    data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="10 or more candidates"):
         association.check(data)
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,20 @@ import torch
 from PIL import Image
 
 from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
+from pipeline.evaluation.compute import check_bf16
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
-from pipeline.evaluation.datasets.task_data import MemoryImages, TaskData, TaskError, decode, plain
-from pipeline.evaluation.runner import images
-from pipeline.evaluation.runner.array_file import store_array
-from pipeline.evaluation.runner.compute import check_bf16
-from pipeline.evaluation.runner.examples import write_examples
-from pipeline.evaluation.runner.session import attempt
+from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, decode, plain
+from pipeline.evaluation.protocols.retrieval import write_examples
+from pipeline.evaluation.run import images
+from pipeline.evaluation.run.caches import store_array
+from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
-from pipeline.training.periodic_eval import InTrainingConfig, PeriodicEvaluation
+from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import image_bytes, write_classification, write_one_of_each
 
@@ -236,7 +236,7 @@ def full_disk(*_: Any, **__: Any) -> None:
 def test_full_disk_ends_every_process_with_the_same_message(
     model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.evaluation.runner.output.write_text", full_disk)
+    monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
     with pytest.raises(UserError, match=r"out/summary.json cannot be read or written: No space left"):
         evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
 
@@ -244,9 +244,8 @@ def test_full_disk_ends_every_process_with_the_same_message(
 def test_training_survives_an_evaluation_that_cannot_be_written(
     model: EvaluationModel, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.evaluation.runner.output.write_text", full_disk)
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather_objects=lambda value: [value])
-    periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=world)
+    monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
+    periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=World())
     found = periodic(model, step=3)
     assert not found.scores
     assert set(found.failures) == set(open_suite(suite).keys)
@@ -267,9 +266,9 @@ def test_arrays_on_a_full_disk_name_the_reason(monkeypatch: pytest.MonkeyPatch) 
     def onto_full(path: Path) -> Iterator[Path]:
         yield full
 
-    monkeypatch.setattr("pipeline.evaluation.runner.array_file.replacing", onto_full)
+    monkeypatch.setattr("pipeline.evaluation.run.caches.replacing", onto_full)
     with pytest.raises(OSError, match="No space left"):
-        store_array(full, np.zeros((300, 300)))
+        store_array(full, np.zeros((300, 300)), "a key")
 
 
 def test_read_only_output_is_refused_before_any_work(
@@ -280,11 +279,14 @@ def test_read_only_output_is_refused_before_any_work(
         evaluate(model, suite=suite, output=tmp_path / "out", config=QUICK)
 
 
-def test_two_evaluations_may_write_the_same_examples_at_once(tmp_path: Path) -> None:
-    images = [image_bytes(np.random.default_rng(k), k)[1] for k in range(6)]
-    names = [f"image {k}" for k in range(6)]
+def test_two_evaluations_may_write_the_same_examples_at_once(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    paths = [tmp_path_factory.mktemp("images") / f"image {k}" for k in range(6)]
+    for k, path in enumerate(paths):
+        path.write_bytes(image_bytes(np.random.default_rng(k), k)[1])
     captions = tuple((f"caption {k}",) for k in range(6))
-    data = TaskData(tmp_path, "memory", MemoryImages(images, names), (), captions=captions)
+    data = TaskData(tmp_path, "files", FileImages(paths), (), captions=captions)
     features = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
 
     def write(_: int) -> None:

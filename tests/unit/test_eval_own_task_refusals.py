@@ -89,6 +89,10 @@ WRONG_CSVS = {
     "two columns of one name": (["file,kind,kind", "0.jpg,mug,1"], "two columns 'kind'"),
     "zeros in the middle": (["file,kind", "0.jpg,mug\0\0", "1.jpg,plate"], "holds zero bytes"),
     "a negative label": (["file,kind", "0.jpg,0", "1.jpg,-1"], "-1 means that this split has no labels"),
+    "an infinite label": (["file,kind", "0.jpg,0", "1.jpg,inf"], "inf is not the number of a class, as the other"),
+    "a fraction": (["file,kind", "0.jpg,0", "1.jpg,1.5"], "1.5 is not the number of a class, as the other labels"),
+    "a repeated row": (["file,kind", "0.jpg,mug", "1.jpg,plate", "./0.jpg,mug"], "which would count twice"),
+    "rows of a split": (["file,kind,split", "0.jpg,mug,test", "1.jpg,plate,train"], "is of the split 'train', and"),
     "a label that is no class": (["file,kind", "0.jpg,0", "1.jpg,20261122"], "is not the number of a class"),
 }
 

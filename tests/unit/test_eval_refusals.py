@@ -20,10 +20,9 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.suite_facts import check_digests, file_digests
-from pipeline.evaluation.datasets.tar_index import read_members
 from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskError, decode
-from pipeline.evaluation.datasets.webdataset import open_webdataset
+from pipeline.evaluation.datasets.webdataset import open_webdataset, read_members
 from pipeline.evaluation.protocols import classification
 from tests.evaluation_suite import (
     image_bytes,
@@ -126,8 +125,9 @@ def test_damaged_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"images.zip is damaged or cut short"):
         open_task(Entry(WINOGAVIL, folder))
     folder = write_association(tmp_path / "d", layout="csv+zip")
-    (folder / "test.csv").write_text('cue,candidates,associations\nx,"[""missing""]","[""missing""]"\n')
-    with pytest.raises(TaskError, match=r"'missing' .* in none of its archives"):
+    names = "[" + ", ".join(f'""missing{k}""' for k in range(5)) + "]"
+    (folder / "test.csv").write_text(f'cue,candidates,associations\nx,"{names}","[""missing0""]"\n')
+    with pytest.raises(TaskError, match=r"'missing0' .* in none of its archives"):
         open_task(Entry(WINOGAVIL, folder))
     folder = write_retrieval(tmp_path / "e", FLICKR, layout="csv+zip")
     (folder / "test.csv").write_text("image_name,text\nx,y\n")

@@ -21,6 +21,7 @@ from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.training.recipe import load_recipe
 from tests.towers import write_tiny
+from tests.written_checkpoints import FACTS
 
 SCALE, BIAS = 3.25, -7.5
 
@@ -52,7 +53,7 @@ def write_run(folder: Path, base: Path, *, bias: float, tokenizer: str | None = 
     writer = CheckpointWriter(folder, config=CheckpointConfig(), world=World(), architecture=architecture,
                               on_event=print)  # fmt: skip
     weights = {name: value.detach() for name, value in towers.clip.state_dict().items()}
-    facts = {"samples": 80, "config": to_tree(config), "world_size": 1, "versions": {"torch": "9.9"}}
+    facts = {**FACTS, "samples": 80, "config": to_tree(config), "world_size": 1, "versions": {"torch": "9.9"}}
     writer.save(Snapshot(step=10, weights=weights, moments={}, counter=10, objective={"steps": torch.tensor(10)},
                          rows={}, logit=(SCALE, bias), facts=facts))  # fmt: skip
     writer.wait()
@@ -62,7 +63,7 @@ def write_run(folder: Path, base: Path, *, bias: float, tokenizer: str | None = 
     scores.mkdir(parents=True)
     score = {"task": "scenes/colour", "protocol": "classification", "main_metric": "acc1", "score": 0.625,
              "metrics": {"acc1": 0.625}, "chance": 0.125, "samples": 400}  # fmt: skip
-    (scores / "colour.json").write_text(json.dumps(score))
+    (scores / "scenes-colour.json").write_text(json.dumps(score))
     return folder
 
 

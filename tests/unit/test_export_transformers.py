@@ -20,7 +20,7 @@ from timm.models import VisionTransformer, register_model
 
 from jobs.export import command
 from pipeline.errors import UserError
-from pipeline.export import hub_upload
+from pipeline.export import exporter
 from pipeline.export.siglip_model import is_siglip, why_not_siglip
 from pipeline.export.transformers_model import why_not_clip
 from pipeline.model.evaluation_model import load_for_evaluation
@@ -56,6 +56,8 @@ def test_transformers_reproduces_features_logits_and_tokens(run: Path, tmp_path:
     transformers = pytest.importorskip("transformers")
     output = tmp_path / "out"
     assert "largest difference from the trained model" in export(run, output, "--format", "transformers")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in output.iterdir() if path.is_file()}
+    assert set(modes.values()) == {modes["config.json"]}, "the files' permissions differ"
     trained = load_for_evaluation(str(run))
     model = transformers.CLIPModel.from_pretrained(str(output)).eval()
     tokens = transformers.CLIPTokenizer.from_pretrained(str(output))(
@@ -167,7 +169,7 @@ def test_a_refused_push_keeps_the_export(run: Path, tmp_path: Path, local_hub: t
     folder = tmp_path / "out"
     export(run, folder)
     with pytest.raises(UserError, match=r"me/mine could not be uploaded .*The export is in .*hf upload me/mine"):
-        hub_upload.push(folder, "me/mine")
+        exporter.push(folder, "me/mine")
     assert (folder / "open_clip_model.safetensors").is_file()
     assert os.listdir(folder)
 

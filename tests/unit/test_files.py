@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import files
-from pipeline.files import replacing, write_json, write_text
+from pipeline.errors import UserError
+from pipeline.files import path_below, plain_name, replacing, write_json, write_text
 
 
 def test_a_file_is_created_with_its_folders_and_replaced(tmp_path: Path) -> None:
@@ -71,3 +72,37 @@ def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+OUTSIDE = [
+    "../x",
+    "a/../../x",
+    "/abs/x",
+    "",
+    ".",
+    "..",
+    "a//x",
+    "a/",
+    "C:x",
+    "a\\..\\x",
+    "a\0x",
+    "a\nx",
+    "x" * 256,
+    "\ud800",
+    7,
+    None,
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
+def test_names_from_outside_stay_within_their_folder(tmp_path: Path, name: object) -> None:
+    with pytest.raises(UserError, match=r"The mirror's file.* only plain names"):
+        path_below(tmp_path, name, what="The mirror's file")
+
+
+def test_plain_names_are_accepted(tmp_path: Path) -> None:
+    for name in ("a", ".hidden", "...", "a..b", "Zürich 1.jpg", "x" * 255):
+        assert plain_name(name, what="It") == name
+    assert path_below(tmp_path, "ema/a.json", what="It") == tmp_path / "ema" / "a.json"
+    with pytest.raises(UserError, match=r"It is named 'ema/a\.json'"):
+        plain_name("ema/a.json", what="It")

@@ -3,7 +3,12 @@
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,7 @@ from data_prep import reasons
 from data_prep.fetching.guard import AddressFilter
 from data_prep.fetching.url_handlers import ascii_url
 from data_prep.reasons import FetchError
+from tests.documents import ROOT
 from tests.guarded import opener, refusal, site  # noqa: F401
 from tests.web import Site, jpeg, send
 
@@ -171,6 +177,41 @@ def test_invalid_urls_are_reported_as_bad_urls(url: str, words: str) -> None:
         opener().open(url)
 
 
+@pytest.mark.parametrize(
+    "lines", [b"no colon here\r\n", b"X-Robots-Tag : all\r\n", b": no name\r\n", b"\r\r\n", b"From here\r\n"]
+)
+@pytest.mark.parametrize("status", [200, 302])
+def test_headers_that_cannot_be_parsed_give_no_sample(site: Site, lines: bytes, status: int) -> None:
+    """Regression test: http.client stops at such a line, and an opt-out after it was not seen."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        head = f"HTTP/1.1 {status} OK\r\nLocation: /b\r\nContent-Length: {len(jpeg())}\r\n".encode()
+        handler.wfile.write(head + lines + b"X-Robots-Tag: noai\r\n\r\n" + jpeg())
+        handler.close_connection = True
+
+    site.answers["/a"] = answer
+    site.image("/b", jpeg())
+    assert refusal(opener(), site.base + "/a") in (reasons.BAD_HEADERS, reasons.OPTED_OUT)
+    assert site.agents == [site.agents[0]]
+
+
+@pytest.mark.parametrize("kind", ["multipart/x-mixed-replace", "multipart/form-data; boundary=x", "message/rfc822"])
+def test_any_content_type_is_a_readable_header(site: Site, kind: str) -> None:
+    """Regression test: the parser looks for the parts of a message of such a type, and a missing part is a defect."""
+    assert opener().open(site.image("/a", jpeg(), Content_Type=kind)).read() == jpeg()
+    url = site.image("/b", jpeg(), Content_Type=kind, X_Robots_Tag="noai")
+    assert refusal(opener(), url) == reasons.OPTED_OUT
+    url = site.image("/c", jpeg(), Content_Type=kind + "\r\nno colon here\r\nX-Robots-Tag: noai")
+    assert refusal(opener(), url) == reasons.BAD_HEADERS
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_spaces_after_a_location_are_no_part_of_it(site: Site, status: int) -> None:
+    site.image("/b", jpeg())
+    site.answers["/a"] = lambda handler: send(handler, status, b"", Location="/b \t")
+    assert opener().open(site.base + "/a").read() == jpeg()
+
+
 def test_an_opted_out_redirect_is_not_followed(site: Site) -> None:
     asked: list[str] = []
     site.answers["/b"] = lambda handler: asked.append(handler.path)
@@ -182,3 +223,48 @@ def test_an_opted_out_redirect_is_not_followed(site: Site) -> None:
 def test_a_redirect_with_a_user_name_is_not_followed(site: Site) -> None:
     site.redirect("/a", site.base.replace("http://", "http://user:pass@") + "/b")
     assert refusal(opener(), site.base + "/a") == reasons.BAD_URL
+
+
+RULE = '''"""Refuse pictures of cats, by their URL."""
+
+from data_prep import reasons
+from data_prep.fetching.rules import rule
+from data_prep.reasons import FetchError
+
+
+@rule
+def no_cats(url, headers, guard):
+    if "cat" in url:
+        raise FetchError(reasons.NO_CATS)
+'''
+
+
+def test_a_rule_is_one_file_and_a_reason(site: Site, tmp_path: Path) -> None:
+    """The files are those that CONTRIBUTING names."""
+    row = next(line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "a rule for what may" in line)
+    assert "`data_prep/fetching/rules/`" in row
+    assert "`data_prep/reasons.py`" in row
+    for name in ("data_prep", "pipeline"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "data_prep/fetching/rules/no_cats.py").write_text(RULE)
+    reasons_file = tmp_path / "data_prep/reasons.py"
+    text = reasons_file.read_text().replace("MEANINGS = {", 'NO_CATS = "a cat"\nMEANINGS = {\n    "a cat": "a cat",', 1)
+    reasons_file.write_text(text)
+    urls = [site.image(f"/{name}", jpeg(side=30)) for name in ("cat", "dog")]
+    site.redirect("/pet", site.base + "/cat")
+    program = f"""
+from data_prep import reasons
+from data_prep.fetching.opener import Opener
+from data_prep.settings.download_config import GuardConfig
+opener = Opener(GuardConfig(allow_addresses=("127.0.0.1",)), connections=1, retries=0, total_seconds=60)
+for url in {[*urls, site.base + "/pet"]!r}:
+    try:
+        print(len(opener.open(url).read()))
+    except reasons.FetchError as error:
+        print(reasons.of_message(str(error)))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ended.stdout.split("\n")[:3] == ["a cat", str(len(jpeg(side=30))), "a cat"], ended.stderr

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat
+from pipeline.distributed import heartbeat as heartbeat_module
+from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat, stderr_copied
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
 
@@ -54,6 +59,43 @@ def test_heartbeats_are_written_and_removed_after_a_clean_exit(tmp_path: Path) -
     assert read_beat(path) is None
 
 
+def test_standard_error_is_copied_and_survives_the_copying_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, started = tmp_path / "stderr.txt", []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            started.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(heartbeat_module, "COPIED_BYTES", 10)
+
+    def until(text: str) -> None:
+        deadline = time.monotonic() + 20
+        while path.read_text() != text:
+            assert time.monotonic() < deadline, path.read_text()
+            time.sleep(0.01)
+
+    with stderr_copied(path, seconds=0.05):
+        os.write(2, b"one\n")
+        until("one\n")
+        os.write(2, b"much more than ten\n")
+        until("")
+        started[0].kill()
+        started[0].wait()
+        time.sleep(0.2)
+        os.write(2, b"goes on\n")
+    assert not path.exists()
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "one\nmuch more than ten\ngoes on\nafter\n"
+    monkeypatch.setenv("PATH", "")
+    with stderr_copied(path):
+        os.write(2, b"without tee\n")
+    assert capfd.readouterr().err == "without tee\n"
+
+
 def test_a_single_rank_writes_its_heartbeat_and_waits_for_nobody(tmp_path: Path) -> None:
     phases = Phases(torch.device("cpu"))
     with Heartbeat(tmp_path, world=World(), phases=phases, timeout_seconds=0.01):
@@ -68,3 +110,41 @@ def test_which_errors_mean_lost_contact() -> None:
     assert lost_contact(RuntimeError("[gloo/transport/tcp/pair.cc:533] Connection closed by peer [127.0.0.1]:29"))
     assert not lost_contact(RuntimeError("CUDA out of memory"))
     assert not lost_contact(ValueError("NCCL"))
+
+
+def test_a_rank_that_waits_for_one_that_works_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's heartbeat shows progress within the limit; when it stops to, the waiting rank reports it."""
+    ended: list[int] = []
+    monkeypatch.setattr("pipeline.distributed.heartbeat.os._exit", ended.append)
+    phases = Phases(torch.device("cpu"))
+    phases.latest = replace(phases.latest, since=phases.latest.since - 60)
+    waiting = Heartbeat(tmp_path, world=World(rank=0, size=2), phases=phases, timeout_seconds=0.1)
+    (tmp_path / "heartbeats").mkdir()
+    other, number = tmp_path / "heartbeats/rank-00001.json", 0
+
+    def beats(seconds: float) -> None:
+        """Stop the waiting rank, while the other one's heart beats and its progress was `seconds` ago."""
+
+        def sleep(_: float) -> None:
+            nonlocal number
+            number += 1
+            other.write_text(json.dumps(asdict(replace(BEAT, rank=1, seconds=seconds, beat=number))))
+
+        monkeypatch.setattr("pipeline.distributed.heartbeat.time.sleep", sleep)
+        waiting._stop_the_run("no progress", stalled=True)
+
+    beats(0.05)
+    assert not ended
+    beats(0.2)
+    assert ended == [76]
+
+
+def test_work_inside_a_phase_is_progress() -> None:
+    phases = Phases(torch.device("cpu"))
+    phases.mark("evaluation", step=3)
+    before = phases.latest
+    World(phases=phases).progress()
+    assert phases.latest.since > before.since
+    assert replace(phases.latest, since=before.since) == before

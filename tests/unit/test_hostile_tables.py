@@ -258,10 +258,41 @@ def test_the_error_quotes_an_invalid_hash(tmp_path: Path, good: str, bad: str | 
 def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **options: object) -> None:
         raise PermissionError(13, "Failed to open local file")  # as pyarrow does; root may read everything
 
     pq.write_table(pa.table(columns(3)), tmp_path / "a.parquet")
     monkeypatch.setattr(pq, "ParquetFile", refuse)
     with pytest.raises(UserError, match=r"a\.parquet cannot be read: permission denied"):
         count_known(SourceConfig(table=str(tmp_path / "a.parquet")))
+
+
+def test_missing_captions_in_a_column_of_floats_are_no_captions(tmp_path: Path) -> None:
+    """Regression test: NaN, which pandas writes for a missing value, became the caption `nan`."""
+    captions = pa.array([1.5, float("nan"), None])
+    pq.write_table(pa.table(columns(3, caption=captions)), tmp_path / "a.parquet")
+    rows = rows_of(SourceConfig(table=str(tmp_path / "a.parquet")))
+    assert [row["caption"] for row in rows] == ["1.5", None, None]
+
+
+def test_lines_of_csv_may_end_with_carriage_returns_alone(tmp_path: Path) -> None:
+    lines = ["url,caption", *(f"{url(k)},a cat {k}" for k in range(5))]
+    path = tmp_path / "a.csv"
+    path.write_bytes("\r".join(lines).encode())
+    assert len(rows_of(SourceConfig(table=str(path)))) == 5
+    lines[2] = f'{url(1)},"a quote that is not closed'
+    lines[4] = f'{url(3)},a dog" or two'
+    path.write_bytes("\r".join(lines).encode())
+    with pytest.raises(UserError, match=r"a.csv: a quote is not closed .* would swallow \d+ lines"):
+        rows_of(SourceConfig(table=str(path)))
+
+
+def test_parquet_pages_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    """Regression test: a changed byte in a column was read as another caption."""
+    path = tmp_path / "a.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table(columns(3)), path, **options)
+    assert len(rows_of(SourceConfig(table=str(path)))) == 3
+    path.write_bytes(path.read_bytes().replace(b"a cat 1", b"a rat 1", 1))
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read as parquet: .*CRC"):
+        rows_of(SourceConfig(table=str(path)))

@@ -1,13 +1,66 @@
-"""The ingestion report in a browser: it is accessible and fits the width of a phone."""
+"""The page of a data set: what it shows of each origin, and in a browser, accessible and as narrow as a phone."""
 
 # ruff: noqa: F811 (imported fixtures are requested by name)
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from data_prep.dataset import canonical_tar
 from data_prep.dataset.ingest_report import write_report
+from jobs.report import command
+from pipeline.data.shards.make_manifest import index_shards
+from pipeline.errors import UserError
 from tests.browser import browser, problems_everywhere
 from tests.ingested import ROWS, copied, made, own_opener, site  # noqa: F401
+from tests.pair_files import make, write_csv, write_images
+
+
+def page_of(folder: Path, *options: str) -> str:
+    result = CliRunner().invoke(command, [str(folder), *options], catch_exceptions=False, standalone_mode=False)
+    return Path(result.output.strip()).read_text()
+
+
+def test_converted_pairs_have_a_page(tmp_path: Path) -> None:
+    names = write_images(tmp_path / "photos", 10)
+    shutil.copy(tmp_path / "photos" / names[1], tmp_path / "photos" / names[7])
+    (tmp_path / "photos" / names[4]).write_bytes(b"no picture")
+    rows = [("image", "caption"), *((name, f"picture {name}") for name in names)]
+    make(write_csv(tmp_path / "photos" / "list.csv", rows), tmp_path / "data")
+    page = page_of(tmp_path / "data")
+    assert "of 10 rows" in page
+    assert "<td>not an image</td>" in page
+    assert 'title="rows 5 to 5; not an image 1"' in page
+    assert "All samples were compared: 1 looks like an earlier one." in page
+    assert page.count('alt="picture 007.jpg"') == 2  # among the samples, and beside the one that it resembles
+    assert not (tmp_path / "data" / "datasheet.md").exists()
+
+
+def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_path: Path) -> None:
+    members = [("1.jpg", (copied / "shards/00000.tar").read_bytes()[:2_000]), ("1.json", b'{"text": "a"}')]
+    shutil.copytree(copied / "shards", tmp_path / "theirs")
+    canonical_tar.write(tmp_path / "theirs" / "odd.tar", members)
+    index_shards(tmp_path / "theirs")
+    before = sorted(tmp_path.glob("theirs/**/*"))
+    page = page_of(tmp_path / "theirs", "--output", str(tmp_path / "pages"))
+    assert sorted(tmp_path.glob("theirs/**/*")) == before
+    assert f"<b>{ROWS + 1}</b><span>image-text pairs</span>" in page
+    assert "image cannot be decoded" in page
+    assert f'alt="picture {ROWS - 1}"' in page
+    assert "a sample</td>" not in page_of(tmp_path / "theirs", "--caption", "json:caption")
+
+
+def test_pages_of_data_sets_are_written_one_by_one(copied: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a data set, not a run: report on data sets one by one"):
+        page_of(copied, str(tmp_path))
+    with pytest.raises(UserError, match=r"Nor is it a data set with a manifest\.json; `neuclip manifest"):
+        page_of(tmp_path)
+    (copied / "shards/00001.tar").write_bytes(b"x" * 700)
+    with pytest.raises(UserError, match=r"00001.tar is missing or damaged .* finds all damage"):
+        page_of(copied)
 
 
 def test_the_report_is_accessible_and_fits_a_phone_screen(copied: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,18 @@ from typing import Any
 import pytest
 
 from jobs.studies.unit import curve_of
+from pipeline.checkpoint.layout import finished_checkpoints, read_meta
 from pipeline.errors import UserError
 from pipeline.evaluation import evaluate as whole_evaluation
-from pipeline.evaluation.runner.output import SUMMARY_NAME
-from pipeline.metrics.sinks import METRICS_NAME
+from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.report.run_data import read_run
-from pipeline.training import periodic_eval
+from pipeline.run_files import METRICS_NAME
+from pipeline.training import periodic_tests
+from pipeline.training.step import StepResult, TrainStep
 from tests.metrics import metrics
 from tests.own_tasks import write_class_folders, write_csv
 from tests.shards import write_shards
-from tests.towers import TINY, write_tiny
+from tests.towers import write_tiny
 from tests.training import train_here
 
 TASKS = """
@@ -37,12 +38,12 @@ class Killed(BaseException):
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
     write_shards(folder / "shards", [40])
+    write_shards(folder / "held-out", [24])
     write_class_folders(folder)
     write_csv(folder, "kind")
     (folder / "tasks.yaml").write_text(TASKS)
     write_tiny(folder)
-    vision = {**TINY["vision_cfg"], "image_size": 32}  # type: ignore[dict-item]
-    (folder / "larger.json").write_text(json.dumps({**TINY, "vision_cfg": vision}))
+    write_tiny(folder, image_size=32, name="larger.json")
     return folder
 
 
@@ -70,7 +71,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (output / SUMMARY_NAME).unlink()
         raise Killed
 
-    monkeypatch.setattr(periodic_eval, "evaluate", evaluate)
+    monkeypatch.setattr(periodic_tests, "evaluate", evaluate)
     return steps
 
 
@@ -127,14 +128,46 @@ def test_a_whole_evaluation_is_not_repeated(base: Path) -> None:
     assert evaluated(base / "done") == [2, 4]
 
 
-def test_at_the_boundary_of_stages_the_run_says_that_it_is_missing(base: Path, kill_at: list[int]) -> None:
-    """The weights at hand are resized for the next stage, so that their scores would not be the checkpoint's."""
-    kill_at.append(2)
+def test_at_the_boundary_of_stages_it_is_done_before_the_weights_are_resized(base: Path, kill_at: list[int]) -> None:
     more = (f"model.arch={base / 'larger.json'}", STAGES)
+    train(base, "staged-whole", *more)
+    kill_at.append(2)
     with pytest.raises(Killed):
         train(base, "staged", *more)
     kill_at.clear()
     train(base, "staged", *more)
-    messages = [record["message"] for record in metrics(base / "staged", "event")]
-    assert "The evaluation after step 2 was not finished; `neuclip evaluate` makes up for it." in messages
-    assert evaluated(base / "staged") == [4]
+    assert evaluated(base / "staged") == [2, 4]
+    assert scores(base / "staged") == scores(base / "staged-whole")
+
+
+@pytest.mark.parametrize("stages", [(), (STAGES,)], ids=["within a stage", "at its end"])
+def test_a_validation_that_a_signal_prevented_is_done(
+    base: Path, monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...]
+) -> None:
+    more = (
+        f"model.arch={base / 'larger.json'}",
+        f"validation.sources={base / 'held-out'}",
+        "validation.every=2",
+        *stages,
+    )
+    whole, stopped = f"validated-{len(stages)}", f"prevented-{len(stages)}"
+    train(base, whole, *more)
+    take = TrainStep.__call__
+
+    def take_and_stop(self: TrainStep, *arguments: Any, step: int, **named: Any) -> StepResult:
+        return take(self, *arguments, **{**named, "step": step, "stop": step == 1})
+
+    monkeypatch.setattr(TrainStep, "__call__", take_and_stop)
+    with pytest.raises(AssertionError):  # exit code 75
+        train(base, stopped, *more)
+    assert not metrics(base / stopped, "validation")
+    monkeypatch.undo()
+    train(base, stopped, *more)
+    for kind in ("validation", "train", "evaluation"):
+        found, expected = (
+            [(record["step"], record.get("loss")) for record in metrics(base / name, kind)] for name in (stopped, whole)
+        )
+        assert found == expected
+    histories = [read_meta(finished_checkpoints(base / name)[-1])["validation"] for name in (stopped, whole)]
+    assert histories[0] == histories[1]
+    assert histories[0]["step"] == 4

@@ -2,82 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
-from pipeline.checkpoint.mirror import fetch_newest, kept_names, refuse_taken
+from pipeline.checkpoint.layout import name_of
+from pipeline.checkpoint.mirror import fetch_newest
 from pipeline.checkpoint.mirror_store import MirrorStore
-from pipeline.checkpoint.reader import Checkpoint, find_checkpoint
-from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.training.last_checkpoint import save_again
+from pipeline.run_files import read_run_id
 from pipeline.training.recipe import load_recipe
+from pipeline.training.recovery import save_again
 from pipeline.training.run import setup
-from tests.s3_server import client, s3_server
-from tests.training import SMALL
-from tests.unit.test_checkpoint import Towers, failing, snapshot, towers  # noqa: F401 (a fixture)
+from tests.mirrors import fetched, write, writer_of
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import SMALL, train_here
+from tests.written_checkpoints import Towers, failing, snapshot
 
 SETTINGS = [*SMALL, "samples=80", "data.sources=nowhere"]
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log"):
-        yield
-
-
-@pytest.fixture(params=["memory", "file", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    name = uuid.uuid4().hex
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-        client().mkdir(name)
-        return f"s3://{name}/runs"
-    return f"memory://{name}/runs" if request.param == "memory" else f"file://{tmp_path}/store"
-
-
-def writer_of(
-    run: Path,
-    url: str,
-    towers: Towers,  # noqa: F811
-    on_event: Callable[[str], None] = print,
-    **settings: Any,
-) -> CheckpointWriter:
-    config = CheckpointConfig(every=1, mirror=url, **settings)
-    return CheckpointWriter(run, config=config, world=World(), architecture=towers[1], on_event=on_event)
-
-
-def write(run: Path, url: str, towers: Towers, steps: list[int], **settings: Any) -> list[str]:  # noqa: F811
-    events: list[str] = []
-    writer = writer_of(run, url, towers, events.append, **settings)
-    for step in steps:
-        writer.save(snapshot(towers, step))
-        writer.finish()
-    return events
-
-
-def fetched(run: Path, url: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint that a run resumes from after asking its mirror, and the messages."""
-    notes: list[str] = []
-    fetch_newest(run, url, world=World(), on_event=notes.append)
-    found = find_checkpoint(run, "latest", on_event=notes.append)
-    assert found is not None
-    return found, notes
-
-
-def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
     run = tmp_path / "run"
     events = write(run, url, towers, [1, 2, 3], keep_last=2)
     assert sum("is in the mirror" in event for event in events) == 3
@@ -93,10 +49,25 @@ def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path, url: str, tower
     assert len(notes) == 1, "a checkpoint that is here already was downloaded again"
 
 
+def test_a_checkpoint_that_is_written_again_stays_in_the_mirror_meanwhile(
+    tmp_path: Path, url: str, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: it was removed before it was uploaded again, although it was the only one there."""
+    run = tmp_path / "run"
+    write(run, url, towers, [1], keep_last=1)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the only checkpoint in the mirror was removed")
+
+    monkeypatch.setattr(MirrorStore, "remove", fail)
+    (event,) = (event for event in write(run, url, towers, [1], keep_last=1) if "mirror" in event)
+    assert "is in the mirror" in event
+
+
 def test_an_upload_that_is_killed_never_looks_complete(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
@@ -125,7 +96,7 @@ def test_an_upload_that_is_killed_never_looks_complete(
 def test_a_file_that_arrives_with_other_contents_is_noticed(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
@@ -135,7 +106,7 @@ def test_a_file_that_arrives_with_other_contents_is_noticed(
     assert MirrorStore(url, tmp_path / "run").names() == []
 
 
-def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: Towers) -> None:  # noqa: F811
+def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: Towers) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/store"
     write(run, url, towers, [1, 2])
     moments = tmp_path / "store" / "run" / "checkpoints" / "step-00000002" / "moments.safetensors"
@@ -150,7 +121,7 @@ def test_a_damaged_checkpoint_in_the_mirror_is_skipped(tmp_path: Path, towers: T
 def test_a_rollback_removes_later_checkpoints_from_the_mirror(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
 ) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2, 3])
@@ -162,12 +133,13 @@ def test_a_rollback_removes_later_checkpoints_from_the_mirror(
 def test_a_rollback_that_the_mirror_does_not_follow_is_reported(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(self: MirrorStore) -> list[str]:
         raise RuntimeError("no credentials")  # not an OSError: client libraries have errors of their own
 
+    monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)
     run, events, released = tmp_path / "run", list[str](), threading.Event()
     write(run, url, towers, [1])
     writer = writer_of(run, url, towers, events.append, mirror_minutes=0.001)
@@ -187,11 +159,11 @@ def test_a_rollback_that_the_mirror_does_not_follow_is_reported(
     assert writer._mirror.wait(30)
 
 
-def test_an_average_comes_back_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+def test_an_average_comes_back_from_the_mirror(tmp_path: Path, url: str, towers: Towers) -> None:
     run, events = tmp_path / "run", list[str]()
     writer = writer_of(run, url, towers, events.append)
     writer.save(replace(snapshot(towers, 1), ema=towers[0]))
-    writer.finish()
+    writer.close()
     assert any("is in the mirror" in event for event in events)
     shutil.rmtree(run)
     found, _ = fetched(run, url)
@@ -200,7 +172,7 @@ def test_an_average_comes_back_from_the_mirror(tmp_path: Path, url: str, towers:
     assert all(torch.equal(value, towers[0][name]) for name, value in average.items())
 
 
-def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: str, towers: Towers) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2])
     (run / "checkpoints" / "step-00000002" / "checkpoint.json").unlink()
@@ -210,7 +182,7 @@ def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path, url: 
 def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
@@ -220,9 +192,10 @@ def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
     original = MirrorStore.upload
     monkeypatch.setattr(MirrorStore, "upload", lambda self, path: (time.sleep(0.3), original(self, path)))
     monkeypatch.setattr(writer_module, "save_tensors", failing(1))
-    how = {"writer": writer, "agreed": lambda value: value, "minutes": 0.0, "report": print}
+    how = {"writer": writer, "agreed": lambda value: value, "minutes": 0.0, "stopped": lambda: False, "report": print}
     assert save_again(lambda: snapshot(towers, 2), **how, fallback=str(tmp_path / "spare"))  # type: ignore[arg-type]
-    assert (tmp_path / "spare" / "run" / "checkpoints" / "step-00000002").is_dir()
+    writer.close()
+    assert (tmp_path / "spare" / f"run-{read_run_id(run)}" / "checkpoints" / "step-00000002").is_dir()
     store = MirrorStore(url, run)
     assert store.names() == ["step-00000001", "step-00000002"]
     assert store.read("best") == "step-00000001"
@@ -231,7 +204,7 @@ def test_a_checkpoint_in_the_fallback_folder_is_uploaded_beside_the_best_one(
 def test_the_end_of_a_run_waits_for_the_mirror_only_once(
     tmp_path: Path,
     url: str,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released, events = threading.Event(), list[str]()
@@ -241,7 +214,28 @@ def test_the_end_of_a_run_waits_for_the_mirror_only_once(
     writer.finish()
     writer.finish()
     released.set()
+    assert writer._mirror is not None
+    assert writer._mirror.wait(30)  # its thread would call the next test's `upload`
     assert sum("was not finished in 0.001 minutes" in event for event in events) == 1
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, begun = threading.Event(), list[float]()
+
+    def hang(store: MirrorStore, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        begun.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+        released.wait(60)
+
+    monkeypatch.setattr(MirrorStore, "upload", hang)
+    write_shards(tmp_path / "shards", [40])
+    given = [f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", f"data.sources={tmp_path / 'shards'}"]
+    with pytest.raises(KeyboardInterrupt):
+        train_here(*given, "samples=4000", "checkpoint.every=1", f"checkpoint.mirror=file://{tmp_path / 'store'}")
+    released.set()
+    assert time.monotonic() - begun[0] < 30
 
 
 def test_storage_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
@@ -263,13 +257,7 @@ def test_an_upload_may_not_take_longer_than_the_other_ranks_wait() -> None:
     load_recipe(None, [*SETTINGS, *limits, "output=x"])
 
 
-def test_what_is_kept() -> None:
-    names = [f"step-{step:08d}" for step in (10, 20, 30, 40)]
-    assert kept_names(names, keep_last=1, keep_every=None) == {names[3]}
-    assert kept_names(names, keep_last=1, keep_every=20, best=names[0]) == {names[0], names[1], names[3]}
-
-
-def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path, url: str, towers: Towers) -> None:
     run = tmp_path / "run"
     write(run, url, towers, [1, 2])
     for path in run.glob("checkpoints/step-*/moments.safetensors"):
@@ -280,12 +268,9 @@ def test_a_damaged_checkpoint_is_replaced_by_its_copy(tmp_path: Path, url: str, 
     assert "was downloaded" in notes[0]
 
 
-def test_the_mirror_of_another_run_is_refused(tmp_path: Path, url: str, towers: Towers) -> None:  # noqa: F811
-    write(tmp_path / "one" / "run", url, towers, [1, 2])
-    new, world = tmp_path / "other" / "run", World()
-    with pytest.raises(UserError, match="has checkpoints: add --resume latest"):
-        refuse_taken(new, url, resume=None, step=-1, world=world)
-    with pytest.raises(UserError, match=r"later checkpoints than old \(step-00000002\)"):
-        refuse_taken(new, url, resume="old", step=1, world=world)
-    refuse_taken(new, url, resume="old", step=2, world=world)
-    refuse_taken(tmp_path / "third", url, resume=None, step=-1, world=world)
+def test_a_file_that_is_missing_in_the_mirror_fails_no_upload(tmp_path: Path, url: str, towers: Towers) -> None:
+    run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
+    write(run, url, towers, [1])
+    store._files.rm_file(f"{store._root}/{name_of(1)}/moments.safetensors")
+    assert store.problem(name_of(1)) == "moments.safetensors is missing."
+    assert "Checkpoint step-00000002 is in the mirror" in " ".join(write(run, url, towers, [2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,17 +15,28 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import mirror as mirror_module
-from pipeline.checkpoint.layout import FORMAT, META_NAME, VERSION, digest_of, name_of
+from pipeline.checkpoint.layout import (
+    FORMAT,
+    META_NAME,
+    MOMENTS_NAME,
+    OBJECTIVE_NAME,
+    VERSION,
+    digest_of,
+    name_of,
+)
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import sha256_of, write_json
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME
 from tests.launch import ROOT
+from tests.mirrors import fetched, write, writer_of
 from tests.s3_server import client, client_settings, end, process, s3_server
-from tests.unit.test_checkpoint import Towers, snapshot, towers  # noqa: F401 (a fixture)
-from tests.unit.test_mirror import fetched, write, writer_of
+from tests.written_checkpoints import FACTS, Towers, snapshot
 
+pytestmark = pytest.mark.daily
 Start = Callable[[Path, str], None]
 PARTS = 101 * 2**20
 """Bytes of a file that s3fs uploads in three parts."""
@@ -46,15 +56,16 @@ def port(tmp_path: Path) -> Iterator[int]:
 
 
 def large_checkpoint(run: Path, step: int, *, size: int) -> Path:
-    """A checkpoint whose only file is large, written without the trainer."""
+    """A checkpoint with one large file, written without the trainer."""
     folder = run / "checkpoints" / name_of(step)
     folder.mkdir(parents=True)
-    file = folder / "moments.safetensors"
-    with file.open("wb") as out:
-        out.truncate(size)
-    with file.open("rb") as written:
-        entry = {"bytes": size, "sha256": hashlib.file_digest(written, "sha256").hexdigest()}
-    meta = {"format": FORMAT, "version": VERSION, "step": step, "files": {file.name: entry}}
+    files = {}
+    for name in (CONFIG_NAME, WEIGHTS_NAME, OBJECTIVE_NAME, MOMENTS_NAME):
+        with (folder / name).open("wb") as out:
+            out.truncate(size if name == MOMENTS_NAME else 1)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+    meta = {**FACTS, "format": FORMAT, "version": VERSION, "step": step, "counter": step, "samples": 8 * step}
+    meta["files"] = files
     write_json(folder / META_NAME, {**meta, "digest": digest_of(meta)})
     return folder
 
@@ -123,7 +134,7 @@ def test_an_upload_in_parts_that_is_killed_never_looks_complete(tmp_path: Path, 
     assert (mirror.names(), mirror.read("latest")) == ([older.name, newer.name], newer.name)
 
 
-def test_a_byte_that_changes_on_the_server_is_noticed(tmp_path: Path, port: int, towers: Towers) -> None:  # noqa: F811
+def test_a_byte_that_changes_on_the_server_is_noticed(tmp_path: Path, port: int, towers: Towers) -> None:
     run, url = tmp_path / "run", "s3://bucket/runs"
     write(run, url, towers, [1, 2, 3])
     shutil.rmtree(run)
@@ -140,7 +151,7 @@ def test_a_byte_that_changes_on_the_server_is_noticed(tmp_path: Path, port: int,
 
 def test_uploads_fail_and_are_counted_while_the_server_is_away(
     tmp_path: Path,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mirror_module, "PAUSE_SECONDS", 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,13 @@ import pytest
 import torch
 
 import pipeline.model.model_folder
+from jobs import cli
 from pipeline.errors import UserError
-from pipeline.evaluation.runner.results import model_config_digest
+from pipeline.evaluation.identity import model_config_digest
+from pipeline.model.architectures import architecture_names
 from pipeline.model.evaluation_model import for_evaluation, load_for_evaluation
 from pipeline.model.model_folder import create_clip, save_open_clip, save_tensors
-from pipeline.model.towers import ModelConfig, build_towers
+from pipeline.model.towers import ModelConfig, build_towers, check_model
 from tests.checkpoints import save_checkpoint
 from tests.towers import TINY
 
@@ -109,7 +113,9 @@ def test_only_the_messages_of_open_clip_are_left_out(
         return torch.nn.Identity()
 
     monkeypatch.setattr(
-        pipeline.model.model_folder, "load_open_clip", lambda: SimpleNamespace(create_model=create_model)
+        pipeline.model.model_folder,
+        "load_open_clip",
+        lambda: SimpleNamespace(create_model=create_model, get_model_config=lambda name: {}),
     )
     threads = [threading.Thread(target=create_clip, args=("ViT-B-32",)) for _ in range(2)]
     for thread in threads:
@@ -118,3 +124,52 @@ def test_only_the_messages_of_open_clip_are_left_out(
         thread.join()
     logging.warning("from elsewhere, afterwards")
     assert sorted(caplog.messages) == ["from elsewhere, afterwards", "from the pipeline", "from the pipeline"]
+
+
+def test_an_architecture_is_one_json_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What CONTRIBUTING says to add: the file, in the folder of our configs; the commands know its name then."""
+    monkeypatch.setattr("pipeline.model.architectures.OUR_CONFIGS", tmp_path)
+    (tmp_path / "toy-of-a-test.json").write_text(json.dumps(TINY))
+    assert architecture_names()[0] == "toy-of-a-test"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--dry-run", "data.sources=x", "output=y", "samples=80", "batch_size=8",
+                  "data.streams=8", "schedule.warmup_steps=1",
+                  "model.arch=toy-of-a-test"])  # fmt: skip
+    printed = capsys.readouterr()
+    assert (ended.value.code or 0) == 0, printed.err
+    assert "arch: toy-of-a-test" in printed.out
+    towers, architecture = build_towers(ModelConfig(arch="toy-of-a-test"), seed=0)
+    text = architecture.tokenize(["a cat", "two dogs"])
+    image, texts = towers(torch.zeros(2, 3, 16, 16), text)
+    assert image.shape == texts.shape == (2, 16)
+    with pytest.raises(UserError, match=r"'toy-of-a-tets' is not known\. .*toy-of-a-test"):
+        check_model(ModelConfig(arch="toy-of-a-tets"))
+
+
+WITHOUT_FOREIGN_TOWERS = """
+import sys
+from pipeline.model.architectures import add_foreign_towers, load_open_clip_without_foreign_towers
+from pipeline.model.model_folder import create_clip
+open_clip = load_open_clip_without_foreign_towers()
+create_clip("ViT-S-32", device="meta")
+assert not {"timm", "transformers"} & sys.modules.keys()
+open_clip.add_model_config(sys.argv[1])
+create_clip("foreign", device="meta", load_weights=False)
+assert "transformers" not in sys.modules or open_clip.hf_model.transformers is None
+add_foreign_towers({"text_cfg": {"hf_model_name": "any"}})
+assert issubclass(open_clip.model.HFTextEncoder, open_clip.hf_model.HFTextEncoder)
+assert open_clip.hf_model.transformers is sys.modules["transformers"]
+"""
+
+
+def test_open_clip_without_foreign_towers_builds_them_when_a_model_needs_them(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.json"
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
+    path.write_text(
+        json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": {"width": 32, "heads": 2, "layers": 1}})
+    )
+    command = [sys.executable, "-c", WITHOUT_FOREIGN_TOWERS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

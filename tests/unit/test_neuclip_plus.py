@@ -8,21 +8,27 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.objectives import build_objective
+from pipeline.objectives import Objective, build_objective
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
-BATCH, PROTOTYPES, EPS = 6, 16, 1e-3
+BATCH, PROTOTYPES, EPS, SAMPLES = 6, 16, 1e-3, 11
 
 
-def normalizers(anchors: torch.Tensor, partners: torch.Tensor, earlier: torch.Tensor, tau: float) -> torch.Tensor:
-    """exp(alpha) of the methods page, [B]; earlier: [m, d] features of the partners' side."""
+def ids_of(step: int) -> torch.Tensor:
+    """Most samples of a batch are still in the queue from their last visit, some of them twice."""
+    return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step))[:BATCH]
+
+
+def normalizers(
+    anchors: torch.Tensor, partners: torch.Tensor, earlier: list[tuple[int, torch.Tensor]], ids: list[int], tau: float
+) -> torch.Tensor:
+    """exp(alpha) of the methods page, [B]; earlier: sample ids and [d] features of the partners' side."""
     values = []
     for i in range(len(anchors)):
         own = float(anchors[i] @ partners[i])
         batch = [math.exp((float(anchors[i] @ partners[j]) - own) / tau) for j in range(len(anchors)) if j != i]
-        queue = [math.exp((float(anchors[i] @ w) - own) / tau) for w in earlier]
-        m, others = len(queue), len(batch)
-        values.append((m * (EPS + sum(queue) / m) + others * (EPS + sum(batch) / others)) / (m + others))
+        queue = [math.exp((float(anchors[i] @ w) - own) / tau) for sample, w in earlier if sample != ids[i]]
+        values.append(EPS + (sum(queue) + sum(batch)) / (len(queue) + len(batch)))
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -38,17 +44,19 @@ def test_losses_and_gradients_equal_the_equations(cap: float) -> None:
     }
     objective = build_objective({**settings, "tau_init": 0.2}, context=context(BATCH))
     history: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(5):
+    seen: list[int] = []
+    for step in range(6):
         image, text = (f.requires_grad_() for f in unit_features(BATCH, seed=step))
-        output = objective.compute(image.detach(), text.detach(), sample_ids=torch.arange(BATCH))
+        ids = ids_of(step)
+        output = objective.compute(image.detach(), text.detach(), sample_ids=ids)
         loss = torch.zeros((), dtype=torch.float64)
         for a, b, side in ((image, text, 1), (text, image, 0)):
-            past = [pair[side] for pair in history] or [(image, text)[side]]  # the first batch has only its own
-            earlier = torch.cat(past).detach()[-PROTOTYPES:]
+            past = torch.cat([pair[side] for pair in history])[-PROTOTYPES:] if history else torch.empty(0)
+            earlier = list(zip(seen[-PROTOTYPES:], past, strict=True))
             similarity = a @ b.T
             h = (similarity - similarity.diagonal()[:, None]) / 0.2
             g = h.exp().masked_fill(torch.eye(BATCH, dtype=torch.bool), 0).sum(1) / (BATCH - 1)
-            alpha = normalizers(a.detach(), b.detach(), earlier, 0.2).log()
+            alpha = normalizers(a.detach(), b.detach(), earlier, ids.tolist(), 0.2).log()
             if cap:
                 alpha = torch.maximum(alpha, (EPS + g.detach()).log() - math.log(cap))
             loss = loss + 0.2 * ((EPS + g) * (-alpha).exp() + alpha).mean()
@@ -60,6 +68,80 @@ def test_losses_and_gradients_equal_the_equations(cap: float) -> None:
         assert float(output.metrics["ratio_max"]) <= (cap or (PROTOTYPES + BATCH) / (BATCH - 1)) * (1 + 1e-9)
         objective.commit()
         history.append((image.detach(), text.detach()))
+        seen += ids.tolist()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])
+def test_a_first_step_has_the_batch_s_own_normalizers(given: bool) -> None:
+    objective = build_objective({"name": "neuclip_plus", "prototypes": 64}, context=context(BATCH, dataset_size=400))
+    batch_gcl = build_objective({"name": "neuclip", "npn": "queue", "tau_init": 0.07}, context=context(BATCH))
+    image, text = unit_features(BATCH)
+    ids = torch.arange(BATCH) if given else None
+    found = objective.loss(image, text, sample_ids=ids)
+    estimates = batch_gcl._gather((image, text), torch.arange(BATCH)).log_g
+    tau, expected = 0.07, sum(float((1 + log_g).mean()) for log_g in estimates)
+    assert float(found) == pytest.approx(tau * (expected + 2 * (2.5 - 1)), rel=1e-12)
+
+
+def test_without_ids_only_the_batch_itself_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    """Unknown samples are all different, also over steps: nothing is excluded by mistake."""
+    objective = build_objective({"name": "neuclip_plus", "prototypes": 18}, context=context(BATCH, dataset_size=36))
+    for step in range(4):
+        objective.loss(*unit_features(BATCH, seed=step))
+        objective.commit()
+    ids = objective.npn.queue_ids.tolist()
+    assert len(set(ids)) == len(ids) == 18
+    assert max(ids) < 0
+    assert not caplog.records
+
+
+def trained(steps: int) -> Objective:
+    objective = build_objective({"name": "neuclip_plus", "prototypes": PROTOTYPES}, context=context(BATCH))
+    advance(objective, range(steps))
+    return objective
+
+
+def advance(objective: Objective, steps: range) -> torch.Tensor:
+    """The last step's loss."""
+    loss = torch.zeros(())
+    for step in steps:
+        loss = objective.loss(*unit_features(BATCH, seed=step), sample_ids=ids_of(step))
+        objective.commit()
+    return loss
+
+
+def test_a_resumed_run_excludes_the_same_samples() -> None:
+    uninterrupted, resumed = (
+        trained(4),
+        build_objective({"name": "neuclip_plus", "prototypes": PROTOTYPES}, context=context(BATCH)),
+    )
+    resumed.load_state_dict(uninterrupted.state_dict())
+    assert torch.equal(advance(uninterrupted, range(4, 7)), advance(resumed, range(4, 7)))
+    before, after = uninterrupted.state_dict(), resumed.state_dict()
+    assert before.keys() == after.keys() >= {"npn.queue_ids", "npn.prototype_ids"}
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_checkpoint_without_ids_loads_and_excludes_nothing_of_its_queue() -> None:
+    objective = trained(4)
+    old = {key: value for key, value in objective.state_dict().items() if not key.endswith("_ids")}
+    objective.load_state_dict(old)
+    image, text = unit_features(BATCH, seed=9)
+    output = objective.compute(image, text, sample_ids=ids_of(9))
+    other = trained(4)
+    unseen = torch.arange(BATCH) + 1000
+    assert torch.equal(output.loss, other.compute(image, text, sample_ids=unseen).loss)
+    assert not torch.equal(output.loss, trained(4).compute(image, text, sample_ids=ids_of(9)).loss)
+
+
+@pytest.mark.parametrize(("samples", "warns"), [(31, True), (32, False), (0, False)])
+def test_a_queue_of_more_than_half_of_the_dataset_is_reported(
+    samples: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_objective(
+        {"name": "neuclip_plus", "prototypes": 16, "rho": 1.0}, context=context(BATCH, dataset_size=samples)
+    )
+    assert [("more than half of the dataset" in record.getMessage()) for record in caplog.records] == [True] * warns
 
 
 def test_settings_without_meaning_are_refused() -> None:

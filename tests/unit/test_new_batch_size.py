@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,32 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
     assert [record["lr"] for record in steps] == pytest.approx(expected, rel=1e-6)
     train_here(*new, "samples=160", resume="latest")
     assert metrics(base / "second", "train")[-1]["step"] == 10
+    # The same command again, as by a scheduler, continues the fork: steps are not counted anew.
+    train_here(*new, "samples=192", resume=checkpoint, new_batch_size=True)
+    assert [record["step"] for record in metrics(base / "second", "train")] == list(range(3, 13))
+    shutil.move(checkpoint, base / "pruned")  # also when its origin was removed, as often as it is repeated
+    for samples in (208, 224):
+        train_here(*new, f"samples={samples}", resume=checkpoint, new_batch_size=True)
+    assert metrics(base / "second", "train")[-1]["step"] == 14
+    assert json.loads((base / "second" / "origin.json").read_text())["digest"]
+    other = str(base / "first" / "checkpoints" / "step-00000008")
+    with pytest.raises(UserError, match=r"of a run that was not begun from .*step-00000008"):
+        train_here(*new, "samples=256", resume=other, new_batch_size=True)
+
+
+def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None:
+    given = [f"model.arch={base / 'tiny-towers.json'}", f"data.sources={base / 'shards'}"]
+    train_here(*given, f"output={base / 'origin'}", "samples=32", "checkpoint.every=2")
+    start = str(base / "origin" / "checkpoints" / "step-00000002")
+    fork = [*given, f"output={base / 'fork'}", f"checkpoint.mirror=file://{base / 'mirror'}"]
+    train_here(*fork, "samples=48", resume=start)
+    for lost in ("fork", "fork/checkpoints"):
+        shutil.rmtree(base / lost)
+        train_here(*fork, "samples=56", resume=start)
+        assert [record["step"] for record in metrics(base / "fork", "train")][-1] == 7
+        (message,) = [r["message"] for r in metrics(base / "fork", "event") if "was downloaded" in r["message"]][-1:]
+        assert "step-00000006" in message or "step-00000007" in message
+    another = str(base / "origin" / "checkpoints" / "step-00000004")
+    shutil.rmtree(base / "fork")
+    with pytest.raises(UserError, match="belongs to run"):
+        train_here(*fork, "samples=56", resume=another)

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.doctor import command
-from pipeline.data.data_config import default_workers
 from pipeline.planning import loading_check, node_checks
+from pipeline.planning.collectives import adapters, check_collectives, check_transport, gpu_link
 from pipeline.planning.loading_check import check_loading
 from tests.shards import write_shards
 
@@ -44,11 +44,22 @@ def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: py
     assert "x absent" not in finding.found
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "workers"), [(2, 1, 1), (1, 1, 1), (8, 1, 7), (16, 1, 12), (96, 8, 11), (192, 8, 12), (8, 8, 1)]
-)
-def test_workers_share_the_cores(cores: int, ranks: int, workers: int) -> None:
-    assert default_workers(cores=cores, ranks=ranks) == workers
+def test_a_package_that_runs_from_a_folder_is_compared_with_its_project_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an installation, as on a GPU machine without network, whose PYTHONPATH names the folder."""
+
+    def absent(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(node_checks.metadata, "requires", absent)
+    finding = of(node_checks.check_packages(None), "packages")
+    assert finding.status == "good", finding
+    assert "requirements are met" in finding.found
+    monkeypatch.setattr(node_checks, "ROOT", tmp_path)
+    finding = of(node_checks.check_packages(None), "packages")
+    assert finding.status == "note"
+    assert "is not installed" in finding.found
 
 
 def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_path: Path) -> None:
@@ -63,32 +74,111 @@ def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_pat
 def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_check, "_rate", lambda _: 150.0)
     for cores, ranks, remedy in ((32, 1, "data.workers=17 data.streams=17"), (16, 8, "more cores per rank")):
-        monkeypatch.setattr(loading_check.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(loading_check, "usable_cores", lambda cores=cores: cores)
         finding = check_loading([], ranks=ranks)
         assert finding.status == "note"
         assert remedy in finding.remedy
     monkeypatch.setattr(loading_check, "_rate", lambda _: 900.0)
     assert check_loading([], ranks=1).status == "good"
+    for needed, status in ((2000.0, "good"), (10_000.0, "note")):
+        finding = check_loading([], ranks=1, needed=needed)
+        assert finding.status == status
+        assert f"the recipe's steps take {needed:,.0f}" in finding.found
     assert "not measured" in check_loading(["/no/such/folder"], ranks=1).found
 
 
 def test_two_processes_exchange_numbers() -> None:
-    finding = node_checks.check_collectives("cpu", ranks=2)
+    finding = check_collectives("cpu", ranks=2)
     assert finding.status == "good", finding
     assert "2 processes agree" in finding.found
 
 
 def test_processes_that_cannot_connect_are_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    finding = node_checks.check_collectives("cpu", ranks=2)
+    finding = check_collectives("cpu", ranks=2)
     assert finding.status == "broken"
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
+
+
+NVLINK = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
+\t Link 0: 26.562 GB/s
+\t Link 1: <inactive>
+"""
+TOPOLOGY = "\t\x1b[4mGPU0\tGPU1\tNIC0\x1b[0m\nGPU0\t X \t{0}\tPIX\nGPU1\t{0}\t X \tNODE\nNIC0\tPIX\tNODE\t X \n"
+
+
+@pytest.mark.parametrize(
+    ("connection", "speed", "status", "said"),
+    [
+        ("NV2", 20_000, "good", "79% of what NVLink allows (27 GB/s per GPU)"),
+        ("NV2", 5_000, "note", "20% of what NVLink allows"),
+        ("SYS", 20_000, "good", "67% of what PCIe allows (32 GB/s per GPU)"),
+        ("SYS", 2_000, "note", "7% of what PCIe allows"),
+    ],
+)
+def test_the_measured_bandwidth_is_compared_with_the_links(
+    connection: str, speed: int, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "topology").write_text(TOPOLOGY.format(connection))
+    (tmp_path / "nvlink").write_text(NVLINK)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"""#!/bin/sh
+case "$1" in
+topo) /bin/cat {tmp_path}/topology ;;
+nvlink) /bin/cat {tmp_path}/nvlink ;;
+*) echo 00000000:1B:00.0; echo 00000000:5C:00.0 ;;
+esac
+""")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, width in (("0000:1b:00.0", 16), ("0000:5c:00.0", 8)):
+        (tmp_path / "pci" / name).mkdir(parents=True)
+        (tmp_path / "pci" / name / "max_link_speed").write_text("32.0 GT/s PCIe\n")
+        (tmp_path / "pci" / name / "current_link_width").write_text(f"{width}\n")
+    log = "NCCL INFO Using network Socket\n"
+    figures = f"2 processes agree; all-reduce of 512 MiB at {speed:,} MiB/s"
+    finding = check_transport(log, figures, link=gpu_link(tmp_path / "pci"))
+    assert (finding.status, finding.subject) == (status, "NCCL")
+    assert said in finding.found
+    monkeypatch.setenv("PATH", "")
+    assert gpu_link(tmp_path / "pci") is None
+    assert check_transport(log, figures).status == "good"
+
+
+def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path: Path) -> None:
+    log = "node1:7:9 [0] NCCL INFO NET/IB : No device found.\nnode1:7:9 [0] NCCL INFO Using network {}\n"
+    for names, network, status in (
+        (["mlx5_0"], "Socket", "broken"),
+        (["mlx5_1"], "IB", "good"),
+        ([], "Socket", "good"),
+    ):
+        folder = tmp_path / f"{network}-{len(names)}"
+        for name in names:
+            port = folder / name / "ports" / "1"
+            port.mkdir(parents=True)
+            (port / "state").write_text("4: ACTIVE\n")
+            (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+        finding = check_transport(log.format(network), "2 processes agree", network=adapters(folder))
+        assert finding.status == status
+        assert f"NET/{network}" in finding.found
+        assert all(name in finding.found for name in names)
+        assert ("50 GB/s together" in finding.found) == (network == "IB")
+
+
+def test_the_image_has_the_libraries_of_infiniband() -> None:
+    """NCCL opens them by name at run time: nothing else would miss them."""
+    text = (node_checks.ROOT / "jobs/cluster/Dockerfile").read_text()
+    installed = re.findall(r"apt-get install[^&]*", text)[0].split()
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed)
 
 
 def test_disk_space_and_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = node_checks.check_disk(tmp_path / "not" / "yet" / "there", needed_gib=0.001)
     assert [finding.subject for finding in findings] == ["disk space", "disk writing"]
-    assert not node_checks.broken(findings)
+    assert all(finding.status != "broken" for finding in findings)
     assert not list(tmp_path.iterdir())
     assert of(node_checks.check_disk(tmp_path, needed_gib=1e9), "disk space").status == "broken"
 
@@ -107,6 +197,10 @@ def test_data_is_opened_and_read(tmp_path: Path) -> None:
     (finding,) = node_checks.check_data(str(tmp_path))
     assert finding.status == "good"
     assert "10 samples" in finding.found
+    for needed, status in ((1.0, "good"), (1e12, "note")):
+        (finding,) = node_checks.check_data(str(tmp_path), needed=needed)
+        assert finding.status == status
+        assert f"{needed:,.0f} samples/s on this node" in finding.found
     (tmp_path / "00001.tar").unlink()
     (finding,) = node_checks.check_data(str(tmp_path))
     assert finding.status == "broken"
@@ -125,7 +219,8 @@ def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        node_checks, "check_collectives", lambda *_, **__: node_checks.DoctorFinding("gloo", "good", "agree")
+        "pipeline.planning.collectives.check_collectives",
+        lambda *_, **__: node_checks.DoctorFinding("gloo", "good", "agree"),
     )
     arguments = ["--output", str(tmp_path), "--needs-gib", "0.001"]
     good = CliRunner().invoke(command, arguments, standalone_mode=False)

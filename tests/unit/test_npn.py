@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +15,13 @@ import torch.nn.functional as F
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective, parse_objective
 from pipeline.objectives.npn import kernels, prototypes
+from pipeline.objectives.npn.network import Npn, register_npn
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.optimizers import AdaGrad, Adam
 from pipeline.objectives.workspace import Workspace
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import write_tiny
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 EPS = 1e-14
@@ -322,11 +330,81 @@ def test_literal_settings_warn_and_change_the_result():
         ({"npn": "mlp"}, "restart_every"),
         ({"npn_schedule": "simultaneous"}, "inner_steps"),
         ({"npn": "mlp", "restart_every": 0, "renormalize": True}, "renormalize"),
-        ({"npn": "mlp", "restart_every": 0, "npn_update": "sharded"}, "npn_update"),
+        ({"npn": "mlp", "restart_every": 0, "npn_update": "prototypes"}, "npn_update"),
+        ({"npn_update": "sharded"}, "objective.npn_update = 'sharded': this mode was removed; use .*=auto"),
+        ({"npn_update": "spread"}, "objective.npn_update = 'spread': .*'replicated' or 'prototypes'"),
         ({"npn": "mlp", "restart_every": 0, "npn_compile": True}, "npn_compile"),
-        ({"npn": "table"}, "objective.npn = 'table'"),
+        ({"npn": "table"}, r"objective\.npn = 'table': no such network.*mlp, prototypes, queue"),
+        ({"name": "neuclip_plus", "npn": "mlp", "restart_every": 0}, "mlp predicts no mean.*prototypes, queue"),
     ],
 )
 def test_invalid_settings_are_rejected(settings, says):
     with pytest.raises(UserError, match=says):
         parse_objective({"name": "neuclip", **settings})
+
+
+LEVEL = """
+import torch
+from pipeline.objectives.npn.network import Npn, Prediction, register_npn
+
+@register_npn("level")
+class LevelNpn(Npn):
+    def __init__(self, config, context):
+        super().__init__(config, context, {"level": torch.zeros(2, 1, dtype=context.dtype, device=context.device)})
+
+    def advance(self, batch, anchors):
+        self.network.begin()
+        cold = self.predict(anchors)
+        for side in (0, 1):
+            self.network.side(side)["level"].lerp_(anchors[side].log_target.mean(), 0.5)
+        return Prediction(self.levels(anchors, lasting=False), cold)
+
+    def levels(self, anchors, *, lasting):
+        return tuple(self.network.side(i, lasting=lasting)["level"].expand(len(anchors[i])) for i in (0, 1))
+
+    def predict(self, anchors):
+        return self.levels(anchors, lasting=True)
+
+    def slopes(self, side, anchors, partners_bd):
+        return torch.zeros_like(partners_bd), torch.zeros_like(partners_bd), torch.zeros_like(anchors.positive)
+
+    def commit(self, update):
+        self.network.commit()
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_package_adds_a_variant_to_the_commands(tmp_path):
+    """One file and an entry point, as pip would install them: `settings`, `plan` and `train --recipe own`."""
+    (tmp_path / "level_network.py").write_text(LEVEL, encoding="utf-8")
+    facts = tmp_path / "level_network-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: level-network\nVersion: 1.0\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[neuclip.npn]\nlevel = level_network\n", encoding="utf-8")
+    write_shards(tmp_path / "shards", [40])
+    run = (
+        "--recipe", "own", "objective.npn=level", f"data.sources={tmp_path / 'shards'}", f"output={tmp_path / 'run'}",
+        f"model.arch={write_tiny(tmp_path)}", "samples=32", "batch_size=8", "data.streams=4", "data.workers=0",
+        "engine.device=cpu", "telemetry.every=1",
+    )  # fmt: skip
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+
+    def neuclip(*command):
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs.cli", *command], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "level, mlp, prototypes or queue" in neuclip("settings", "objective.npn")
+    assert "neuclip" in neuclip("plan", *run)
+    neuclip("train", *run)
+    losses = [record["loss"] for record in metrics(tmp_path / "run", "train")]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_taken_name_of_a_variant_is_refused():
+    with pytest.raises(UserError, match=r"called 'mlp', but the network .*MlpNpn has this name"):
+        register_npn("mlp")(type("Other", (Npn,), {"__module__": "elsewhere"}))

@@ -1,4 +1,4 @@
-"""Prototypes sharded across ranks: results and state are the same for any world size."""
+"""Prototypes divided among ranks: results and state are the same for any world size."""
 
 from __future__ import annotations
 
@@ -98,18 +98,18 @@ def test_results_at_the_lowest_temperature_are_finite_in_fp32():
     [
         ({}, 1, "replicated"),
         ({}, 2, "prototypes"),
-        ({"npn_update": "sharded"}, 2, "sharded"),
+        ({"npn_update": "replicated"}, 2, "replicated"),
         ({"npn_update": "prototypes"}, 1, "replicated"),
         ({"prototypes": 3}, 4, "replicated"),
         ({"tau_min": 0.001}, 4, "replicated"),
     ],
 )
-def test_prototypes_are_sharded_by_default_where_possible(settings, size, mode):
+def test_prototypes_are_divided_by_default_where_possible(settings, size, mode):
     assert update_mode(parse_objective({**NEUCLIP, **settings}), World(size=size)) == mode
 
 
 @pytest.mark.parametrize("settings", [{"prototypes": 3}, {"tau_min": 0.001}])
-def test_sharding_that_is_not_possible_is_an_error_if_configured(settings):
+def test_a_division_that_is_not_possible_is_an_error_if_configured(settings):
     config = parse_objective({**NEUCLIP, **settings, "npn_update": "prototypes"})
     with pytest.raises(UserError, match="npn_update=replicated"):
         update_mode(config, World(size=4))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective
-from pipeline.objectives.amorlip import slope, target_share_at
 from pipeline.objectives.npn import mlp
+from pipeline.objectives.npn.amorlip import slope, target_share_at
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 

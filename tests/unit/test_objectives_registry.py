@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,12 @@ import torch.nn.functional as F
 
 from pipeline.config import section, to_tree
 from pipeline.errors import UserError
-from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register, registry
+from pipeline.objectives import ObjectiveConfig, build_objective, objective_names, parse_objective, register
+from pipeline.objectives.autograd import AutogradObjective
+from pipeline.objectives.registry import OBJECTIVES
 from pipeline.objectives.softmax import AnchorWeights, SoftmaxObjective
-from pipeline.objectives.temperature import ConstantTemperature
-from tests.unit.objectives_reference import relative_error, unit_features
+from pipeline.objectives.temperature import ConstantTemperature, TemperatureConfig
+from tests.unit.objectives_reference import context, relative_error, unit_features
 
 ROOT = Path(__file__).parents[2]
 PAPERS = {"openclip", "siglip", "sogclr", "isogclr", "amorlip", "neuclip", *(f"fastclip_v{i}" for i in range(4))}
@@ -73,9 +78,9 @@ def test_schedules_by_epoch_require_the_length_of_the_run(settings, says):
 
 
 def test_a_class_of_another_module_does_not_replace_a_method(monkeypatch):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    other = type("OpenClip", (registry._METHODS["openclip"][1],), {"__module__": "elsewhere"})
-    with pytest.raises(UserError, match="'openclip' exists"):
+    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
+    other = type("OpenClip", (OBJECTIVES["openclip"],), {"__module__": "elsewhere"})
+    with pytest.raises(UserError, match=r"called 'openclip', but the objective .*\.openclip\.OpenClip has"):
         register("openclip", ObjectiveConfig)(other)
 
 
@@ -87,7 +92,8 @@ class ToyConfig(ObjectiveConfig):
 
 def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
     """A toy method: plain in-batch normalizers at a constant temperature."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # other tests iterate over all registered names
+    # Other tests iterate over all registered names.
+    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
 
     @register("toy_softmax", ToyConfig)
     class Toy(SoftmaxObjective):
@@ -107,8 +113,102 @@ def test_a_method_outside_the_package_needs_only_one_class(monkeypatch):
     mask = torch.eye(8, dtype=torch.bool)
     (0.2 * sum(x.masked_fill(mask, -torch.inf).logsumexp(1).mean() for x in h)).backward()
     assert relative_error(image.grad, s.grad @ text) < 1e-10
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="called 'openclip', but the objective"):
         register("openclip", ToyConfig)(Toy)
+
+
+LOSS_OUTSIDE = """
+import torch
+import torch.nn.functional as F
+from pipeline.config import section
+from pipeline.objectives import register
+from pipeline.objectives.autograd import AutogradObjective
+from pipeline.objectives.temperature import TemperatureConfig
+
+@section
+class MarginConfig(TemperatureConfig):
+    name: str = "margin"
+    margin: float = 0.0
+
+@register("margin", MarginConfig)
+class Margin(AutogradObjective):
+    def batch_loss(self, image, text, *, tau):
+        logits = (image @ text.T - self.config.margin * torch.eye(len(image), device=image.device)) / tau
+        labels = torch.arange(len(image), device=image.device)
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+"""
+
+
+def test_a_loss_with_autograd_is_a_file_of_ten_lines_outside_the_repository(tmp_path, monkeypatch):
+    """Without a margin it is `openclip`: the same loss, gradients and temperature over several steps."""
+    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
+    (tmp_path / "margin_loss.py").write_text(LOSS_OUTSIDE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("margin_loss")
+    both = [build_objective(name, context=context(8)) for name in ("margin", "openclip")]
+    for step in range(3):
+        found = [each.compute(*unit_features(8, seed=step), sample_ids=torch.arange(8)) for each in both]
+        for key in ("loss", "grad_image", "grad_text"):
+            assert relative_error(*(getattr(output, key) for output in found)) < 1e-10
+        for each in both:
+            each.commit(lr_scale=0.5)
+    assert both[0].logit_parameters() == pytest.approx(both[1].logit_parameters(), rel=1e-12)
+    resumed = build_objective("margin", context=context(8))
+    resumed.load_state_dict(both[0].state_dict())
+    assert resumed.logit_parameters() == both[0].logit_parameters()
+    assert resumed.steps == 3
+
+
+@pytest.mark.parametrize("recipe", ["own", "finetune", "cc3m"])
+def test_an_installed_package_adds_a_method_to_the_commands(recipe, tmp_path):
+    """A package with an entry point, as pip would install it: `neuclip plan` with a shipped recipe."""
+    (tmp_path / "margin_loss.py").write_text(LOSS_OUTSIDE, encoding="utf-8")
+    facts = tmp_path / "margin_loss-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: margin-loss\nVersion: 1.0\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[neuclip.objectives]\nmargin = margin_loss\n", encoding="utf-8")
+    command = [sys.executable, "-m", "jobs.cli", "plan", "--recipe", recipe, "objective.name=margin"]
+    given = ["data.sources=data/x", "output=runs/x"] if recipe != "cc3m" else []
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run([*command, *given], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "margin" in done.stdout
+    (tmp_path / "margin_loss.py").write_text("import nothing_of_this_name", encoding="utf-8")
+    done = subprocess.run([*command, *given], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert (
+        "The objective 'margin' (margin_loss, an entry point of neuclip.objectives) cannot be imported" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [(lambda s: s.diagonal(), r"shape \(8,\)"), (lambda s: s.mean().detach(), "without a graph")]
+)
+def test_a_loss_that_is_no_scalar_with_a_graph_is_refused(wrong, says):
+    class Wrong(AutogradObjective):
+        def batch_loss(self, image, text, *, tau):
+            return wrong(image @ text.T / tau)
+
+    with pytest.raises(UserError, match=says):
+        Wrong(TemperatureConfig(name="wrong"), context(8)).compute(*unit_features(8), sample_ids=torch.arange(8))
+
+
+def test_an_objective_without_anything_pending_commits():
+    """None is a valid answer to what `update_state` needs."""
+
+    class Constant(AutogradObjective):
+        def batch_loss(self, image, text, *, tau):
+            return -(image * text).sum(1).mean()
+
+    objective = Constant(TemperatureConfig(name="constant"), context(8))
+    objective.compute(*unit_features(8), sample_ids=torch.arange(8))
+    assert objective.is_pending
+    with pytest.raises(RuntimeError, match="A second batch"):
+        objective.compute(*unit_features(8), sample_ids=torch.arange(8))
+    objective.commit()
+    assert objective.steps == 1
+    with pytest.raises(RuntimeError, match="nothing is pending"):
+        objective.commit()
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))
@@ -133,23 +233,6 @@ def test_an_objective_in_a_plain_training_loop_learns(name):
         s = F.normalize(image_tower(inputs), dim=-1) @ F.normalize(text_tower(inputs), dim=-1).T
     assert (s.argmax(1) == torch.arange(64)).float().mean() > 0.9
     assert objective.steps == 60
-
-
-def test_the_readme_snippet_runs():
-    """The library example of README.md, unchanged."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    (snippet,) = (block for block in blocks if "build_objective" in block)
-    tower = torch.nn.Linear(4, 512)
-    before = tower.weight.detach().clone()
-    given = {
-        "loader": [(*unit_features(256, 4, seed=step, dtype=torch.float32), torch.arange(256)) for step in range(2)],
-        "encode_image": lambda x: F.normalize(tower(x), dim=-1),
-        "encode_text": lambda x: F.normalize(tower(x), dim=-1),
-        "optimizer": torch.optim.SGD(tower.parameters(), lr=0.1),
-    }
-    exec(snippet, given)
-    assert given["objective"].steps == 2
-    assert not torch.equal(tower.weight, before)
 
 
 @pytest.mark.parametrize("name", ["neuclip", "neuclip_literal", "fastclip_v2", "fastclip_v3", "isogclr"])

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.objectives import build_objective
-from pipeline.objectives.amorlip import target_share_at
 from pipeline.objectives.npn import mlp
+from pipeline.objectives.npn.amorlip import target_share_at
 from tests.unit.objectives_reference import context, normalizers, prototype_alpha, relative_error, unit_features
 
 BATCH, IDS, EPS = 8, torch.arange(8), 1e-14

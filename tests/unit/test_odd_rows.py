@@ -90,6 +90,29 @@ def test_uppercase_hashes_are_verified(site: Site, tmp_path: Path) -> None:
     assert (manifest.n, manifest.failures) == (2, {"hash mismatch": 1})
 
 
+def test_rows_without_a_hash_are_counted_as_such_and_not_requested(site: Site, tmp_path: Path) -> None:
+    """Regression test: they were fetched, and counted as mismatches."""
+    bodies = [jpeg(side=30 + k) for k in range(300)]
+    hashes = [hashlib.sha256(body).hexdigest() for body in bodies]
+    columns = {
+        "url": [site.image(f"/part-{k}", body) for k, body in enumerate(bodies)],
+        "caption": ["a cat"] * 300,
+        "digest": [None, "", *hashes[2:]],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "urls.parquet")
+    tree = {
+        "output": str(tmp_path / "data"),
+        "source": {"table": str(tmp_path / "urls.parquet"), "hash": "digest"},
+        "guard": {"allow_addresses": ["127.0.0.1"]},
+        "monitor": {"probe": 0},
+    }
+    config, plan = prepare(parse(DownloadConfig, tree))
+    asked = len(site.agents)
+    manifest = fetch_here(config, plan, [0])
+    assert (manifest.n, manifest.failures) == (298, {"no hash": 2})
+    assert len(site.agents) - asked == 298
+
+
 def test_a_dataset_without_samples_is_rejected_with_the_reason(made: DownloadConfig, tmp_path: Path) -> None:
     config = replace(
         made, output=str(tmp_path / "none"), guard=GuardConfig(), source=replace(made.source, name="table")

@@ -6,7 +6,7 @@ from email.message import Message
 
 import pytest
 
-from data_prep.fetching.opt_out import is_opted_out
+from data_prep.fetching.rules.opt_out import is_opted_out
 
 ALL = ("noai", "noimageai", "noindex", "noimageindex")
 
@@ -49,6 +49,19 @@ def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "n
         ("noindex nofollow",),
         ("noindex:",),
         ("noai: true, nofollow",),
+        ('"noai"',),
+        ("'noindex', nofollow",),
+        ("noai=1",),
+        ("[noai]",),
+        ("nofollow|noimageai",),
+        ("{none}",),
+        ('"neuclip: noai"',),
+        ("X-Robots-Tag: noai",),
+        ("nofollow: true, noai",),
+        ("robots: noai",),
+        ("*:nofollow:noai",),
+        ("noarchive: noindex",),
+        ("\xe2\x80\x9cnoai\xe2\x80\x9d",),
     ],
 )
 def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
@@ -64,6 +77,8 @@ def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
         ("nofollow",),
         ("otherbot: noai",),
         ("otherbot: noindex, nofollow",),
+        ('"otherbot: noindex"',),
+        ("noarchive=1, noairplay",),
         ("otherbot: none, max-snippet: 20, noai",),
         ("otherbot: unavailable_after: 25 Jun 2010 15:00:00 GMT",),
         ("googlebot: max-image-preview: large, noindex",),

@@ -13,6 +13,8 @@ from pipeline.report import write_report
 from tests.browser import browser, opened, problems_everywhere
 from tests.report_runs import make_run
 
+pytestmark = pytest.mark.daily
+
 STUDY = Path(__file__).parents[2] / "docs" / "studies" / "npn"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from data_prep.dataset import canonical_tar
 from data_prep.sources.subset import _contained
+from jobs.manifest import command as manifest_command
 from jobs.score import command
+from jobs.verify import command as verify_command
 from pipeline.analysis.pair_normalizers import SampledNormalizers
 from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import load_network, make_scorer
@@ -189,3 +193,42 @@ def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:
     assert len(index) == 20
     kept = _contained(rows["uid"], index)
     assert sorted(np.flatnonzero(kept)) == sorted(order[20:])
+    page = (tmp_path / "out" / "worst.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == page.count("<figure>") == 40 + 10 + 24 + 24
+    assert f"caption {order[0]}<small>score {rows['score'][order[0]]:.2f}" in page
+    assert f"neuclip verify {base / 'named'} --remove {worst}" in result.output
+
+
+def test_scored_shards_from_elsewhere_can_be_curated(tmp_path: Path, base: Path) -> None:
+    """Without JSON, and with the same keys in all shards."""
+    folder = tmp_path / "foreign"
+    for shard, first in (("a", 0), ("b", 20)):
+        members = [(f"{k:03d}.{suffix}", body) for k in range(8) for suffix, body in sorted(sample(first + k).items())]
+        (folder / shard).mkdir(parents=True)
+        canonical_tar.write(folder / shard / "0.tar", members)
+    CliRunner().invoke(manifest_command, [str(folder)], catch_exceptions=False, standalone_mode=False)
+    before = load_manifest(folder)
+    arguments = [str(base / "run"), "--data", str(folder), "--output", str(tmp_path / "out"), "--device", "cpu"]
+
+    def run(*options: str) -> Result:
+        return CliRunner().invoke(command, [*arguments, *options])
+
+    refused = run("--index-best", "0.5", str(tmp_path / "best.npy"))
+    assert "have no uids of 32 hexadecimal digits" in str(refused.exception)
+    assert "its folder does not exist" in str(run("--list-worst", "0.25", str(tmp_path / "no" / "list")).exception)
+    assert not (tmp_path / "out").exists(), "refused before the work"
+    worst = tmp_path / "worst.txt"
+    assert run("--list-worst", "0.25", str(worst)).exit_code == 0
+    names = worst.read_text().split()
+    assert len(names) == 4
+    assert all(re.fullmatch(r"[ab]/0\.tar:00[0-7]", name) for name in names)
+    result = CliRunner().invoke(verify_command, [str(folder), "--remove", str(worst)], standalone_mode=False)
+    assert "4 of 4 names found, 4 samples removed" in result.output
+    after = load_manifest(folder)
+    assert (after.n, dict(after.failures)) == (before.n - 4, {"removed": 4})
+    left = {f"{s.name}:{key}" for s in after.shards for key, _ in canonical_tar.samples(after.url(s))}
+    assert left.isdisjoint(names)
+    assert len(left) == 12
+    result = CliRunner().invoke(verify_command, [str(folder)], standalone_mode=False)
+    assert "12 samples" in result.output
+    assert "everything matches" in result.output

@@ -11,12 +11,21 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from data_prep.dataset import canonical_tar
 from data_prep.pairs.convert import ImageOptions
+from data_prep.pairs.pair import captions_of_list
+from data_prep.pairs.parquet_source import open_parquet
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.pair_files import check_ten, convert_all, dropped, make, picture, stored, table, write_csv, write_images  # noqa: F401
+
+
+def texts(output: Path) -> list[list[str]]:
+    return [about["captions"] for _, _, about in stored(output)]
 
 
 def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
@@ -68,7 +77,7 @@ def test_adjacent_rows_of_the_same_image_become_one_sample(table: Path, tmp_path
 
 def test_text_files_next_to_the_images(tmp_path: Path) -> None:
     for number, name in enumerate(write_images(tmp_path / "in" / "sub", 10)):
-        (tmp_path / "in" / "sub" / name).with_suffix(".txt").write_text(f"picture\n {number}\n")
+        (tmp_path / "in" / "sub" / name).with_suffix(".txt").write_text(f" picture   {number}\n\n")
     (tmp_path / "in" / "alone.png").write_bytes(picture(0, kind="PNG"))
     outcome = convert_all(tmp_path / "in", tmp_path / "out")
     assert (outcome.manifest.n, dict(outcome.manifest.failures)) == (10, {"no caption": 1})
@@ -147,12 +156,16 @@ def test_webdataset_tars(tmp_path: Path, member: str) -> None:
         convert_all(tmp_path / "in", tmp_path / "again")
 
 
-def test_invalid_sources_and_options_are_rejected_with_what_to_do(table: Path, tmp_path: Path) -> None:
+def test_invalid_sources_and_options_are_rejected_with_what_to_do(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     out = tmp_path / "out"
     urls = write_csv(tmp_path / "urls.csv", [("url", "caption"), ("http://x/1.jpg", "one")])
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (tmp_path / "nowhere", {}, "There is no file or folder .*A source is a CSV"),
         ("tables/pairs.csv", {}, "There is no file or folder tables/pairs.csv"),  # not a name on the hub
+        (f"{tmp_path.name}/pairs", {}, f"There is no pairs in the folder {tmp_path.name}, which exists here"),
         (urls, {}, "column 'url'.*neuclip download output=FOLDER source.table=FILE source.url=url"),
         (table, {"caption": "txet"}, r"no column 'txet' \(--caption\).*The nearest is text"),
         (table, {"image": "text", "caption": "file_name"}, "None of the first 10 images .* exists, such as"),
@@ -266,3 +279,107 @@ def test_an_empty_tar_before_those_of_another_folder_is_no_obstacle(tmp_path: Pa
                     info.size = len(payload)
                     archive.addfile(info, io.BytesIO(payload))
     check_ten(tmp_path / "out", make(tmp_path / "in", tmp_path / "out"))
+
+
+LISTS = [
+    ('["a dog", "a brown dog"]', ["a dog", "a brown dog"]),
+    ("['a dog', 'it\\'s brown']", ["a dog", "it's brown"]),
+    ('["a dog", "a dog"]', ["a dog"]),
+    ("[untitled]", ["[untitled]"]),
+    ("[1, 2]", ["[1, 2]"]),
+    ('["a dog"', ['["a dog"']),
+]
+
+
+@pytest.mark.parametrize(("cell", "captions"), LISTS)
+def test_a_list_in_a_cell_is_several_captions(cell: str, captions: list[str], tmp_path: Path) -> None:
+    write_images(tmp_path, 1)
+    source = write_csv(tmp_path / "t.csv", [("image", "caption"), ("000.jpg", cell)])
+    make(source, tmp_path / "out")
+    assert texts(tmp_path / "out") == [captions]
+    make(source, tmp_path / "one", captions="one")
+    assert texts(tmp_path / "one") == [[" ".join(cell.split())]]
+
+
+def test_lines_of_a_text_file_and_text_files_without_an_image(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    write_images(folder, 2)
+    (folder / "000.txt").write_text("a dog\n\na brown dog\n")
+    (folder / "001.txt").write_text("a cat")
+    (folder / "002.txt").write_text("its picture is elsewhere")
+    make(folder, tmp_path / "out")
+    assert texts(tmp_path / "out") == [["a dog", "a brown dog"], ["a cat"]]
+    assert dropped(tmp_path / "out") == [["002.txt", "image file missing", "no image of this name beside it"]]
+    make(folder, tmp_path / "one", captions="one")
+    assert texts(tmp_path / "one")[0] == ["a dog a brown dog"]
+
+
+def test_the_captions_of_flickr8k_are_numbered(tmp_path: Path) -> None:
+    write_images(tmp_path / "Images", 3)
+    rows = [(f"{k:03d}.jpg#{n}", f"caption {n} of {k}") for k in range(2) for n in range(5)]
+    (tmp_path / "Images" / "002.jpg").rename(tmp_path / "Images" / "odd.jpg#1")
+    source = write_csv(tmp_path / "Flickr8k.token.txt", [*rows, ("odd.jpg#1", "as named")], delimiter="\t")
+    make(source, tmp_path / "out", header=("image", "caption"), images=tmp_path / "Images")
+    assert texts(tmp_path / "out") == [[f"caption {n} of {k}" for n in range(5)] for k in range(2)] + [["as named"]]
+
+
+def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
+    names = write_images(tmp_path, 3)
+    twice = write_csv(tmp_path / "twice.csv", [("image", "caption", "caption"), (names[0], "a", "b")])
+    with pytest.raises(UserError, match="several columns called 'caption'"):
+        make(twice, tmp_path / "x")
+    rows = "".join(f"{name};a, b, c and {k}\n" for k, name in enumerate(names))
+    (tmp_path / "semicolons.csv").write_text("image;caption, in English, or not, as it came, untouched\n" + rows)
+    make(tmp_path / "semicolons.csv", tmp_path / "y", caption="caption, in English, or not, as it came, untouched")
+    assert texts(tmp_path / "y") == [[f"a, b, c and {k}"] for k in range(3)]
+    members = [("a.jpg", picture(0)), ("a.txt", b"a"), ("b.jpg", picture(1)), ("b.txt", b"b"), ("a.jpg", picture(2))]
+    canonical_tar.write(tmp_path / "t.tar", members)
+    make(tmp_path / "t.tar", tmp_path / "z")
+    assert texts(tmp_path / "z") == [["a"], ["b"]]
+    assert [(place, reason) for place, reason, _ in dropped(tmp_path / "z")] == [("t.tar:a", "malformed row")]
+
+
+def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
+    bodies = [picture(k) for k in range(4)]
+    raw = pa.array([b"one", b"caf\xe9", b"three", b"four"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
+    pq.write_table(pa.table({"image": pa.array(bodies, pa.binary()), "caption": text}), tmp_path / "t.parquet")
+    make(tmp_path / "t.parquet", tmp_path / "out")
+    assert texts(tmp_path / "out") == [["one"], ["three"], ["four"]]
+    ((place, reason, detail),) = dropped(tmp_path / "out")
+    assert (place, reason) == ("t.parquet row 1", "caption is not UTF-8")
+    assert detail == "byte 0xE9; if the text is in Latin-1: iconv -f latin1 -t utf-8 FILE"
+    names = write_images(tmp_path / "csv", 2)
+    (tmp_path / "csv" / "t.csv").write_bytes(f"image,caption\n{names[0]},caf".encode() + b"\xe9\n" + b"001.jpg,two\n")
+    make(tmp_path / "csv" / "t.csv", tmp_path / "other")
+    assert dropped(tmp_path / "other")[0][2] == detail
+
+
+def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """Regression test: its pixels or captions were taken as they were."""
+    table = pa.table({"image": pa.array([b"x" * 99] * 4, pa.binary()), "caption": [f"a cat {k}" for k in range(4)]})
+    path = tmp_path / "t.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"a cat 2", b"a car 2", 1))
+    source = open_parquet(path, image=None, caption=None)
+    with pytest.raises(UserError, match=r"t\.parquet is damaged in row group 0 .*fetch it again"):
+        list(source.read(0, 4))
+    path.write_bytes(path.read_bytes()[:-108] + bytes(100) + path.read_bytes()[-8:])  # the end of its footer
+    with pytest.raises(UserError, match=r"t\.parquet is not a parquet file that can be read"):
+        open_parquet(path, image=None, caption=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "captions"),
+    [
+        ("['a cat' 'a dog']", ("a cat", "a dog")),
+        ("['a cat'\n \"a dog's\"]", ("a cat", "a dog's")),
+        ("['a cat', 'a dog']", ("a cat", "a dog")),
+        ('["a cat", "a dog"]', ("a cat", "a dog")),
+        ("[]", ()),
+        ("['']", ()),
+        ("[a cat]", ("[a cat]",)),
+    ],
+)
+def test_texts_that_are_lists_of_captions(text: str, captions: tuple[str, ...]) -> None:
+    assert captions_of_list(text) == captions

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -28,9 +30,10 @@ from jobs.recipe_path import TRAINING
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
+from pipeline.data.shards.other_forms import advice
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.training.recipe import read_recipe
+from pipeline.training.recipe import load_recipe, read_recipe
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 from tests.shards import count_tokens
 
@@ -54,7 +57,7 @@ def test_every_dropped_row_is_recorded_with_position_and_reason(tmp_path: Path) 
     assert outcome.manifest.n == 1
     assert found == {
         "pairs.csv:3": "image file missing", "pairs.csv:4": "empty", "pairs.csv:5": "truncated",
-        "pairs.csv:6": "not an image", "pairs.csv:7": "undecodable", "pairs.csv:8": "no caption",
+        "pairs.csv:6": "not an image", "pairs.csv:7": "truncated", "pairs.csv:8": "no caption",
         "pairs.csv:9": "malformed row", "pairs.csv:10": "caption is not UTF-8",
     }  # fmt: skip
     assert outcome.manifest.attempted == 9
@@ -127,6 +130,21 @@ def test_several_processes_and_a_resumed_run_write_the_same_bytes(tmp_path: Path
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
 
 
+def test_a_changed_byte_in_a_meta_file_is_found(table: Path, tmp_path: Path) -> None:
+    """Regression test: the file had no checksums, so that another place was listed for a dropped row."""
+    convert_all(table, tmp_path / "data")
+    meta = tmp_path / "data" / "meta" / "00000.parquet"
+    column = pq.ParquetFile(meta).metadata.row_group(0).column(2)
+    body = bytearray(meta.read_bytes())
+    body[column.dictionary_page_offset + column.total_compressed_size // 2] ^= 1
+    meta.write_bytes(body)
+    with pytest.raises(UserError, match=r"00000.parquet is missing or damaged .* Delete the shard's files"):
+        convert_all(table, tmp_path / "data")
+    meta.unlink()
+    (meta.parent / "00000.json").unlink()
+    convert_all(table, tmp_path / "data")
+
+
 def test_a_conversion_goes_on_from_another_folder(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression test: images of a source with a relative name were missing for the run that continued."""
     real = make_shards.write_shard
@@ -191,13 +209,25 @@ def test_the_command_reports_the_result_and_how_to_train(table: Path, tmp_path: 
     (table.parent / "images" / "004.jpg").unlink()
     done = CliRunner().invoke(command, [str(table), str(tmp_path / "out"), "--processes", "1"])
     assert done.exit_code == 0, done.output
-    assert "9 of 10 rows gave a sample: 1 shards" in done.output
+    assert "9 of 10 rows gave a sample: 1 shard," in done.output
     assert "dropped        1  image file missing: pairs.csv:6\n" in done.output
     assert (
         f"neuclip train --recipe finetune data.sources={tmp_path / 'out'} batch_size=2 data.streams=1 output=runs/mine"
         in done.output
     )
     assert "Fewer than 100,000 pairs teach little from scratch, which is --recipe own." in done.output
+
+
+def test_printed_commands_work_for_a_folder_with_a_space(table: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my pairs"
+    done = CliRunner().invoke(command, [str(table), str(folder), "--processes", "1"])
+    printed = [shlex.split(line.partition("neuclip ")[2]) for line in done.output.splitlines() if "neuclip " in line]
+    assert printed[0] == ["report", str(folder)]
+    assert f"data.sources={folder}" in printed[1]
+    assert load_recipe(TRAINING / "finetune.yaml", printed[1][3:]).data.sources[0].manifest == str(folder)
+    loose = tmp_path / "my photos"
+    write_images(loose, 1)
+    assert f"`neuclip pairs '{loose}' OUTPUT`" in advice(loose)
 
 
 @pytest.mark.parametrize(("samples", "batch", "streams"), [(1, 2, 1), (80, 8, 2), (500, 64, 16), (1_535, 128, 32)])

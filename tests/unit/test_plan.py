@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from jobs.plan import command
+from jobs.plan import _size, command, describe_loading
 from pipeline.errors import UserError
 from pipeline.model.tower_costs import TowerCosts, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
 from pipeline.planning.run_costs import engine_memory, run_cost
 from pipeline.planning.run_plan import plan_run
-from pipeline.training.plan_config import PlanConfig
-from pipeline.training.recipe import load_recipe
+from pipeline.training.recipe import PlanConfig, load_recipe
 from tests.shards import write_shards
 from tests.towers import write_tiny
 
@@ -113,8 +113,28 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
     arguments = settings(arch, f"data.sources={tmp_path / 'shards'}", "engine.micro_batch=10")
     result = CliRunner().invoke(command, [*arguments, "--ranks", "2"])
     assert result.exit_code == 0, result.output
-    for part in ("2 x 20 pairs", "2 (recipe)", "GPU hours", "120 samples in 2 shards", "distinct shards in a batch"):
+    for part in (
+        " on tiny-towers: 2 x 20 pairs",
+        "1 (recipe)",
+        "GPU hours",
+        "120 samples in 2 shards",
+        "distinct shards in a batch",
+    ):
         assert part in result.output
+    plan = plan_run(load_recipe(None, [*arguments, "plan.mfu=0.01"]), gpus=2)
+    assert plan.data is not None
+    rate = 0.01 * 989e12 / (plan.cost.flops / plan.cost.samples)
+    assert plan.pairs_per_second == pytest.approx(rate)
+    for workers, cores in ((2, 1.0), (2, 2.0)):
+        text = describe_loading(replace(plan, workers=workers), images_per_core=rate / cores)
+        size = _size(rate * plan.data.bytes / 120)
+        assert f"{rate:,.0f} pairs/s: {size}/s from storage and {cores:.1f} cores for decoding" in text
+        assert f"2 workers per GPU, if there are as many cores, load {2 / cores:.1f} times as fast" in text
+        assert ("TOO SLOW, use data.workers=3" in text) == (cores == 2)
     absent = CliRunner().invoke(command, [*settings(arch, "plan.dataset_size=400"), "--ranks", "1"])
-    assert "400 samples of about 30 kB expected" in absent.output
-    assert "There is no manifest" in absent.output
+    assert "400 samples of about 30 kB assumed" in absent.output
+    assert "\nThe data is assumed, not read: There is no manifest" in absent.output
+    assert " on 1 GPU\n" in absent.output
+    for part in ("TFLOP/s (H100 or H200, plan.peak_tflops)", "below 90% of 80 GiB"):
+        assert part in " ".join(absent.output.split())
+    assert " 0 GPU hours" not in absent.output

@@ -21,8 +21,8 @@ from PIL import Image
 import jobs.playground as job
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.errors import UserError
-from pipeline.evaluation.runner.compute import Compute
-from pipeline.evaluation.runner.texts import class_vectors
+from pipeline.evaluation.compute import Compute
+from pipeline.evaluation.protocols.texts import class_vectors
 from pipeline.playground import http_api
 from pipeline.playground.explorer import ClassSet, Explorer
 from pipeline.playground.gallery import Dropped, open_image, read_samples
@@ -150,6 +150,10 @@ def test_results_are_those_of_the_model(explorer: Explorer) -> None:
     for hit in found:
         assert hit["score"] == pytest.approx(float(by_name[hit["name"].split(".")[0]] @ query), abs=1e-4)
     assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
+    drawn = explorer.some_images(count=12)
+    assert len({hit["name"] for hit in drawn}) == 12
+    assert all(explorer.names[hit["image"]] == hit["name"] for hit in drawn)
+    assert len(explorer.some_images(count=60)) == 14
     image = explorer.add_upload(bodies(1)[0][1])
     vectors = class_vectors(model, CLASSES, TEMPLATES, compute=Compute(torch.device("cpu")), micro_batch=6)
     expected = torch.softmax(explorer.scale * (vectors @ by_name["b/00"]), 0)
@@ -170,7 +174,7 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     assert error("/api/image", b"") == (400, "The file is empty.")
     assert error("/api/image", b"text")[1].startswith("The file is not an image that can be read")
     assert error("/api/image", bodies(4)[3][1][:150])[0] == 400
-    assert "81,000,000 pixels, more than the 64,000,000 allowed" in error("/api/image", huge.getvalue())[1]
+    assert "has 9000 x 9000, more than the 64,000,000 pixels allowed" in error("/api/image", huge.getvalue())[1]
     assert error("/api/image", bytes(http_api.LARGEST_UPLOAD + 1)) == (
         413,
         "The file has more than 20 MiB: make it smaller.",
@@ -271,9 +275,11 @@ def test_the_page_in_a_browser(address: tuple[str, int], tmp_path: Path) -> None
             tab.wait_for_selector("#facts li")
             assert tab.inner_text("h1") == "run, step-00000010"
             assert tab.input_value("#classes") == "\n".join(CLASSES)
+            tab.wait_for_selector(".hit img")
+            assert tab.locator(".hit").count() == 12, "images at random"
             tab.fill("#text", "a red fox")
             tab.click("#search button")
-            tab.wait_for_selector(".hit img")
+            tab.wait_for_selector(".hit .score")
             assert tab.locator(".hit").count() == 12
             tab.locator(".hit").first.click()
             tab.wait_for_selector("#captions li")

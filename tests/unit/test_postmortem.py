@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +32,20 @@ from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.postmortem import evidence as evidence_module
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
+from pipeline.training.recipe import ValidationConfig
+from pipeline.training.run_start import Origin
 from pipeline.training.validation import Validation, ValidationHistory
-from pipeline.training.validation_config import ValidationConfig
 from tests.launch import ROOT
-from tests.unit.test_checkpoint import Towers, snapshot, towers, write  # noqa: F401 (a fixture)
+from tests.written_checkpoints import Towers, snapshot, write
 
-CONFIG = "output: {run}\nsamples: 80\nbatch_size: 8\ncheckpoint: {{fallback: {fallback}}}\n"
+CONFIG = """
+output: {run}
+samples: 80
+batch_size: 8
+data: {{sources: x}}
+schedule: {{warmup_steps: 1}}
+checkpoint: {{fallback: {fallback}}}
+"""
 HOLDS = """
 import fcntl, sys, time
 lock = open(sys.argv[1], "a+")
@@ -85,29 +93,39 @@ def last_line(output: str) -> str:
     return output.strip().splitlines()[-1]
 
 
-def test_killed_while_stepping(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_killed_while_stepping(run: Path, towers: Towers) -> None:
     write(run, towers, [3, 6])
     beat(run)
     output, code = examine(run)
     assert code == 0
-    assert "rank 0 killed from outside (SIGKILL), or the machine was lost" in output
+    assert "rank 0 ended without a word: killed from outside (SIGKILL), crashed in native code" in output
     assert "in step 7, forward" in output
     assert "intact: step-00000003, step-00000006; 1 logged steps after the newest are trained again" in output
-    assert last_line(output).endswith(f"neuclip train --recipe '{run}/config.yaml' --resume latest")
+    assert last_line(output).endswith(f"neuclip train --recipe '{run}/config.yaml' --resume latest output='{run}'")
 
 
-def test_one_killed_rank_of_two_is_the_cause_that_is_named(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_the_next_command_does_not_consent_for_the_user(run: Path, towers: Towers) -> None:
+    write(run, towers, [3])
+    beat(run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("sources: x", "sources: x, allow_commands: true"))
+    output, _ = examine(run)
+    assert f"--resume latest output='{run}'\n" in output
+    assert "the run had data.allow_commands=true: add that only if you trust the run" in last_line(output)
+
+
+def test_one_killed_rank_of_two_is_the_cause_that_is_named(run: Path, towers: Towers) -> None:
     write(run, towers, [6])
     for rank in (0, 1):
         beat(run, rank=rank, size=2)
     end(run, 76, "lost contact to another rank")
     output, _ = examine(run)
-    assert "rank 1 killed from outside" in output.splitlines()[0]
+    assert "rank 1 ended without a word: killed from outside" in output.splitlines()[0]
     assert "the other ranks noticed and ended" in output
-    assert last_line(output).endswith("--ranks 2 --resume latest")
+    assert last_line(output).endswith(f"--ranks 2 --resume latest output='{run}'")
 
 
-def test_killed_while_writing_a_checkpoint(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_killed_while_writing_a_checkpoint(run: Path, towers: Towers) -> None:
     write(run, towers, [3])
     (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / ".step-00000006")
     write_kept = run / "checkpoints" / ".step-00000006"
@@ -115,12 +133,12 @@ def test_killed_while_writing_a_checkpoint(run: Path, towers: Towers) -> None:  
     output, code = examine(run)
     assert code == 0
     assert "while step-00000006 was being written" in output
-    assert "was never finished; the next start removes it" in output
+    assert "was never finished; the next checkpoint removes it" in output
     assert "none was finished" in output
     assert write_kept.is_dir(), "the doctor changed the folder"
 
 
-def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run, towers, [3])
     sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
     sink.event("Checkpoint step-00000006 could NOT be written (OSError: No space left).", facts={})
@@ -136,7 +154,7 @@ def test_a_full_disk(run: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_stalled_loading_worker_is_reported_in_its_own_words(
     run: Path,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(run, towers, [6])
@@ -155,7 +173,7 @@ def test_a_stalled_loading_worker_is_reported_in_its_own_words(
     assert "Worker 1 is stopped, has open 00007.tar." in output
 
 
-def test_finished(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_finished(run: Path, towers: Towers) -> None:
     write(run, towers, [10])
     end(run, 0)
     output, code = examine(run)
@@ -164,8 +182,11 @@ def test_finished(run: Path, towers: Towers) -> None:  # noqa: F811
     assert last_line(output).endswith(f"neuclip report '{run}'")
 
 
-def test_stopped_early_by_the_validation_loss(run: Path, towers: Towers) -> None:  # noqa: F811
+@pytest.mark.parametrize("evaluation", ["", "evaluation: {suite: somewhere}\n"])
+def test_stopped_early_by_the_validation_loss(run: Path, towers: Towers, evaluation: str) -> None:
     write(run, towers, [7])
+    with (run / "config.yaml").open("a") as file:
+        file.write(evaluation)
     history = ValidationHistory(best_loss=2.5, best_step=3, since_best=2)
     validation = Validation(ValidationConfig(), pairs=None, tau=1.0, history=history, report=print)  # type: ignore[arg-type]
     sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
@@ -178,10 +199,10 @@ def test_stopped_early_by_the_validation_loss(run: Path, towers: Towers) -> None
     sink.event("Resumed from step-00000007 (step 7 of 10).", facts={})
     sink.close()
     end(run, 75)
-    assert last_line(examine(run)[0]).endswith("--resume latest")
+    assert last_line(examine(run)[0]).endswith(f"--resume latest output='{run}'")
 
 
-def test_the_size_of_a_checkpoint_includes_its_average(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_the_size_of_a_checkpoint_includes_its_average(run: Path, towers: Towers) -> None:
     writer = CheckpointWriter(run, config=CheckpointConfig(), world=World(), architecture=towers[1], on_event=print)
     writer.save(replace(snapshot(towers, 3), ema=towers[0]))
     writer.wait()
@@ -205,7 +226,7 @@ def test_never_started(tmp_path: Path) -> None:
         read_evidence(tmp_path)
 
 
-def test_damaged_checkpoints(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_damaged_checkpoints(run: Path, towers: Towers) -> None:
     write(run, towers, [3, 6])
     weights = run / "checkpoints" / "step-00000006" / "open_clip_model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -219,13 +240,13 @@ def test_damaged_checkpoints(run: Path, towers: Towers) -> None:  # noqa: F811
     assert read_evidence(run, verify=False).checkpoints[-1].problem == ""
     (run / "checkpoints" / "step-00000003" / "moments.safetensors").unlink()
     output, _ = examine(run)
-    assert last_line(output).endswith(f"output='{run}'-again")
+    assert last_line(output).endswith(f"output='{run}-again'")
     assert "no checkpoint is intact" in last_line(output)
 
 
 def test_what_a_running_run_removes_meanwhile_is_skipped(
     run: Path,
-    towers: Towers,  # noqa: F811
+    towers: Towers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(run, towers, [3, 6])
@@ -251,7 +272,7 @@ def test_what_a_running_run_removes_meanwhile_is_skipped(
     assert [checkpoint.step for checkpoint in evidence.checkpoints] == [6]
 
 
-def test_still_running(run: Path) -> None:
+def test_still_running(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beat(run)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(run / ".lock")], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -262,15 +283,28 @@ def test_still_running(run: Path) -> None:
         output, code = examine(run)
         assert code == 0
         assert "is running (a host, process 7)" in output
-        os.utime(run / "heartbeats" / "rank-00000.json", (0, time.time() - 1000))
+        last, slept = run / "heartbeats" / "rank-00000.json", list[float]()
+        os.utime(last, (0, time.time() - 1000))
+        monkeypatch.setattr(evidence_module.time, "sleep", slept.append)
         assert "a heartbeat is 1000 s old" in examine(run)[0]
+
+        for jump in (-1000, 1000):  # of the clock that the files' times are from
+
+            def next_beat(seconds: float, jump: int = jump) -> None:
+                slept.append(seconds)
+                last.write_text(json.dumps({**json.loads(last.read_text()), "beat": len(slept)}))
+                os.utime(last, (0, time.time() + jump))
+
+            monkeypatch.setattr(evidence_module.time, "sleep", next_beat)
+            next_beat(0.0)
+            assert "is running (a host, process 7)" in examine(run)[0]
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert "killed from outside" in examine(run)[0]
 
 
-def test_a_checkpoint_in_the_fallback_folder_is_found(run: Path, towers: Towers) -> None:  # noqa: F811
+def test_a_checkpoint_in_the_fallback_folder_is_found(run: Path, towers: Towers) -> None:
     write(run, towers, [3])
     write(run.parent / "spare" / run.name, towers, [7])
     end(run, 75)
@@ -319,3 +353,54 @@ def test_the_record_of_an_exit_fits_on_a_full_disk(run: Path, monkeypatch: pytes
     written = run / "heartbeats" / "exit-00000.json"
     assert (written.stat().st_size, written.stat().st_ino) == (size, inode)
     assert "ended with 74: its last checkpoint could not be written" in examine(run)[0]
+
+
+def test_a_fork_that_was_killed_before_its_first_checkpoint(run: Path) -> None:
+    origin = Origin(str(run.parent / "other" / "step-00000004"), "abc", new_batch_size=True)
+    (run / "origin.json").write_text(json.dumps(asdict(origin)))
+    beat(run)
+    output, _ = examine(run)
+    assert last_line(output).endswith(f"--resume {origin.checkpoint} --new-batch-size output='{run}'")
+
+
+def test_a_moved_folder_and_settings_that_cannot_be_continued_with(run: Path, towers: Towers) -> None:
+    write(run, towers, [6])
+    moved = run.rename(run.with_name("moved"))
+    assert last_line(examine(moved)[0]).endswith(f"--recipe {moved}/config.yaml --resume latest output={moved}")
+    with (moved / "config.yaml").open("a") as file:
+        file.write("no_such_setting: 1\n")
+    output, code = examine(moved)
+    assert code == 1
+    assert "cannot be continued with: The configuration is not valid. Unknown key no_such_setting" in output
+
+
+@pytest.mark.parametrize(
+    ("damaged", "suite", "expected"),
+    [
+        (True, False, "trained to its end, but no checkpoint is intact"),
+        (False, True, "trained to its end, but its last weights were not evaluated: it was killed in the evaluation"),
+        (False, False, "finished: 10 steps"),
+    ],
+)
+def test_a_run_that_reached_its_last_step(
+    run: Path,
+    towers: Towers,
+    damaged: bool,
+    suite: bool,
+    expected: str,
+) -> None:
+    write(run, towers, [10])
+    sink = JsonLines(SinkContext(run, total_steps=10, first_step=9))
+    for step in (8, 9, 10):
+        sink.scalars("train", step=step, values={"loss": 1.0})
+    sink.close()
+    if suite:
+        with (run / "config.yaml").open("a") as file:
+            file.write("evaluation: {suite: somewhere}\n")
+        beat(run, phase="evaluation")
+    if damaged:
+        end(run, 0)
+        next((run / "checkpoints" / "step-00000010").glob("*.safetensors")).write_bytes(b"")
+    output, code = examine(run)
+    assert expected in output.splitlines()[0]
+    assert code == int(damaged)

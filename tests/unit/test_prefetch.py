@@ -1,72 +1,28 @@
-"""Prefetching the next batch: the order of batches, and when an error is raised."""
+"""Prefetching the next batch: the order of batches, when an error is raised, and what a GPU's step waits for."""
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipeline.distributed.timing import Meter, Phases
-from pipeline.training.prefetch import PrefetchedBatches
+from pipeline.training import trainer as trainer_module
+from pipeline.training.step import PrefetchedBatches, TrainStep
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
 
 CPU = torch.device("cpu")
-
-
-def prefetched(batches: list[Any], *, steps: int = 99) -> tuple[PrefetchedBatches, Iterator[Any], Meter]:
-    """Return the batches (exceptions among them are raised), their source, and the meter of the time spent waiting."""
-
-    def loader() -> Iterator[Any]:
-        for batch in batches:
-            if isinstance(batch, Exception):
-                raise batch
-            yield batch
-
-    source = loader()
-    phases = Phases(CPU)
-    meter = Meter(1, phases)
-    return PrefetchedBatches(source, steps=steps, meter=meter, phases=phases, device=CPU), source, meter
-
-
-@pytest.mark.parametrize("ahead", [[True] * 3, [False] * 3, [True, False, True]])
-def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]) -> None:
-    batches, source, _ = prefetched(["a", "b", "c", "d", "e"])
-    taken = []
-    for step, fetch in enumerate(ahead):
-        taken.append(batches.next())
-        if fetch:
-            batches.fetch_ahead(step)
-    assert [*taken, batches.next()] == ["a", "b", "c", "d"]
-    assert next(source) == "e", "a batch was fetched but not returned"
-
-
-def test_nothing_is_prefetched_past_the_last_step() -> None:
-    batches, source, _ = prefetched(["a", "b", "c"], steps=2)
-    batches.next()
-    batches.fetch_ahead(0)
-    assert batches.next() == "b"
-    batches.fetch_ahead(1)
-    assert next(source) == "c"
-
-
-def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
-    batches, _, _ = prefetched(["a", ValueError("the second")])
-    assert batches.next() == "a"
-    batches.fetch_ahead(0)
-    with pytest.raises(ValueError, match="the second"):
-        batches.next()
-
-
-def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
-    batches, _, meter = prefetched(["a", "b"])
-    batches.next()
-    first = meter.read()["data_wait"]
-    batches.fetch_ahead(0)
-    assert first > 0
-    assert meter.read()["data_wait"] > 0
+LIMIT = 60.0
 
 
 class FakeStream:
@@ -81,6 +37,96 @@ class FakeStream:
 
     def wait_event(self, event: str) -> None:
         self.calls.append(f"{self.name} waits until {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Streams without a GPU; what was called on them."""
+    calls: list[str] = []
+    own, current = FakeStream("copies", calls), FakeStream("current", calls)
+
+    @contextmanager
+    def stream(used: FakeStream) -> Iterator[None]:
+        calls.append(f"on {used.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    return calls
+
+
+def prefetched(source: Iterator[Any], *, steps: int = 99, meter: Meter | None = None) -> PrefetchedBatches:
+    """Batches that are fetched as for a GPU, with the `streams` of the fixture."""
+    meter = meter or Meter(1, Phases(CPU))
+    batches = PrefetchedBatches(source, steps=steps, meter=meter, device=torch.device("cuda", 0))
+    batches._device = CPU  # the meter asks the device for its queued work
+    return batches
+
+
+def batch(name: str) -> Any:
+    return SimpleNamespace(name=name, image=torch.zeros(1))
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("ahead", [[True] * 3, [False] * 3, [True, False, True]])
+def test_batches_keep_their_order_with_and_without_prefetching(ahead: list[bool]) -> None:
+    source = map(batch, "abcde")
+    batches, taken = prefetched(source), []
+    for step, fetch in enumerate(ahead):
+        taken.append(batches.next().name)
+        if fetch:
+            batches.fetch_ahead(step)
+            batches.fetch_ahead(step)  # nothing more
+    assert [*taken, batches.next().name] == ["a", "b", "c", "d"]
+    assert next(source).name == "e", "a batch was fetched but not returned"
+
+
+@pytest.mark.usefixtures("streams")
+def test_nothing_is_prefetched_past_the_last_step_or_on_a_cpu() -> None:
+    source = map(batch, "abc")
+    batches = prefetched(source, steps=2)
+    batches.next()
+    batches.fetch_ahead(0)
+    assert batches.next().name == "b"
+    batches.fetch_ahead(1)
+    assert next(source).name == "c"
+    on_cpu = PrefetchedBatches(map(batch, "abc"), steps=9, meter=Meter(1, Phases(CPU)), device=CPU)
+    on_cpu.fetch_ahead(0)
+    assert on_cpu._ahead is None
+
+
+@pytest.mark.usefixtures("streams")
+def test_an_error_while_prefetching_is_raised_when_that_batch_is_due() -> None:
+    def source() -> Iterator[Any]:
+        yield batch("a")
+        raise ValueError("the second")
+
+    batches = prefetched(source())
+    batches.next()
+    batches.fetch_ahead(0)
+    batches.settle()
+    with pytest.raises(ValueError, match="the second"):
+        batches.next()
+
+
+@pytest.mark.usefixtures("streams")
+def test_waiting_time_is_counted_with_and_without_prefetching() -> None:
+    go_on, meter = threading.Event(), Meter(1, Phases(CPU))
+
+    def source() -> Iterator[Any]:
+        yield batch("a")
+        assert go_on.wait(LIMIT)
+        yield batch("b")
+
+    batches = prefetched(source(), meter=meter)
+    batches.next()
+    assert meter.read()["data_wait"] > 0
+    batches.fetch_ahead(0)  # does not wait
+    assert meter.read()["data_wait"] == 0
+    threading.Timer(0.1, go_on.set).start()
+    assert batches.next().name == "b"
+    assert meter.read()["data_wait"] > 0.5
 
 
 class FakeImage:
@@ -98,35 +144,74 @@ class FakeImage:
         self.calls.append(f"memory in use by {stream.name}")
 
 
-def test_images_are_copied_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    own, current = FakeStream("copies", calls), FakeStream("current", calls)
+def test_images_are_copied_ahead_on_a_stream_of_their_own(streams: list[str]) -> None:
+    def source() -> Iterator[Any]:
+        while True:
+            streams.append("fetch")
+            yield SimpleNamespace(image=FakeImage(streams))
 
-    @contextlib.contextmanager
-    def stream(used: FakeStream) -> Iterator[None]:
-        calls.append(f"on {used.name}")
-        yield
-
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    phases = Phases(CPU)
-    meter = Meter(1, phases)
-    source: Any = iter([SimpleNamespace(image=FakeImage(calls)) for _ in range(3)])
-    batches = PrefetchedBatches(source, steps=9, meter=meter, phases=phases, device=device)
-    batches._device = CPU  # the meter asks the device for its queued work
+    batches = prefetched(source())
     first = batches.next()
     batches.image(first)
-    assert calls == ["copy"], "nothing was copied ahead"
-    calls.clear()
+    assert streams == ["fetch", "copy"], "nothing was copied ahead"
+    streams.clear()
     batches.fetch_ahead(0)
-    assert calls == ["on copies", "copy", "copies records"]
-    calls.clear()
+    batches.settle()
+    assert streams == ["on copies", "fetch", "copy", "copies records"], "memory is pinned for the stream's device"
+    streams.clear()
     batches.image(batches.next())
-    assert calls == ["current waits until arrived", "memory in use by current"]
-    calls.clear()
+    assert streams == ["current waits until arrived", "memory in use by current"]
     batches.fetch_ahead(1)
-    calls.clear()
+    batches.next()
+    streams.clear()
     batches.image(first)
-    assert calls == ["copy"], "another batch than the one copied ahead"
+    assert streams == ["copy"], "another batch than the one copied ahead"
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fetched from before the forward pass until after the update, and the weights are the same."""
+    write_shards(tmp_path / "shards", [40])
+    write_tiny(tmp_path, image_size=32)
+
+    def train(name: str) -> dict[str, torch.Tensor]:
+        train_here(
+            f"output={tmp_path / name}", f"data.sources={tmp_path / 'shards'}",
+            f"model.arch={tmp_path}/tiny-towers.json", "samples=32", "model.patch_dropout=0.5", "engine.probe=false",
+        )  # fmt: skip
+        return load_file(tmp_path / name / "checkpoints" / "step-00000004" / "open_clip_model.safetensors")
+
+    without = train("without")
+    began, stepped, number = threading.Event(), threading.Event(), 0
+    call = TrainStep.__call__
+
+    def source(loader: Iterator[Any]) -> Iterator[Any]:
+        nonlocal number
+        for found in loader:
+            number += 1
+            if number > 1:
+                began.set()
+                assert stepped.wait(LIMIT), "the step waits for the next batch"
+                stepped.clear()
+            yield found
+
+    def step(self: TrainStep, *arguments: Any, **options: Any) -> Any:
+        last = options["step"] == 3
+        assert last or began.wait(LIMIT), "the next batch was not being fetched when the step began"
+        began.clear()
+        assert gc.get_freeze_count() > 10_000, "collections look at the objects of the start"
+        found = call(self, *arguments, **options)
+        stepped.set()
+        return found
+
+    def ahead(trainer: Any) -> Any:
+        trainer.batches = prefetched(source(trainer.loader), steps=4, meter=trainer.meter)
+        return fit(trainer)
+
+    fit = trainer_module.Trainer.fit
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(TrainStep, "__call__", step)
+    monkeypatch.setattr(trainer_module.Trainer, "fit", ahead)
+    weights = train("ahead")
+    assert gc.get_freeze_count() == 0
+    assert all(torch.equal(weights[key], value) for key, value in without.items())

@@ -16,9 +16,10 @@ from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.icons_config import IconsConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import keys
-from pipeline.evaluation.runner.session import EvaluationConfig
+from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.objectives import objective_names, parse_objective
 from pipeline.training.recipe import RunConfig
+from pipeline.training.recipe_keys import RECIPE_KEYS
 from tests.documents import BLOCK, PAGES, ROOT, Line, blocks, check, lines
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
@@ -81,9 +82,6 @@ def test_commands_in_inline_code_exist() -> None:
             assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: {text}"
 
 
-RECIPE_KEYS = frozenset({"epochs", "schedule.warmup_share"})  # keys of a recipe, resolved by pipeline.training.budget
-
-
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Return every section.key of training, of ingestion, and of evaluation by `neuclip watch`."""
@@ -91,7 +89,7 @@ def known_keys() -> frozenset[str]:
     found |= {*(f"evaluation.{key}" for key in keys(EvaluationConfig))}
     for name in objective_names():
         found |= {f"objective.{key}" for key in keys(type(parse_objective({"name": name})))}
-    return RECIPE_KEYS | frozenset(found)
+    return frozenset(RECIPE_KEYS) | frozenset(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -179,6 +177,7 @@ def test_the_library_snippet_runs() -> None:
         "loader": batches,
         "optimizer": torch.optim.AdamW(towers.parameters(), lr=3e-3),
         "losses": [],
+        "model": torch.nn.ParameterDict({"logit_scale": torch.zeros(())}),
     }
     exec(snippet.replace("loss.backward()", "loss.backward(); losses.append(loss.item())"), scope)
     assert len(scope["losses"]) == 6

@@ -10,7 +10,7 @@ import yaml
 
 from pipeline.config import dump, read_yaml
 from pipeline.errors import UserError
-from pipeline.objectives import objective_names
+from pipeline.objectives import objective_names, parse_objective
 from pipeline.planning.run_plan import plan_run
 from pipeline.training.recipe import load_recipe, parse_recipe
 
@@ -138,11 +138,16 @@ def test_learning_rates_scale_with_the_batch_size_unless_given() -> None:
     assert given.objective.tau_lr == 1.25e-4 / 2
 
 
-def test_a_method_without_settings_in_the_recipe_is_rejected(tmp_path: Path) -> None:
+def test_a_method_without_settings_in_the_recipe_has_its_defaults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("output: x\nsamples: 100\nbatch_size: 10\ndata: {sources: a}\nmethods: {openclip: {}}\n")
-    with pytest.raises(UserError, match=r"no settings for objective.name = 'neuclip'.*openclip"):
-        load_recipe(recipe)
+    run = load_recipe(recipe, ["objective.name=fastclip_v3", "schedule.warmup_steps=0"])
+    assert run.objective == parse_objective({"name": "fastclip_v3"})
+    assert "no settings for objective.name = fastclip_v3" in caplog.text
+    with pytest.raises(UserError, match=r"'fastclip_v9' is not known. The nearest is fastclip_v"):
+        load_recipe(recipe, ["objective.name=fastclip_v9"])
     assert load_recipe(recipe, ["objective.name=openclip", "schedule.warmup_steps=0"]).objective.name == "openclip"
     recipe.write_text(recipe.read_text() + "reference_batch: ten\n")
     with pytest.raises(UserError, match="reference_batch = 'ten'"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -15,14 +15,18 @@ from click.shell_completion import ShellComplete
 
 from jobs.cli import cli
 from jobs.cli import run as run_command
-from jobs.completion import complete_settings, run_settings
+from jobs.known_settings import check_given, complete_settings, run_settings
 from pipeline.config import parse
+from pipeline.distributed import world as world_module
 from pipeline.distributed.world import World, start_world
 from pipeline.errors import UserError
 from pipeline.model.model_folder import save_tensors
 from pipeline.training import run as run_module
 from pipeline.training.recipe import RunConfig, check_run, load_recipe
-from pipeline.training.run_folder import folder_of_a_start, hold_folder
+from pipeline.training.run_start import LOCK_NAME, folder_of_a_start, hold_folder
+from tests.shards import jpeg, write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
 
 COMMON = ["samples=100000", "data.sources=data/x"]
 
@@ -51,6 +55,45 @@ def test_the_suggested_setting_is_the_intended_one(key: str, meant: str) -> None
         parse(RunConfig, {key: 1})
 
 
+@pytest.mark.parametrize("arguments", [["train"], ["train", "--dry-run"], ["plan"], ["train", "validation"]])
+def test_a_mistyped_caption_field_is_refused_with_the_fields_of_the_samples(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = {"jpg": jpeg(1), "json": b'{"captions": ["a", "b"], "width": 3}', "txt": b"a"}
+    write_shards(tmp_path / "own", [4], replace=dict.fromkeys(range(4), members))
+    write_shards(tmp_path / "other", [4])
+    command, *more = arguments
+    settings = [
+        f"data.sources={tmp_path}/own",
+        f"output={tmp_path}/run",
+        "samples=4",
+        "batch_size=4",
+        "schedule.warmup_steps=1",
+    ]
+    settings += ["data.streams=1", "data.caption=json:captoins"]
+    if more == ["validation"]:
+        more = ["data.caption=json:captions", f"validation.sources={tmp_path}/other"]
+    with pytest.raises(SystemExit) as ended:
+        run_command(cli, [command, *settings, *more], prog_name="neuclip")
+    assert ended.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    if more and "other" in more[-1]:
+        assert "'json:captions' is in none of the first samples" in message
+        assert "Allowed: json, json:url, txt." in message
+    else:
+        assert "data.caption = 'json:captoins' is in none of the first samples" in message
+        assert "The nearest is json:captions. Allowed: json, json:captions, json:width, txt." in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_a_run_is_not_taken_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("output: x")
+    with pytest.raises(SystemExit):
+        run_command(cli, ["verify", str(tmp_path)], prog_name="neuclip")
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"It is the folder of a run: `neuclip doctor {tmp_path}` checks a run." in message
+
+
 def config(output: Path) -> RunConfig:
     return load_recipe(None, [f"output={output}", "batch_size=64", "schedule.warmup_steps=1", *COMMON])
 
@@ -75,6 +118,58 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("data.sources=nowhere", None),
+        ("data.streams=2", None),
+        ("evaluation.suite=nowhere", None),
+        ("batch_size=16", ""),
+        ("validation.sources=nowhere", None),
+        ("model.arch=scenes-vit-micro", None),
+        ("samples=8", r"samples = 8 is 1 step of batch_size = 8, but step-00000002 has trained 2 \(16 samples\)"),
+        ("optimizer.name=muon", "step-00000002 was written with optimizer.name = 'adamw', and this run has 'muon'"),
+        ("optimizer.name=lion", "was written with optimizer.name = 'adamw', and this run has 'lion'"),
+    ],
+)
+def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(
+    run_that_crashed: Path, wrong: str, why: str | None
+) -> None:
+    def contents() -> dict[str, bytes]:
+        files = (path for path in sorted(run_that_crashed.rglob("*")) if path.is_file() and path.name != LOCK_NAME)
+        return {str(path): path.read_bytes() for path in files}
+
+    before = contents()
+    stage = ["engine.deepspeed=zero0_fp32"] if "muon" in wrong else []
+    with pytest.raises(UserError, match=why):
+        train_here(*settings_of_crash(run_that_crashed), wrong, *stage, resume="latest")
+    assert contents() == before
+
+
+def settings_of_crash(run: Path) -> list[str]:
+    return [
+        f"output={run}",
+        f"data.sources={run.parent / 'shards'}",
+        f"model.arch={run.parent / 'tiny-towers.json'}",
+        *("samples=24", "checkpoint.every=2", "checkpoint.keep_last=9"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run_that_crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with records after its last checkpoint, a heartbeat and an unfinished checkpoint."""
+    folder = tmp_path_factory.mktemp("crashed")
+    write_shards(folder / "shards", [40])
+    write_tiny(folder)
+    run = folder / "run"
+    train_here(*settings_of_crash(run))
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    (run / "heartbeats" / "rank-00000.json").write_text("{}")
+    (run / "checkpoints" / ".step-00000003").mkdir()
+    (run / "checkpoints" / ".step-00000003" / "done-00000.json").write_text("{}")
+    return run
+
+
 def test_an_occupied_port_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -89,6 +184,19 @@ def test_an_occupied_port_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
+def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.distributed.DistNetworkError("Failed to init uv loop")
+
+    monkeypatch.setattr(world_module.dist, "rendezvous", fail)
+    monkeypatch.setattr(world_module, "too_many_files", lambda error: True)
+    with (
+        pytest.raises(UserError, match=r"too many open files \(\d+ are allowed; Failed .*\): raise `ulimit -n`"),
+        start_world(),
+    ):
+        pass
+
+
 def test_weights_get_the_permissions_of_the_umask(tmp_path: Path) -> None:
     from pipeline.model import model_folder
 
@@ -100,8 +208,17 @@ def test_settings_and_recipes_are_completed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert {"optimizer.lr", "objective.tau_init", "epochs", "data.streams"} <= set(run_settings())
     assert "optimizer" not in run_settings()
-    cached = json.loads((tmp_path / "neuclip" / "settings.json").read_text())
-    assert cached["settings"] == run_settings()
+    with pytest.MonkeyPatch.context() as patch:  # the second time, from the stored table
+        patch.setattr("jobs.known_settings.listing", lambda: pytest.fail("the settings are computed again"))
+        assert "objective.name" in run_settings()
+        with pytest.raises(UserError, match=r"Unknown key optimizer.nmae .* nearest valid key is optimizer.name"):
+            check_given("own", ["optimizer.nmae=adamw", "methods.neuclip.optimizer.lr=1", "objective={tua: 1}"])
+        check_given(None, ["data={sources: x}", "output=x", "epochs=1", "batch_size=8", "model.arch=x"])
+    monkeypatch.setattr("jobs.known_settings._sources", lambda: {"package": "another", "newest": 0, "files": 1})
+    monkeypatch.setattr("jobs.known_settings.listing", lambda: [("Training", [])])
+    assert run_settings() == [], "a table of other sources is not used"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     completer = ShellComplete(cli, {}, "neuclip", "_NEUCLIP_COMPLETE")
     found = [item.value for item in completer.get_completions(["train"], "optimizer.l")]
     assert found == ["optimizer.layer_decay=", "optimizer.lr="]

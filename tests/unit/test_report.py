@@ -16,9 +16,10 @@ from jobs.report import command
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import write_report
-from pipeline.report.figures import Line, line_chart, pooled, short, smoothed
+from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed, tick_labels
 from pipeline.report.quantities import quantity, rounded
 from pipeline.report.run_data import read_run
+from pipeline.report.run_page import columns
 from pipeline.report.stored_scores import read_evaluations
 from tests.report_runs import make_run
 
@@ -56,11 +57,77 @@ def test_the_validation_loss_is_drawn_over_samples_seen(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:  # the last line of a step counts, as after a resume
         for step, loss in ((steps[0], 9.0), (steps[0], 4.0), (steps[-1], 3.25), (steps[-1] + 1, float("nan"))):
             file.write(json.dumps({"kind": "validation", "step": step, "loss": loss}) + "\n")
-    x, y = read_run(run).validation_loss()
+    x, y = read_run(run).validation("loss")
     assert (x.tolist(), y.tolist()) == ([8 * steps[0], 8 * steps[-1]], [4.0, 3.25])
     html = write_report([run]).read_text()
     assert html.index("<h3>Loss</h3>") < html.index("<h3>Validation loss</h3>") < html.index("<h3>Temperature")
     assert "at the end 3.25." in html
+    assert f"at step {steps[-1]}, the lowest of 2" in html
+    assert "Validation R@1" not in html
+
+
+def test_a_run_that_was_only_validated_shows_its_result(run: Path) -> None:
+    """Fine-tuning: no evaluation, no stages. Nothing is missing, so no box says so."""
+    shutil.rmtree(run / "evaluation")
+    (run / "stages.json").unlink()
+    rows = [(50, 1.5, 0.25, 0.35), (100, 1.0, 0.5, 0.7), (150, 2.0, 0.4, 0.4)]
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, loss, text, image in rows:
+            scores = {"loss": loss, "image_to_text_r1": text, "text_to_image_r1": image, "pairs": 100.0}
+            file.write(json.dumps({"kind": "validation", "step": step, **scores}) + "\n")
+    html = write_report([run]).read_text()
+    assert 'role="note"' not in html
+    assert "60.0%" in html
+    assert "mean of 50.0% and 70.0% among 100 held-out pairs" in html
+    assert "at step 100, the lowest of 3; 2.000 at step 150" in html
+    assert "<h3>Validation R@1</h3>" in html
+    assert f"<code>neuclip evaluate {run} --suite FOLDER</code>" in html
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0408, 0.04081, 0.04082], "0.04080 0.04081 0.04082"),
+        ([1.015, 1.02, 1.025], "1.015 1.020 1.025"),
+        ([0, 0.25, 0.5], "0 0.25 0.50"),
+        ([0, 20_000, 40_000], "0 20k 40k"),
+        ([1_000_000, 1_000_500], "1.0000M 1.0005M"),
+        ([0, 2e-4, 4e-4], "0 2e-4 4e-4"),
+        ([1e-4, 1.5e-4], "1.0e-4 1.5e-4"),
+        ([-5, 0, 5], "-5 0 5"),
+        ([0], "0"),
+    ],
+)
+def test_ticks_have_the_fewest_digits_that_tell_them_apart(values: list[float], labels: str) -> None:
+    assert " ".join(tick_labels(values)) == labels
+
+
+def test_small_charts_show_the_ends_of_their_axis_and_a_line_above_the_highest_value() -> None:
+    x = np.array([1_000.0, 2_500.0, 7_000.0])
+    drawing = line_chart([Line(x, np.array([0.1, 0.2, 0.37]))], percent=True, zero=True, size=SMALL)
+    labels = re.findall(r">([^<>]+)</text>", drawing.svg)
+    assert labels[:2] == ["1k", "7k"]
+    assert drawing.hover["y"][1] >= 0.4
+    assert labels[-1] == "45%"
+
+
+@pytest.mark.parametrize("tiles", range(1, 40))
+def test_no_row_of_small_charts_has_a_single_tile_of_the_usual_width(tiles: int) -> None:
+    found = dict(part.split(": ") for part in columns(tiles).split("; "))
+    for name, most in (("three", 3), ("four", 4)):
+        number, last = int(found[f"--{name}"]), found[f"--{name}-last"]
+        assert number <= most
+        assert last == ("1 / -1" if number > 1 and tiles % number == 1 else "auto")
+        assert tiles > most or number == tiles
+
+
+def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run: Path) -> None:
+    assert read_run(run).architecture == "tiny"
+    folder = run / "checkpoints" / "step-00000100"
+    folder.mkdir(parents=True)
+    (folder / "open_clip_config.json").write_text('{"architecture": "ViT-B-32"}')
+    assert read_run(run).architecture == "ViT-B-32"
+    assert "ViT-B-32" in write_report([run]).read_text()
 
 
 def test_page_is_self_contained_and_escaped(run: Path) -> None:
@@ -80,12 +147,12 @@ def test_page_is_self_contained_and_escaped(run: Path) -> None:
 
 def test_page_reports_the_results_of_the_run(run: Path) -> None:
     html = write_report([run]).read_text()
-    assert "60.0 %" in html
+    assert "60.0%" in html
     assert "6.0×" in html
     assert "rank 42" in html
     assert html.count('class="thumb own"') == 1, "the correct image is shown although it was not retrieved"
     assert html.count("data:image/jpeg") == 5
-    assert "90.0 % of 100 URLs" in html
+    assert "90.0% of 100 URLs" in html
     assert "Why URLs gave no sample" in html
     assert "the data is cut short" in html
     assert "1 min 15 s" in html
@@ -100,7 +167,7 @@ def test_page_reports_the_results_of_the_run(run: Path) -> None:
         "Largest ratio of normalizers",
     ):
         assert f"<h3>{title}</h3>" in html
-    assert "colour: 2 classes, lowest red with 60 %" in html
+    assert "colour: 2 classes, lowest “red” with 60%" in html
     assert re.search(r'<th scope="row">red</th><td[^>]*>60</td><td[^>]*>40</td>', html), "a row of the confusion matrix"
 
 
@@ -129,7 +196,7 @@ def test_scores_over_samples_covers_every_task(run: Path) -> None:
 
 def test_markdown(run: Path) -> None:
     text = write_report([run]).with_suffix(".md").read_text()
-    assert "| colour | acc1 | 60.0 % | 10 % | 6.0× | 100 |" in text
+    assert "| colour | acc1 | 60.0% | 10% | 6.0× | 100 |" in text
     assert "| http 404 | 7 |" in text
     assert "scenes/size could not be scored: the data is cut short" in text
 
@@ -145,7 +212,7 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n{"kind": "tra')
     read = read_run(folder)
     notes = " ".join(read.notes)
-    for missing in ("No configuration", "No timings", "No ingestion", "No scores", "1 of 2 lines"):
+    for missing in ("No configuration", "No ingestion", "1 of 2 lines"):
         assert missing in notes
     html = write_report([folder]).read_text()
     assert "No checkpoint has been evaluated" in html

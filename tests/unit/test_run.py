@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.training.run import changed_settings
+from pipeline.training.run_start import changed_settings
 
 
 def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_null() -> None:

@@ -7,14 +7,22 @@ import math
 from pathlib import Path
 
 import pytest
+import scipy.stats
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from jobs.studies import separation, separation_page
 from jobs.studies.hierarchy import Hierarchy, draw_pairs, exact_log_normalizers, make_towers
-from jobs.studies.separation_run import Course, SeparationSetting, measure, oracle_loss, parameters, train, watch
+from jobs.studies.paired import holm, quantile, two_sided_p
+from jobs.studies.separation_run import Course, SeparationSetting, measure, oracle_loss, train, watch
 
 SMALL = SeparationSetting(pairs=128, batch=16, epochs=2, held_out=64, anchors=32, checks=4)
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
+
+
+def test_every_seed_has_pairs_of_its_own() -> None:
+    one, other = (Course(SMALL, seed=seed) for seed in (0, 1))
+    assert not torch.equal(one.image, other.image)
 
 
 def test_pairs_depend_only_on_their_seed_and_share_their_classes() -> None:
@@ -39,9 +47,10 @@ def test_exact_normalizers_equal_the_definition() -> None:
 
 def test_all_methods_of_a_seed_share_weights_and_batches() -> None:
     one, two, other = (Course(SMALL, seed=seed) for seed in (5, 5, 6))
-    assert torch.equal(parameters(one.towers), parameters(two.towers))
-    assert not torch.equal(parameters(one.towers), parameters(other.towers))
-    batches = [[course.batch(step) for step in range(SMALL.steps)] for course in (one, two)]
+    weights, same, different = (parameters_to_vector(course.towers.parameters()) for course in (one, two, other))
+    assert torch.equal(weights, same)
+    assert not torch.equal(weights, different)
+    batches = [[next(course.batches) for _ in range(SMALL.steps)] for course in (one, two)]
     assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))
     epoch = torch.cat(batches[0][: SMALL.pairs // SMALL.batch])
     assert torch.equal(epoch.sort().values, torch.arange(SMALL.pairs))
@@ -49,7 +58,7 @@ def test_all_methods_of_a_seed_share_weights_and_batches() -> None:
 
 def test_building_towers_does_not_change_the_global_random_state() -> None:
     before = torch.random.get_rng_state()
-    make_towers(Hierarchy(), hidden=8, dim=4, seed=1)
+    make_towers({"image": 64, "text": 64}, hidden=8, dim=4, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -136,13 +145,43 @@ def test_differences_between_arms_are_paired_by_seed() -> None:
         result("neuclip", 1, 1.5),
         result("neuclip", 0, 0.7),
     ]
-    found = separation_page.difference(results, pairs=512, batch=8, arm="neuclip", measure="nce", to="openclip")
+    found = separation_page.gain_of(results, pairs=512, batch=8, arm="neuclip", to="openclip")
     assert found is not None
     assert found.values == pytest.approx((-0.3, -0.5))
     assert found.standard_error == pytest.approx(0.1)
     assert found.t == pytest.approx(-4.0)
-    lone = separation_page.difference(
-        results[:1] + results[3:], pairs=512, batch=8, arm="neuclip", measure="nce", to="openclip"
-    )
+    lone = separation_page.gain_of(results[:1] + results[3:], pairs=512, batch=8, arm="neuclip", to="openclip")
     assert lone is not None
     assert lone.t is None
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31])
+def test_p_values_are_those_of_student(degrees: int) -> None:
+    for t in (0.0, 0.3, -1.0, 2.5, 4.0, -12.0, 69.0):
+        expected = 2 * float(scipy.stats.t.sf(abs(t), degrees))
+        assert two_sided_p(t, degrees=degrees) == pytest.approx(expected, rel=1e-6, abs=1e-14)
+    assert quantile(0.05, degrees=degrees) == pytest.approx(float(scipy.stats.t.ppf(0.975, degrees)), rel=1e-9)
+
+
+def test_holm_s_correction_on_a_worked_example() -> None:
+    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})  # Wikipedia's: 0.02, 0.03, 0.06, 0.06
+    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm({"x": 0.7, "y": 0.6}) == {"y": 1.0, "x": 1.0}
+
+
+def test_only_what_survives_the_correction_is_bold() -> None:
+    """Eight seeds: large differences, and two with t = -2.6 (p = 0.035), which the correction removes."""
+    noise = {"batch_gcl": [1, -1, 2, -2, 3, -3, 4, -4], "fastclip_v1": [4, -4, 3, -3, 2, -2, 1, -1]}
+    means = {"openclip": 0.0, "neuclip": -50.0, "batch_gcl": -2.7, "fastclip_v1": -2.7}
+    results = [
+        result(arm, seed, mean + noise.get(arm, [0.0] * 8)[seed]) for arm, mean in means.items() for seed in range(8)
+    ]
+    for one in results:
+        if one["run"]["arm"] == "neuclip":
+            one["nce"] += 0.01 * one["run"]["seed"] ** 2
+    compared = separation_page.comparisons(results)
+    weak = [(512, 8, arm, "openclip") for arm in noise]
+    assert all(compared[cell].p == pytest.approx(0.035, abs=0.001) for cell in weak)
+    clear = separation_page.clear_cells(compared)
+    assert clear >= {(512, 8, "neuclip", "openclip"), (512, 8, "openclip", "neuclip")}
+    assert not clear & set(weak)

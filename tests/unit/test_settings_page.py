@@ -74,7 +74,7 @@ def test_a_subclass_keeps_and_replaces_docstrings() -> None:
         third: int = 3
 
     assert docstrings(Base) == {}, "classes within functions have no docstrings to read"
-    from pipeline.objectives.neuclip import NeuClipConfig
+    from pipeline.objectives.npn.neuclip import NeuClipConfig
     from pipeline.objectives.temperature import TemperatureConfig
 
     inherited, own = docstrings(TemperatureConfig), docstrings(NeuClipConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.data.loading.stream_reader import ALTERED
+from pipeline.data.shards import storage
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.data.shards.storage import open_shard
@@ -88,17 +90,42 @@ class Dropping(io.BytesIO):
     """A connection that fails after `after` bytes."""
 
     def __init__(self, data: bytes, after: int) -> None:
-        super().__init__(data)
-        self.left = after
+        super().__init__(data[:after])
+        self.whole = after >= len(data)
 
     def seekable(self) -> bool:
         return False
 
     def read(self, size: int | None = -1) -> bytes:
-        self.left -= max(size or 0, 0)
-        if self.left < 0:
+        if not (data := super().read(size)) and not self.whole:
             raise ConnectionError("reset by peer")
-        return super().read(size)
+        return data
+
+
+def test_a_server_is_read_ahead_while_samples_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, remote = in_flaky_store(tmp_path, monkeypatch, samples=40)
+    monkeypatch.setattr(storage, "BUFFER", 4096)
+    ahead, read = 4096 * storage.PIECES_AHEAD, threading.Event()
+
+    class Watched(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            assert self.tell() <= 2 * ahead or decoded.is_set(), "more than the pieces ahead are in memory"
+            if self.tell() >= ahead:
+                read.set()
+            return data
+
+    decoded = threading.Event()
+    monkeypatch.setattr(Flaky, "_open", lambda self, path, mode="rb", **_: Watched(self.whole))
+    records = reader(remote).read(0)
+    first = next(records)
+    assert read.wait(30), "nothing is read while the caller works"
+    decoded.set()
+    assert [first, *records] == list(reader(manifest).read(0))
+    abandoned = reader(remote).read(0)
+    next(abandoned)
+    abandoned.close()
+    assert "read ahead" not in {thread.name for thread in threading.enumerate()}
 
 
 def in_flaky_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, samples: int) -> tuple[Manifest, Manifest]:

@@ -29,9 +29,6 @@ class Diary(QuietSink):
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
         self.seen.append(("event", message, dict(facts)))
 
-    def rewind(self, step: int) -> None:
-        self.seen.append(("rewind", step))
-
 
 @pytest.fixture
 def diaries() -> Iterator[list[Diary]]:
@@ -44,12 +41,14 @@ def diaries() -> Iterator[list[Diary]]:
         return made[-1]
 
     yield made
-    del SINKS["diary"]
+    del SINKS.registered["diary"]
 
 
 def opened(run: Path, *, first_step: int = 0, is_main: bool = True, **settings: Any) -> Telemetry:
     config = TelemetryConfig(progress="quiet", tensorboard=False, **settings)
-    return open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
+    telemetry = open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=is_main)
+    telemetry.begin()
+    return telemetry
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -61,7 +60,6 @@ def test_a_user_defined_tracker_receives_the_same_records(tmp_path: Path, diarie
     telemetry.train(step=4, scalars={"loss": 1 / 3})
     telemetry.evaluation(step=4, scores={"a": 0.5})
     telemetry.event("Something.", facts_of=1)
-    telemetry.rewind(3)
     telemetry.close()
     (diary,) = diaries
     assert (diary.context.run, diary.context.first_step, diary.context.total_steps) == (tmp_path, 3, 9)
@@ -69,9 +67,34 @@ def test_a_user_defined_tracker_receives_the_same_records(tmp_path: Path, diarie
         ("train", 4, {"loss": 1 / 3}),
         ("evaluation", 4, {"a": 0.5}),
         ("event", "Something.", {"facts_of": 1}),
-        ("rewind", 3),
     ]
-    assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [("event", "Something.")]
+    assert [(line["kind"], line.get("message")) for line in lines(tmp_path)] == [
+        ("train", None),
+        ("evaluation", None),
+        ("event", "Something."),
+    ]
+
+
+def test_nothing_is_written_before_the_run_begins(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 7, "loss": 1.0}\n')
+    config = TelemetryConfig(progress="quiet")
+    telemetry = open_telemetry(tmp_path, config=config, total_steps=9, first_step=3, is_main=True)
+    telemetry.event("A note.")
+    telemetry.close()
+    assert [line["kind"] for line in lines(tmp_path)] == ["train"]
+    assert list(tmp_path.iterdir()) == [path]
+    telemetry.begin()
+    assert [line.get("message") for line in lines(tmp_path)] == ["A note."]
+
+
+def test_what_is_reported_after_the_end_is_no_error(tmp_path: Path) -> None:
+    """Regression test: an upload that ended after its run failed, because it could not say so."""
+    telemetry = opened(tmp_path)
+    telemetry.event("in time")
+    telemetry.close()
+    telemetry.event("too late")
+    assert "too late" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_an_unknown_tracker_is_rejected_with_a_list_of_known_ones() -> None:
@@ -137,6 +160,7 @@ def test_distributions_contain_only_finite_values(tmp_path: Path) -> None:
 def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TelemetryConfig(progress="lines", tensorboard=False)
     telemetry = open_telemetry(tmp_path, config=config, total_steps=9, first_step=0, is_main=True)
+    telemetry.begin()
     telemetry.train(step=9, scalars={"loss": 0.5, "samples_per_second": 1234.0, "lr": 1.0})
     telemetry.evaluation(step=9, scores={"a": 0.25})
     telemetry.event("Something.")
@@ -144,3 +168,9 @@ def test_progress_lines_show_the_most_important_metrics(tmp_path: Path, capsys: 
     assert first.startswith("step 9/9  1,234 samples/s  loss 0.5000  ETA ")
     assert (second, third) == ("Evaluation at step 9: a 0.250", "Something.")
     assert headline({"samples_per_second": 0.4567}) == "0.46 samples/s"
+
+
+def test_the_progress_line_has_the_slowest_rank_where_the_others_wait_for_it() -> None:
+    found = {"slowest_rank": 3.0, "slowest_rank_ms": 130.0, "median_rank_ms": 100.0, "slowest_rank_data_wait": 0.25}
+    assert headline({"loss": 1.0}) == headline({"loss": 1.0, **found, "slowest_rank_ms": 115.0}) == "loss 1.0000"
+    assert headline(found) == "slowest rank 3: 130 ms, median 100 ms, data wait 25%"

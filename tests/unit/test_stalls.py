@@ -66,6 +66,24 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
         time.sleep(0.1)
 
 
+LEAVES = """
+import time
+from pipeline.data.loading import stalls
+stalls.PATIENCE_SECONDS, stalls.LEAVE_SECONDS = 0.2, 0.5
+with stalls.StallWatch(600, str, stopped=lambda: True):
+    time.sleep(100)
+"""
+
+
+def test_a_wait_that_cannot_be_ended_ends_the_process_after_a_stop_signal() -> None:
+    own = {**environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], env=own, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 75, done.stderr[-2000:]
+    assert "Stopped by a signal, in a wait for a batch that could not be ended" in done.stderr
+
+
 FILLS = """
 import sys, threading, time
 from pathlib import Path

@@ -22,22 +22,40 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C code, in which no
 """
 TRAINING = """
 import time
-from pipeline.distributed.signals import exit_on_stop_signals, stop_signals
+from pipeline.distributed.signals import StopSignals, exit_on_stop_signals
 exit_on_stop_signals()
-with stop_signals() as received:
-    print("ready", flush=True)
-    while not received:
-        time.sleep(0.01)
-    print("saved", flush=True)
+signals = StopSignals()
+signals.begin()
+print("ready", flush=True)
+while not signals.received:
+    time.sleep(0.01)
+print("saved", flush=True)
+signals.end()
+"""
+
+TWICE = """
+import os, time
+from pipeline.distributed.signals import StopSignals, exit_on_stop_signals
+exit_on_stop_signals()
+signals = StopSignals()
+signals.begin()
+print("ready", flush=True)
+while not signals.received:
+    time.sleep(0.01)
+os.kill(os.getpid(), {number})
+time.sleep(0.01)
+print("saved", flush=True)
+signals.end()
 """
 
 ENDED = """
 import os, signal, time
-from pipeline.distributed.signals import exit_on_stop_signals, ignore_stop_signals, stop_signals
+from pipeline.distributed.signals import StopSignals, exit_on_stop_signals, ignore_stop_signals
 exit_on_stop_signals()
-with stop_signals():
-    pass
+signals = StopSignals()
+signals.begin()
 ignore_stop_signals()
+signals.end()
 print("ready", flush=True)
 time.sleep(1)
 print("ended", flush=True)
@@ -83,6 +101,20 @@ def test_sigint_works_when_the_shell_ignores_it() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
     assert ended_by(number, "-c", TRAINING) == (0, "saved\n", "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "saved"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, True),
+        (signal.SIGINT, signal.SIGTERM, True),  # Ctrl-C, and what a launcher sends because of it
+        (signal.SIGINT, signal.SIGINT, False),
+        (signal.SIGTERM, signal.SIGINT, False),
+    ],
+)
+def test_only_a_second_ctrl_c_does_not_wait(first: signal.Signals, second: signal.Signals, saved: bool) -> None:
+    code, output, errors = ended_by(first, "-c", TWICE.format(number=int(second)))
+    assert (code == 0, "saved" in output, "KeyboardInterrupt" in errors) == (saved, saved, not saved)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.evaluation.runner.array_file import load_array, store_array
-from pipeline.evaluation.runner.results import OUTCOMES_SUFFIX, read_outcomes
+from pipeline.evaluation.run.caches import load_array, store_array
+from pipeline.evaluation.run.results import OUTCOMES_SUFFIX, read_outcomes
+from pipeline.files import sha256_of
 
 ARRAY = np.arange(6.0).reshape(2, 3)
 VALUES = b"\0 '(,[{}\xff"
@@ -29,20 +30,28 @@ def damaged(path: Path) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_array_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
-    store_array(path, ARRAY)
+    store_array(path, ARRAY, "a key")
     for _ in damaged(path):
-        found = load_array(path)
+        found = load_array(path, "a key")
         assert found is None or np.array_equal(found, ARRAY), "a space in the header may be another character"
-    np.testing.assert_array_equal(load_array(path), ARRAY)
+    np.testing.assert_array_equal(load_array(path, "a key"), ARRAY)
+
+
+def test_an_array_is_that_of_its_key(tmp_path: Path) -> None:
+    """A file that was renamed to that of another key is none, although it is whole."""
+    store_array(tmp_path / "a.npy", ARRAY, "a key")
+    store_array(tmp_path / "b.npy", ARRAY + 1, "another key")
+    (tmp_path / "b.npy").replace(tmp_path / "a.npy")
+    assert load_array(tmp_path / "a.npy", "a key") is None
+    np.testing.assert_array_equal(load_array(tmp_path / "a.npy", "another key"), ARRAY + 1)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_outcomes_are_missing(tmp_path: Path) -> None:
     np.savez(tmp_path / f"task{OUTCOMES_SUFFIX}", rank=ARRAY)
-    result = tmp_path / "task.json"
+    result, digest = tmp_path / "task.json", sha256_of(tmp_path / f"task{OUTCOMES_SUFFIX}")
     for _ in damaged(tmp_path / f"task{OUTCOMES_SUFFIX}"):
-        found = read_outcomes(result)
-        assert found is None or all(np.array_equal(array, ARRAY) for array in found.values())
-    found = read_outcomes(result)
+        assert read_outcomes(result, digest) is None
+    found = read_outcomes(result, digest)
     assert found is not None
     np.testing.assert_array_equal(found["rank"], ARRAY)

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from jobs.studies import results_data, separation_page, study_figures
-from jobs.studies.costs import cost_of
 from jobs.studies.declare import SIZES, distinct, load_study, size_of, study_names, units_of
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, spread
-from jobs.studies.publish import as_csv, as_markdown, render, shown
+from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, curve, paired, spread
+from jobs.studies.paired import Spread, shown
+from jobs.studies.publish import as_csv, as_markdown, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
+from jobs.studies.unit import cost_of
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe

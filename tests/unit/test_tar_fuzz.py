@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.dataset import canonical_tar
+from pipeline.data.loading.stream_reader import TRUNCATED
 from pipeline.data.shards.tar_reader import DamagedTar, count_records, read_records, record_offset
-from tests.shards import sample, write_tar
+from tests.shards import reader as reader_of
+from tests.shards import sample, write_shards, write_tar
 
 MUTATIONS, SECONDS = 2000, 1.0
 HEADER_FIELDS = ((124, 136), (148, 156), (156, 157), (257, 265), (345, 500), (0, 100))
@@ -52,7 +54,14 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
             start = 512 * rng.randrange(len(damaged) // 512)
             header = bytearray(damaged[start : start + 512])
             low, high = rng.choice(HEADER_FIELDS)
-            values = (rng.randbytes(high - low), b"7" * (high - low), b"\xff" * (high - low), b"\x80" + b"\xff" * 40)
+            large = b"\x80" + (1 << rng.randrange(24, 60)).to_bytes(11, "big")  # a size that some file could have
+            values = (
+                rng.randbytes(high - low),
+                b"7" * (high - low),
+                b"\xff" * (high - low),
+                b"\x80" + b"\xff" * 40,
+                large,
+            )
             header[low:high] = rng.choice(values)[: high - low].ljust(high - low, b"\0")
             damaged[start : start + 512] = with_checksum(header) if rng.random() < 0.8 else header
         elif kind < 0.8 and damaged:
@@ -65,10 +74,11 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def ours(data: bytes, _: Path) -> None:
+def ours(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
     for read in (lambda file: list(read_records(file)), count_records, lambda file: record_offset(file, 2)):
-        with contextlib.suppress(DamagedTar):
-            read(io.BytesIO(data))
+        with contextlib.suppress(DamagedTar), path.open("rb") as file:
+            read(file)
 
 
 def preparation(data: bytes, path: Path) -> None:
@@ -114,3 +124,18 @@ def header(name: bytes, size: bytes, kind: bytes) -> bytes:
 def test_invalid_sizes_are_reported_as_damage(data: bytes) -> None:
     with pytest.raises(DamagedTar):
         list(read_records(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("exponent", [25, 29, 33, 50, 53])
+def test_a_huge_size_in_a_header_is_a_damaged_shard(exponent: int, tmp_path: Path) -> None:
+    """Reading that many bytes at once would end with a MemoryError, whatever the file holds."""
+    manifest = write_shards(tmp_path, [3, 2])
+    path = tmp_path / "00000.tar"
+    data = bytearray(path.read_bytes())
+    second = data.index(b"000000001.jpg")
+    block = bytearray(data[second : second + 512])
+    block[124:136] = b"\x80" + (1 << exponent).to_bytes(11, "big")
+    data[second : second + 512] = with_checksum(block)
+    path.write_bytes(data)
+    records = list(reader_of(manifest).read(0))
+    assert [record.problem for record in records] == ["", TRUNCATED, TRUNCATED, "", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ from tests.training import train_here
 
 def opened(run: Path, name: str, *, first_step: int = 0) -> Telemetry:
     config = TelemetryConfig(progress="quiet", tensorboard=False, trackers=(name,), project="tests")
-    return open_telemetry(run, config=config, total_steps=9, first_step=first_step, is_main=True)
+    settings = {"samples": 80, "optimizer": {"lr": 0.001}}
+    telemetry = open_telemetry(
+        run, config=config, total_steps=9, first_step=first_step, is_main=True, settings=settings
+    )
+    telemetry.begin()
+    return telemetry
 
 
 def report(run: Path, name: str) -> None:
     """Report steps 1 and 2, and after a resume steps 2 and 3 with scores."""
     run.mkdir()
-    (run / "config.yaml").write_text("samples: 80\noptimizer: {lr: 0.001}\n")
     telemetry = opened(run, name)
     telemetry.train(step=1, scalars={"loss": 3.0})
     telemetry.train(step=2, scalars={"loss": 2.0})
@@ -82,7 +87,12 @@ def test_wandb_offline_has_metrics_scores_pictures_and_settings(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     report(tmp_path / "mine", "wandb")
-    rows, ids, settings = wandb_records(tmp_path / "mine")
+    deadline = time.monotonic() + 60  # wandb's own process writes the files
+    while True:
+        rows, ids, settings = wandb_records(tmp_path / "mine")
+        if any(row.get("train/loss") == 2.5 for row in rows) or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(1, 3.0), (2, 2.0), (2, 2.5)]
     assert next(row for row in rows if "evaluation/imagenet" in row)["evaluation/imagenet"] == 0.25

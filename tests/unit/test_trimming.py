@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
+from pipeline.model.attention import PackedLayout
+from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.model.packing import PackedText, pack
 from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
+from tests.shards import sample, write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
 from tests.unit.test_attention import KINDS, batch, gradients, write_kind
 
 TRIMMABLE = {"CLIP", "quick_gelu", "custom_text", "eos", "layer_scale", "attentional_pool"}
@@ -49,6 +56,54 @@ def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Pa
     size = max(float(g.abs().max()) for g in expected.values())
     for name, gradient in expected.items():
         assert (found[name] - gradient).abs().max() < 1e-6 * size, name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(TRIMMABLE))
+def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
+    kind: str, dtype: torch.dtype, checkpointing: bool, tmp_path: Path
+) -> None:
+    towers = towers_of(tmp_path, kind, grad_checkpointing=checkpointing).to(dtype)
+    trimming = text_trimming(towers.clip, wanted=None, packed=True)
+    assert trimming is not None
+    text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
+    lengths = trimming.lengths(text)
+    assert len(set(lengths.tolist())) > 3
+    upstream = torch.randn(len(text), 16, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([towers.encode_text(row[None, :n]) for row, n in zip(text, lengths.tolist(), strict=True)])
+    alone.backward(upstream)
+    expected = {name: p.grad.float() for name, p in towers.named_parameters() if p.grad is not None}
+    towers.zero_grad()
+    packed = pack(text, lengths)
+    assert (len(packed), packed.tokens.shape) == (17, (1, int(lengths.sum())))
+    features = towers.encode_text(packed)
+    features.backward(upstream)
+    tolerance = 2e-6 if dtype == torch.float32 else 0.05
+    assert (features - alone).abs().max() < tolerance
+    found = {name: p.grad.float() for name, p in towers.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    size = max(float(g.abs().max()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < tolerance * size, name
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 64])
+def test_packed_attention_computes_little_padding(count: int) -> None:
+    lengths = torch.randint(3, 78, (count,), generator=torch.Generator().manual_seed(count))
+    layout = PackedLayout.of(lengths, device=torch.device("cpu"))
+    assert sum(texts for texts, _ in layout.groups) == count
+    assert torch.equal(layout.places[layout.order], torch.arange(int(lengths.sum())))
+    assert layout.cumulative.tolist() == [0, *lengths.cumsum(0).tolist()]
+    if count == 64:
+        assert len(layout.places) < 1.3 * int(lengths.sum())
+
+
+def test_packing_is_refused_where_padding_matters(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"text_batching=packed: .*depend on the padding.*text_batching=padded"):
+        text_trimming(towers_of(tmp_path, "bidirectional").clip, wanted=None, packed=True)
+    with pytest.raises(ValueError, match=r"model\.compile needs text_batching = padded"):
+        ModelConfig(compile=True, text_batching="packed")
 
 
 def test_texts_are_not_trimmed_for_towers_that_attend_to_padding(tmp_path: Path) -> None:
@@ -99,8 +154,8 @@ class PlainEngine:
     def __init__(self, towers: Towers) -> None:
         self.module, self.widths = towers, list[int]()
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        self.widths.append(text.shape[1])
+    def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
+        self.widths.append(len(text) if isinstance(text, PackedText) else text.shape[1])
         return self.module(image, text)
 
     def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
@@ -117,24 +172,30 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
     image, text = image[:4], text[:4]
     text[2, 10] = 49407
     found = []
-    for trims in (False, True):
+    for trims in (None, "padded", "packed"):
         engine: Any = PlainEngine(towers_of(tmp_path, "CLIP", patch_dropout=0.5))
         objective = build_objective({"name": "openclip"}, dim=16, batch_size=4)
-        step = TrainStep(engine, objective, world=World(), seed=0, chunks=micro_batches(4, micro_batch))
+        step = TrainStep(
+            engine, objective, world=World(), seed=0, chunks=micro_batches(4, micro_batch), pack_texts=trims == "packed"
+        )
         trimming = text_trimming(engine.module.clip, wanted=True)
         assert trimming is not None
         lengths = trimming.lengths(text) if trims else None
         result = step((image, text), sample_ids=torch.arange(4), step=0, lr_scale=1.0, text_lengths=lengths)
         gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
         found.append((result, gradients, engine.widths))
-    (whole, expected, full), (trimmed, gradients, widths) = found
+    (whole, expected, full), (trimmed, gradients, widths), (packed, packed_gradients, rows) = found
     assert set(full) == {12}
+    assert rows == ([2, 2, 2, 2] if micro_batch else [4])
+    assert packed.text_tokens == float(lengths.sum()) / 4  # type: ignore[union-attr]
+    assert float(packed.output.loss) == pytest.approx(float(whole.output.loss), abs=1e-6)
     assert widths == ([8, 12, 8, 12] if micro_batch else [12])
     assert trimmed.text_tokens == (10 if micro_batch else 12)
     assert float(trimmed.output.loss) == pytest.approx(float(whole.output.loss), abs=1e-6)
     size = max(float(g.abs().max()) for g in expected.values())
     for name, gradient in expected.items():
         assert (gradients[name] - gradient).abs().max() < 1e-5 * size, name
+        assert (packed_gradients[name] - gradient).abs().max() < 1e-5 * size, name
 
 
 def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
@@ -146,3 +207,65 @@ def test_flops_count_only_the_computed_tokens(tmp_path: Path) -> None:
     assert training_flops(model) == training_flops(model, text_tokens=12)
     fixed = ModelConfig(arch=write_kind(tmp_path, "bidirectional"))
     assert training_flops(fixed, text_tokens=4) == training_flops(fixed)
+
+
+@pytest.mark.parametrize("micro_batch", ["null", "4"])
+def test_a_resumed_run_on_packed_texts_is_bit_identical(micro_batch: str, tmp_path: Path) -> None:
+    longer = {i: {**sample(i), "txt": b"a photo of a cat on a mat"[: 7 + i % 12]} for i in range(0, 40, 3)}
+    write_shards(tmp_path / "shards", [20, 20], replace=longer)
+    shared = (
+        f"data.sources={tmp_path / 'shards'}",
+        f"model.arch={write_tiny(tmp_path)}",
+        f"engine.micro_batch={micro_batch}",
+        "model.text_batching=packed",
+        "checkpoint.every=2",
+    )
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train_here(*shared, f"output={whole}", "samples=32")
+    train_here(*shared, f"output={halves}", "samples=16", "schedule.warmup_steps=1")
+    train_here(*shared, f"output={halves}", "samples=32", resume="latest")
+    first, second = (load_file(run / "checkpoints" / "step-00000004" / WEIGHTS_NAME) for run in (whole, halves))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("micro_batch", ["null", "4"])
+def test_a_run_that_rehearses_its_widest_texts_is_bit_identical(
+    micro_batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, moments and the objective's state; and it is rehearsed once for each process, also after a resume."""
+    widths, tokens = list[int](), TextChunks.tokens
+
+    def recorded(chunks: TextChunks, index: int) -> Tensor | PackedText:
+        found = tokens(chunks, index)
+        assert isinstance(found, Tensor)
+        widths.append(found.shape[1])
+        return found
+
+    monkeypatch.setattr(TextChunks, "tokens", recorded)
+    write_shards(tmp_path / "shards", [20, 20])  # captions of a few tokens
+    arch = Path(write_tiny(tmp_path))
+    arch.write_text(arch.read_text().replace('"context_length": 8', '"context_length": 20'))
+    shared = (
+        f"data.sources={tmp_path / 'shards'}",
+        f"model.arch={arch}",
+        f"engine.micro_batch={micro_batch}",
+        *("objective.name=neuclip", "objective.prototypes=8", "checkpoint.every=2", "schedule.warmup_steps=1"),
+    )
+    plain, rehearsed = tmp_path / "plain", tmp_path / "rehearsed"
+    train_here(*shared, f"output={plain}", "samples=32")
+    assert set(widths) == {8}
+    widths.clear()
+    for samples, resume in ((16, None), (32, "latest")):
+        train_here(*shared, f"output={rehearsed}", f"samples={samples}", "engine.rehearse_widest=true", resume=resume)
+    assert sum(width == 20 for width in widths) == 2 * (4 if micro_batch == "4" else 1)
+    assert "OVERFLOW" not in caplog.text, "a rehearsal is no fault"
+    files = [
+        {path.name: load_file(path) for path in (run / "checkpoints" / "step-00000004").glob("*.safetensors")}
+        for run in (plain, rehearsed)
+    ]
+    assert files[0].keys() == files[1].keys()
+    assert len(files[0]) >= 3
+    for name, tensors in files[0].items():
+        assert all(torch.equal(value, files[1][name][key]) for key, value in tensors.items()), name

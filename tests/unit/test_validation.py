@@ -20,10 +20,8 @@ from pipeline.errors import UserError
 from pipeline.model import evaluation_model
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.training import validation
-from pipeline.training.held_out_pairs import HeldOutPairs
-from pipeline.training.recipe import load_recipe
-from pipeline.training.validation import ValidationHistory, validation_scores
-from pipeline.training.validation_config import ValidationConfig
+from pipeline.training.recipe import ValidationConfig, load_recipe
+from pipeline.training.validation import HeldOutPairs, ValidationHistory, validation_scores
 from tests.metrics import metrics
 from tests.shards import sample, write_shards
 from tests.thread_world import on_ranks
@@ -135,7 +133,8 @@ def test_patience_ends_the_run_and_survives_a_resume(base: Path) -> None:
     assert [record["step"] for record in metrics(run, "validation")] == [2, 3, 4]
     stopped = r"Stopped early: 2 validations in a row without a lower loss than \S+ at step 2 by more than 5 "
     assert any(re.match(stopped, message) for message in messages)
-    assert {path.name for path in finished_checkpoints(run)} == {"step-00000002", "step-00000004"}
+    best, resumed, last = (f"step-{step:08d}" for step in (2, 3, 4))
+    assert {path.name for path in finished_checkpoints(run)} == {best, resumed, last}
     train_here(*given, "validation.patience=2", "samples=80", resume="latest")
     assert len(metrics(run, "validation")) == 3
     train_here(*given, "validation.patience=null", "samples=80", resume="latest")
@@ -147,8 +146,8 @@ def test_history_counts_validations_since_the_best() -> None:
     better = [history.add(loss, step=step, min_delta=0.1) for step, loss in enumerate([3.0, 2.95, 2.8, 2.75])]
     assert better == [True, False, True, False]
     again = ValidationHistory()
-    again.load_state_dict(history.state_dict())
-    assert again == ValidationHistory(best_loss=2.8, best_step=2, since_best=1)
+    again.load_state_dict(history.state_dict(), step=9)
+    assert again == history == ValidationHistory(best_loss=2.8, best_step=2, since_best=1, step=3)
     assert again.ends_run(1)
     assert not again.ends_run(None)
     assert not history.add(math.nan, step=9, min_delta=0)

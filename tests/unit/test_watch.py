@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -18,9 +19,9 @@ import jobs
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
-from pipeline.evaluation.runner.processes import Alone
-from pipeline.evaluation.runner.session import EvaluationConfig
-from pipeline.evaluation.watch.suite_identity import suite_identity
+from pipeline.evaluation.identity import suite_identity
+from pipeline.evaluation.run.session import Alone, EvaluationConfig
+from pipeline.evaluation.watch.ledger import Ledger
 from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher, brief, forget_after
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
@@ -117,6 +118,79 @@ def test_a_failed_task_is_retried_later_and_finished_results_are_kept(tmp_path: 
     assert watcher.run(threading.Event(), once=True)
     assert watcher.ledgers[tmp_path / "run"].outcomes()["step-00000100"]["outcome"] == "done"
     assert first.stat().st_ino == inode
+
+
+def replace_checkpoint(run: Path, step: int, *, weights_of: int) -> None:
+    """Put another checkpoint in the place of one, with the dates of the first: only its content tells."""
+    path, other = run / f"checkpoints/step-{step:08d}", save_step(run.parent / "other", weights_of)
+    dates = (path / "checkpoint.json").stat()
+    shutil.rmtree(path)
+    other.rename(path)
+    for file in path.iterdir():
+        os.utime(file, (dates.st_atime, dates.st_mtime))
+
+
+def test_a_replaced_checkpoint_is_evaluated_again(tmp_path: Path, suite: Suite) -> None:
+    """Regression test: a checkpoint that took another's name was never scored."""
+    run, messages = tmp_path / "run", list[str]()
+    save_step(run, 100)
+    watcher = make_watcher(run, suite, messages)
+    result = run / "evaluation/step-00000100/cifar10.json"
+    assert watcher.run(threading.Event(), once=True)
+    first = json.loads(result.read_text())["inputs"]["checkpoint"]
+    assert make_watcher(run, suite, messages).run(threading.Event(), once=True)
+    assert len(evaluated(messages)) == 1
+    replace_checkpoint(run, 100, weights_of=7)
+    assert watcher.run(threading.Event(), once=True)
+    assert any("was replaced by other weights" in line for line in messages)
+    assert json.loads(result.read_text())["inputs"]["checkpoint"] != first
+    assert len(evaluated(messages)) == 2
+
+
+def test_a_whole_copy_of_an_abandoned_checkpoint_is_evaluated(tmp_path: Path, suite: Suite) -> None:
+    run = tmp_path / "run"
+    weights = save_step(run, 100) / "open_clip_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    watcher = make_watcher(run, suite, [], attempts=1, retry_after=0)
+    assert not watcher.run(threading.Event(), once=True)
+    assert watcher.abandoned()
+    replace_checkpoint(run, 100, weights_of=100)
+    assert watcher.run(threading.Event(), once=True)
+    assert watcher.ledgers[run].outcomes()["step-00000100"]["outcome"] == "done"
+
+
+def test_clocks_and_dates_of_other_machines_do_not_matter(tmp_path: Path, suite: Suite) -> None:
+    """A watcher whose clock is years ahead neither takes a live lease nor leaves a dead one."""
+    save_step(tmp_path, 100)
+    watcher = make_watcher(tmp_path, suite, [])
+    holder = Ledger(watcher.ledgers[tmp_path].folder, ttl=0.2, clock=lambda: -1e9)
+    lease = holder.claim("step-00000100")
+    assert lease is not None
+    ahead = Ledger(holder.folder, ttl=0.2, clock=lambda: 1e9)
+    for path in holder.folder.rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    assert ahead.claim("step-00000100") is None
+    lease._end_heartbeat()
+    late = [1e9]
+    ahead = Ledger(holder.folder, ttl=0.2, clock=lambda: late[0])
+    assert ahead.claim("step-00000100") is None
+    late[0] += 0.3
+    taken = ahead.claim("step-00000100")
+    assert taken is not None
+    taken.give_up("the test ends")
+
+
+def test_a_read_only_run_is_refused_with_its_name(
+    tmp_path: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path, 100)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / LEDGER_FOLDER))
+
+    monkeypatch.setattr("pipeline.evaluation.identity.write_text", refuse)
+    with pytest.raises(UserError, match=rf"{LEDGER_FOLDER}.* cannot be written: Permission denied"):
+        make_watcher(tmp_path, suite, [])
 
 
 def test_an_interrupted_watcher_releases_its_lease(
@@ -264,11 +338,11 @@ def test_the_ledger_treats_other_data_or_settings_as_another_suite(tmp_path: Pat
     roots = [tmp_path / "a/mini", tmp_path / "b/mini", tmp_path / "c/mini"]
     for root, seed in zip(roots, (0, 0, 1), strict=True):
         write_classification(root, TASKS["cifar10"], samples=8, seed=seed)
-    known, settings = tmp_path / "digests.json", EvaluationConfig().settings()
+    known, settings = tmp_path / "digests.json", EvaluationConfig()
     same, copied, other = (suite_identity(open_suite(root), settings, known=known) for root in roots)
     assert same == copied != other
     assert same.startswith("mini-")
-    assert same != suite_identity(open_suite(roots[0]), {**settings, "blank_class": "drop"}, known=known)
+    assert same != suite_identity(open_suite(roots[0]), EvaluationConfig(blank_class="drop"), known=known)
     (roots[0] / "wds_cifar10_test/classnames.txt").write_text("edited\n")
     assert same != suite_identity(open_suite(roots[0]), settings, known=known)
     known.write_text("damaged")

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from pipeline.evaluation.datasets.task_data import TaskError
-from pipeline.evaluation.runner.images import ImagePass
+from pipeline.evaluation.run.images import ImagePass
 from tests.checkpoints import make_model
 from tests.evaluation_suite import generator, image_bytes
 

@@ -16,7 +16,7 @@ from pipeline.distributed import world
 from pipeline.distributed.world import World, limit_collectives, start_world
 from pipeline.errors import UserError
 from pipeline.training.recipe import parse_recipe
-from pipeline.training.run_folder import hold_folder
+from pipeline.training.run_start import hold_folder
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -44,6 +44,24 @@ def test_processes_started_by_srun_without_a_world_are_rejected(monkeypatch: pyt
         assert one.size == 1
 
 
+def test_a_process_without_launcher_leaves_its_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that stays in the environment was met again by every training run that this process started later."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+    def failed_run() -> None:
+        with start_world():
+            assert os.environ["MASTER_PORT"] != "1"
+            raise KeyError("a failed run")
+
+    with pytest.raises(KeyError, match="a failed run"):
+        failed_run()
+    assert os.environ["MASTER_PORT"] == "1"
+    assert not os.environ.keys() & set(names)
+
+
 def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = parse_recipe({"output": str(tmp_path), "samples": 8_000, "batch_size": 8, "data": {"sources": "nowhere"}})
     with hold_folder(run, world=World()):
@@ -53,7 +71,7 @@ def test_a_run_folder_in_use_by_another_process_is_rejected(tmp_path: Path, monk
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        monkeypatch.setattr("pipeline.training.run_folder.LOCK_SECONDS", 1)
+        monkeypatch.setattr("pipeline.training.run_start.LOCK_SECONDS", 1)
         with (
             pytest.raises(UserError, match=rf"training in .* \(.*, process {os.getpid()}\): stop it first"),
             hold_folder(run, world=World()),
@@ -68,7 +86,7 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
     """This is NCCL with several ranks after an error; a single process cannot create it, so it is mocked."""
     destroyed = []
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append(backend))
+    monkeypatch.setattr(world, "_join", lambda *_: joined.append("group") or 1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
@@ -81,7 +99,7 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
         joined: list[str] = []
         destroyed.clear()
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        monkeypatch.setattr(world, "_device", lambda *_, device=device: torch.device(device))
+        monkeypatch.setattr(world, "choose_device", lambda *_, device=device, **__: torch.device(device))
         monkeypatch.setattr(world, "Phases", lambda device: None)
         try:
             with start_world():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from jobs.bench import roofline
+from jobs.bench.kernel_trace import Gpu, Kernel, fake_gpu
 from jobs.bench.roofline import Program, block_step, npn_step, objective_step
-from pipeline.planning.kernel_trace import Gpu, Kernel, fake_gpu
 
 RANKS, BATCH = 8, 5120
 # One of 8 ranks, local batch 640 of 5,120, d = 512, 4,096 prototypes, 10 inner steps: kernels, and GB moved.
@@ -18,7 +18,6 @@ BUDGETS: dict[str, tuple[Callable[[], Program], int, float]] = {
     "siglip": (lambda: objective_step(ranks=RANKS, batch=BATCH, name="siglip"), 85, 0.415),
     "npn_replicated": (lambda: npn_step(ranks=RANKS, batch=BATCH, update="replicated"), 884, 17.14),
     "npn_prototypes": (lambda: npn_step(ranks=RANKS, batch=BATCH, update="prototypes"), 1034, 3.02),
-    "npn_sharded": (lambda: npn_step(ranks=RANKS, batch=BATCH, update="sharded"), 925, 5.94),
     "npn_replicated_compiled": (lambda: npn_step(ranks=RANKS, batch=BATCH, compiled=True), 230, 7.26),
     "npn_prototypes_compiled": (
         lambda: npn_step(ranks=RANKS, batch=BATCH, update="prototypes", compiled=True), 296, 1.39),
@@ -99,5 +98,5 @@ def test_the_table_lists_every_program(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(roofline, "INNER_STEPS", 1)
     roofline.main(["--ranks", "2", "--batch", "16", "--top", "1"])
     printed = capsys.readouterr().out
-    for name in ("openclip", "replicated, eager", "prototypes, compiled", "sharded, eager", "packed attention"):
+    for name in ("openclip", "replicated, eager", "prototypes, compiled", "packed attention"):
         assert name in printed

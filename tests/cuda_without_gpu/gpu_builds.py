@@ -1,8 +1,8 @@
 """Builds every program that `objective.npn_compile` compiles for an H100 on a machine without a GPU, and reports each.
 
-Run as a process of its own (`python -m tests.gpu_builds`), because it makes torch and Triton believe in a GPU that is
-not there. The programs are those of traced training steps. Inductor lowers each to Triton source, and Triton compiles
-that for sm_90.
+Run as a process of its own (`python -m tests.cuda_without_gpu.gpu_builds`), because it makes torch and Triton believe
+in a GPU that is not there. The programs are those of traced training steps. Inductor lowers each to Triton source, and
+Triton compiles that for sm_90.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _with(value: Any, given: Any) -> Any:
 
 
 def formulas() -> list[Formula]:
-    """Every formula and shape that compiled networks run, in all three modes, with products in bf16."""
+    """Every formula and shape that compiled networks run, in both modes, with products in bf16."""
     found: dict[tuple[object, ...], Formula] = {}
 
     def record(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -78,8 +78,8 @@ def formulas() -> list[Formula]:
         found.setdefault(formula.key, formula)
         return function(*arguments)
 
-    for update, ranks in (("replicated", 1), ("prototypes", 8), ("sharded", 8)):
-        with mock.patch("pipeline.planning.kernel_trace.KernelTrace.fused", lambda trace, *given: record(*given)):
+    for update, ranks in (("replicated", 1), ("prototypes", 8)):
+        with mock.patch("jobs.bench.kernel_trace.KernelTrace.fused", lambda trace, *given: record(*given)):
             npn_step(ranks=ranks, batch=5120, update=update, compiled=True)
     return list(found.values())
 

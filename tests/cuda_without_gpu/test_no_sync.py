@@ -10,17 +10,25 @@ import inspect
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from jobs.bench.kernel_trace import KernelTrace, fake_gpu
+from pipeline.config import section
 from pipeline.distributed.world import World
-from pipeline.objectives import build_objective, objective_names
+from pipeline.model.trimming import TextChunks
+from pipeline.objectives import build_objective, objective_names, register
+from pipeline.objectives.autograd import AutogradObjective
 from pipeline.objectives.npn import kernels
-from pipeline.objectives.registry import parse_objective
-from pipeline.planning.kernel_trace import KernelTrace, fake_gpu
+from pipeline.objectives.npn.network import NPNS
+from pipeline.objectives.registry import OBJECTIVES, parse_objective
+from pipeline.objectives.temperature import TemperatureConfig
+from pipeline.training.flags import Flags
 
 RANKS, LOCAL, DIM, STEPS = 4, 8, 16, 3
 SMALL = {"prototypes": 16, "inner_steps": 2, "restart_every": 2}
@@ -36,7 +44,6 @@ SIZES = {
     "without_restarts": {"name": "neuclip", "restart_every": 0},
     "adam_divided": {"name": "neuclip", "npn_optimizer": "adam", "npn_update": "prototypes"},
     "compiled_replicated": {"name": "neuclip", "npn_compile": True, "npn_update": "replicated"},
-    "compiled_sharded": {"name": "neuclip", "npn_compile": True, "npn_update": "sharded"},
     "mlp_simultaneous": {"name": "neuclip", "npn": "mlp", "restart_every": 0, "npn_schedule": "simultaneous",
                          "inner_steps": 1},
     "mlp_through_alpha": {"name": "neuclip", "npn": "mlp", "restart_every": 0, "stop_gradient": False},
@@ -60,6 +67,8 @@ def variants() -> dict[str, dict[str, Any]]:
                 continue
             varied.add((origin, field))
             values = (True, False) if hint is bool else typing.get_args(hint) if is_literal(hint) else ()
+            if (name, field) == ("neuclip", "npn"):
+                values = NPNS.names()
             for value in values:
                 if value != getattr(config, field):
                     given = {"name": name, field: value, **COMPANIONS.get((field, value), {})}
@@ -82,21 +91,35 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def small(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {key: value for key, value in SMALL.items() if settings["name"].startswith("neuclip")}
+    return {"drift_check_every": 0, **defaults, **settings}
+
+
+def uses_autograd(settings: dict[str, Any]) -> bool:
+    """Whether a step runs the autograd engine, which asks the CUDA driver for streams; found by a step on the CPU."""
+    objective = build_objective(
+        small(settings), dim=DIM, batch_size=LOCAL, dataset_size=10**4, total_steps=8, world=World()
+    )
+    with mock.patch("torch.autograd._engine_run_backward", wraps=torch.autograd._engine_run_backward) as engine:
+        objective.compute(*torch.randn(2, LOCAL, DIM), sample_ids=torch.arange(LOCAL))
+    return engine.called
+
+
 def trace(settings: dict[str, Any]) -> KernelTrace:
     """What some steps would run on a GPU."""
-    defaults = {key: value for key, value in SMALL.items() if settings["name"].startswith("neuclip")}
-    trained = settings["name"] == "amorlip" or settings.get("npn") == "mlp"
-    device = torch.device("meta") if trained else torch.device("cuda", 0)
+    device = torch.device("meta") if uses_autograd(settings) else torch.device("cuda", 0)
     world = World(rank=0, size=RANKS, device=device)
     with fake_gpu(device.type) as found:
         objective = build_objective(
-            {"drift_check_every": 0, **defaults, **settings}, dim=DIM, batch_size=RANKS * LOCAL, dataset_size=10**4,
+            small(settings), dim=DIM, batch_size=RANKS * LOCAL, dataset_size=10**4,
             steps_per_epoch=2, total_steps=8, world=world, device=device,
         )  # fmt: skip
         image, text = (torch.randn(LOCAL, DIM, device=device) for _ in range(2))
         ids = torch.zeros(LOCAL, dtype=torch.int64, device=device)
         found.kernels.clear()
         found.blocking_copies.clear()
+        found.collectives.clear()
         for step in range(STEPS):  # with the first batch, restarts, and the begin of an epoch
             objective.prefetch(ids)
             objective.compute(image, text, sample_ids=ids)
@@ -112,15 +135,40 @@ def test_a_step_never_waits_for_the_gpu(name: str) -> None:
     settings = VARIANTS[name]
     found = trace(settings)
     assert found.blocking_copies == []
+    assert len(found.collectives) > 2 * STEPS
+    assert {device for _, device, _ in found.collectives} == {found.device}, "NCCL takes no tensors of the host"
+    precisions = {torch.float32, torch.float64, torch.int64}  # float64: `Division`, whose sums overflow fp32
+    low = {torch.bfloat16} if settings.get("gather_precision") == "bf16" else set()
+    assert low <= {dtype for *_, dtype in found.collectives} <= precisions | low
     assert len(found.kernels) > 20
     on_host = hasattr(parse_objective(settings), "table_on") and settings.get("table_on") != "device"
     assert (found.waits > 0) == on_host, "only tables on the host wait: for copies that began a step earlier"
 
 
+@section
+class ToyConfig(TemperatureConfig):
+    name: str = "toy_autograd"
+
+
+def test_a_method_outside_the_package_that_uses_autograd_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OBJECTIVES, "registered", dict(OBJECTIVES.registered))
+
+    @register("toy_autograd", ToyConfig)
+    class Toy(AutogradObjective):
+        def batch_loss(self, image: torch.Tensor, text: torch.Tensor, *, tau: torch.Tensor) -> torch.Tensor:
+            return -((image @ text.T) / tau).log_softmax(1).diagonal().mean()
+
+    assert uses_autograd({"name": "toy_autograd"})
+    assert not uses_autograd({"name": "openclip"})
+    found = trace({"name": "toy_autograd"})
+    assert found.blocking_copies == []
+    assert found.waits == 0
+
+
 def test_every_npn_variant_is_among_them() -> None:
     for value in ("mlp", "queue"):
         assert f"neuclip-npn={value}" in VARIANTS
-    for value in ("replicated", "prototypes", "sharded"):
+    for value in ("replicated", "prototypes"):
         assert f"neuclip-npn_update={value}" in VARIANTS
     assert {"amorlip", "siglip", "neuclip_literal", "fastclip_v0-table_on=device"} <= VARIANTS.keys()
 
@@ -149,6 +197,26 @@ def test_what_waits_is_found(name: str) -> None:
         except (RuntimeError, NotImplementedError):
             return
     assert len(found.blocking_copies) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batchs_texts_are_chosen_without_waiting(packed: bool) -> None:
+    with fake_gpu() as found:
+        text = torch.ones(8, 16, dtype=torch.int64, device="cuda")
+        with unset_fake_temporarily():
+            lengths = torch.tensor([16, 3, 9, 4, 5, 12, 7, 8])
+        chunks = TextChunks(text, [slice(0, 4), slice(4, 8)], lengths=lengths, packed=packed)
+        tokens = [chunks.tokens(index) for index in range(2)]
+    assert found.blocking_copies == []
+    assert len(tokens) == 2
+
+
+def test_flags_are_copied_to_the_host_without_waiting() -> None:
+    with fake_gpu() as found:
+        flags = Flags(torch.ones(2, device="cuda"))
+        assert (found.blocking_copies, found.waits) == ([], 0)
+        assert len(flags.read()) == 2
+    assert (found.blocking_copies, found.waits) == ([], 1), "for the event of the copy, not for the device"
 
 
 def test_asynchronous_copies_and_numbers_of_the_host_are_free() -> None:

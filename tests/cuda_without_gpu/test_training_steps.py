@@ -1,0 +1,139 @@
+"""A whole training step at every ZeRO stage: when the host waits for the device, what is launched and communicated."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from tests.cuda_without_gpu.recorder import Record
+from tests.cuda_without_gpu.training_steps import FILES, QUEUED
+from tests.launch import run
+
+READ = "training/flags:read"
+"""Reads what was copied to the host before the backward pass was queued."""
+ON_THE_HOST = ("model/trimming:trimmed_width", "objectives/base:steps", READ, "zero/utils:")
+"""Readings of tensors that are in host memory on a GPU machine, too; the last one in stage 3's first steps only."""
+NORM = "runtime/utils:is_invalid_grad_norm"
+# Every place at which the host waits for the device in a step, in their order. A new one needs a reason; docs/costs.md
+# explains these. What stands before QUEUED delays the next batch.
+WAITS = {
+    "zero0_fp32": [QUEUED, "engine/deepspeed_engine:_overflowed"],
+    "zero0_bf16": [QUEUED, "engine/deepspeed_engine:_overflowed"],
+    "zero1_bf16": [QUEUED, NORM],
+    "zero2_bf16": [
+        "zero/stage_1_and_2:independent_gradient_partition_epilogue", QUEUED, "zero/stage_1_and_2:has_overflow", NORM,
+    ],
+}  # fmt: skip
+# All places of stage 3, for gathered weights and reduced gradients: how often, depends on ranks and micro-batches.
+WAITS_OF_STAGE_3 = {
+    "zero/partitioned_param_coordinator:_fetch_sub_module_impl", "zero/stage3:independent_gradient_partition_epilogue",
+    "zero/stage3:__reduce_and_partition_ipg_grads", "zero/partition_parameters:_allgather_params_coalesced",
+    "zero/partition_parameters:wait", NORM, QUEUED,
+}  # fmt: skip
+# By ranks and file: operators of the optimizer phase; then, of a step with one micro-batch and of one with two
+# (GradCache): operators, waits for the device, collectives, and the megabytes that a rank gives to them.
+BUDGET = {
+    (1, "zero0_fp32"): (42, (328, 1, 0, 0.0), (603, 1, 0, 0.0)),
+    (1, "zero0_bf16"): (42, (403, 1, 0, 0.0), (827, 1, 0, 0.0)),
+    (1, "zero1_bf16"): (94, (481, 1, 1, 3.24), (880, 1, 1, 3.24)),
+    (1, "zero2_bf16"): (631, (1063, 3, 4, 3.24), (1467, 4, 5, 6.48)),
+    (1, "zero3_bf16"): (149, (549, 5, 9, 3.25), (939, 17, 10, 6.49)),
+    (4, "zero0_fp32"): (81, (367, 1, 6, 3.25), (642, 1, 6, 3.25)),
+    (4, "zero0_bf16"): (81, (442, 1, 6, 3.25), (866, 1, 6, 3.25)),
+    (4, "zero1_bf16"): (95, (482, 1, 7, 4.87), (881, 1, 7, 4.87)),
+    (4, "zero2_bf16"): (376, (774, 3, 10, 4.87), (1144, 4, 11, 8.11)),
+    (4, "zero3_bf16"): (149, (548, 4, 50, 4.87), (937, 11, 56, 16.02)),
+}
+FEATURES = [("objective", "_allgather_base_", "float32"), ("objective", "allreduce_", "float32")]
+COLLECTIVES = {
+    "zero0_fp32": [("optimizer", "allreduce_", "float32")],
+    "zero0_bf16": [("optimizer", "allreduce_", "float32")],
+    "zero1_bf16": [("optimizer", "_allgather_base_", "bfloat16"), ("optimizer", "allreduce_", "float32")],
+    "zero2_bf16": [
+        ("backward", "allreduce_", "float32"), ("optimizer", "_allgather_base_", "bfloat16"),
+        ("optimizer", "allreduce_", "float32"), ("optimizer", "allreduce_", "uint8"),
+    ],
+    "zero3_bf16": [
+        ("backward", "_reduce_scatter_base_", "float32"), ("forward", "_allgather_base_", "bfloat16"),
+        ("forward", "broadcast_", "int64"), ("optimizer", "_allgather_base_", "bfloat16"),
+        ("optimizer", "allreduce_", "float64"),
+    ],
+}  # fmt: skip
+"""Phase, kind and precision of all collectives on four ranks; the features' own are the same everywhere."""
+
+
+@functools.cache
+def records(ranks: int) -> dict[str, Record]:
+    done = run("tests.cuda_without_gpu.training_steps", str(ranks), timeout=300)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RECORDS "))
+    return {name: Record(**found) for name, found in json.loads(line.removeprefix("RECORDS ")).items()}
+
+
+def waits(record: Record) -> list[str]:
+    """Where the host waits for the device, and when the backward pass is queued."""
+    places = [event.removeprefix("wait ") for event in record.events if event == QUEUED or event.startswith("wait ")]
+    return [place for place in places if not place.startswith(ON_THE_HOST)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("file", WAITS)
+def test_the_host_waits_only_where_it_must(file: str, ranks: int) -> None:
+    assert waits(records(ranks)[file]) == WAITS[file]
+    assert set(waits(records(ranks)[f"{file} GradCache"])) == set(WAITS[file])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stage_3_waits_only_for_weights_and_gradients(ranks: int) -> None:
+    for name in ("zero3_bf16", "zero3_bf16 GradCache"):
+        assert {NORM, QUEUED} < set(waits(records(ranks)[name])) <= WAITS_OF_STAGE_3
+
+
+@pytest.mark.parametrize(("ranks", "file"), [(1, "zero0_bf16"), (4, "zero1_bf16"), (4, "zero0_bf16")])
+def test_by_default_the_host_waits_once_per_step_when_all_work_up_to_the_update_is_queued(
+    ranks: int, file: str
+) -> None:
+    """Whether the loss is finite and whether a rank stops needs no wait of its own: their copy is older."""
+    for name in (file, f"{file} GradCache"):
+        record = records(ranks)[name]
+        assert waits(record) == [QUEUED, WAITS[file][-1]], name
+        assert record.events[-1] == f"wait {READ}", name
+
+
+@pytest.mark.parametrize(("ranks", "file"), BUDGET)
+def test_a_step_stays_within_its_budget(ranks: int, file: str) -> None:
+    """If a change needs more, it needs a reason. If it needs less, lower the budget, so that the gain is kept."""
+    optimizer, *steps = BUDGET[ranks, file]
+    for name, (operators, waited, calls, megabytes) in zip((file, f"{file} GradCache"), steps, strict=True):
+        found = records(ranks)[name]
+        total, moved = sum(found.kernels.values()), sum(bytes_ for *_, bytes_ in found.collectives) / 1e6
+        assert 0.95 * operators < total <= 1.02 * operators, f"{name}: {total} operators, {found.kernels}"
+        assert 0.95 * optimizer < found.kernels["optimizer"] <= optimizer, f"{name}: {found.kernels}"
+        assert sum(place != QUEUED for place in waits(found)) == waited, f"{name}: {waits(found)}"
+        assert len(found.collectives) == calls, f"{name}: {found.collectives}"
+        assert 0.98 * megabytes <= moved <= megabytes, f"{name}: {moved} MB"
+
+
+def test_gradients_are_reduced_in_fp32_and_by_default_once_per_step() -> None:
+    for file in ("zero1_bf16", "zero0_bf16"):
+        for name in (file, f"{file} GradCache"):
+            reductions = [r for r in records(4)[name].collectives if r[0] == "optimizer" and "reduce" in r[1]]
+            assert reductions[0][2] == "float32", name
+            assert sum(size > 10**5 for *_, size in reductions) == 1, reductions
+    # Stage 2 reduces every micro-batch: `engine.micro_batch` is refused there.
+    for name, count in (("zero2_bf16", 1), ("zero2_bf16 GradCache", 2)):
+        parts = [r for r in records(4)[name].collectives if r[0] == "backward" and r[3] > 10**5]
+        assert [dtype for _, _, dtype, _ in parts] == ["float32"] * count, parts
+
+
+@pytest.mark.parametrize("file", COLLECTIVES)
+def test_collectives_have_the_expected_precision(file: str) -> None:
+    for name in (file, f"{file} GradCache"):
+        found = {(phase, kind, dtype) for phase, kind, dtype, _ in records(4)[name].collectives}
+        gathered = {("backward", "_allgather_base_", "bfloat16")} if name == "zero3_bf16 GradCache" else set()
+        assert found == {*FEATURES, *COLLECTIVES[file], *gathered}, name
+
+
+def test_every_file_is_recorded() -> None:
+    assert {file for _, file in BUDGET} == set(FILES)

@@ -1,0 +1,58 @@
+"""Ranks that wait for each other forever, as in NCCL, of which one ends in a given way. Only heartbeats run.
+
+python -m tests.dist.lost_rank RUN ENDING RANK
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from pipeline.distributed.exit_record import record_exit, start_recording
+from pipeline.distributed.heartbeat import Heartbeat
+from pipeline.distributed.timing import Phases
+from pipeline.distributed.world import World
+
+LOST_AFTER = 3.0
+PATIENCE = 30.0
+WATCHDOG = """[rank1]:[E1123 12:00:00 ProcessGroupNCCL.cpp:2210] [Rank 1] failure detected by watchdog at work 7
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG 0 Rank 1] Process group watchdog thread terminated with exception: NCCL error: remote process exited
+ncclRemoteError: A call failed possibly due to a network error
+Exception raised from checkForNCCLErrors at ProcessGroupNCCL.cpp:2267 (most recent call first):
+frame #0: c10::Error::Error (0x7f from libc10.so)
+"""
+
+
+def end(how: str) -> None:
+    """End this process, or freeze it."""
+    if how == "error":  # of the loader, for example
+        record_exit(2, "a shard is damaged")
+        os._exit(2)
+    if how == "abort":
+        os.write(2, WATCHDOG.encode())
+    os.kill(os.getpid(), {"killed": signal.SIGKILL, "abort": signal.SIGABRT, "frozen": signal.SIGSTOP}[how])
+
+
+def main(run: Path, how: str, victim: int) -> None:
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda" if how == "abort" and rank == victim else "cpu")
+    world = World(rank=rank, size=int(os.environ["WORLD_SIZE"]), device=device)
+    phases = Phases(torch.device("cpu"))
+    start_recording(run, rank=rank)
+    with Heartbeat(run, world=world, phases=phases, timeout_seconds=1000.0, lost_after=LOST_AFTER):
+        phases.mark("communication", step=5)
+        time.sleep(2 * LOST_AFTER)
+        if rank == victim:
+            end(how)
+        time.sleep(PATIENCE)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,55 @@
+"""A slow rank shows in the records of training, although all ranks take equally long for a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.distributed.stragglers import describe_hosts, slowest_rank
+from pipeline.distributed.world import World
+from tests.launch import run
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.thread_world import on_ranks
+from tests.towers import write_tiny
+from tests.training import SMALL
+
+PAUSE = 0.5
+
+
+@pytest.mark.slow
+def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [16, 16])
+    arch = write_tiny(tmp_path)
+    settings = (f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={arch}", "samples=48")
+    run("tests.e2e.slow_run", f"forward={PAUSE}", *SMALL, *settings, ranks=2)
+    records = metrics(tmp_path / "run", "train")
+    assert len(records) == 6
+    found = [record for record in records if record["slowest_rank"] == 1]
+    assert len(found) > len(records) / 2  # another one, if this machine stops rank 0 for as long
+    for record in found:
+        assert record["slowest_rank_ms"] >= 1e3 * PAUSE
+        assert record["median_rank_ms"] <= record["slowest_rank_ms"]
+
+
+def test_the_time_in_the_objectives_collectives_is_not_a_ranks_own() -> None:
+    waiting, loading, waits = [0.5, 0.0, 0.25], [0.0, 0.4, 0.1], "time_communication"
+
+    def program(world: World) -> dict[str, float]:
+        rates = {"samples_per_second": 40.0, "data_wait": loading[world.rank], waits: waiting[world.rank]}
+        return slowest_rank(world, rates, batch_size=8)
+
+    expected = {"slowest_rank": 1.0, "slowest_rank_ms": 200.0, "median_rank_ms": 150.0, "slowest_rank_data_wait": 0.4}
+    for found in on_ranks(3, program):
+        assert found == pytest.approx(expected)
+    assert slowest_rank(World(), {}, batch_size=8) == {}
+
+
+def test_ranks_are_listed_by_host_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_hosts(World()) == ""
+    assert on_ranks(2, describe_hosts) == ["", ""]
+    hosts = iter(["a", "b", "a", "a"])
+    world = World(size=4)
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: list(hosts))
+    assert describe_hosts(world) == "Ranks by host: a 0, 2-3; b 1."

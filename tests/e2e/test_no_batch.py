@@ -1,0 +1,117 @@
+"""A run that is to stop while its loading workers give no batch, or between two stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.test_signals import launch, lives, wait_for
+from tests.launch import ROOT, environment, run
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import write_tiny
+
+BATCH, STEPS = 8, 150
+
+
+def settings(folder: Path, name: str, *more: str) -> list[str]:
+    return [
+        f"output={folder / name}",
+        f"model.arch={folder / 'tiny-towers.json'}",
+        f"data.sources={folder / 'shards'}",
+        *("data.streams=4", "data.shuffle_buffer=10", "data.workers=1", f"batch_size={BATCH}"),
+        *("objective.name=sogclr", "engine.deepspeed=zero1_fp32", "engine.device=cpu", "schedule.warmup_steps=1"),
+        *("checkpoint.every=1000", "telemetry.every=1", "telemetry.tensorboard=false", f"samples={BATCH * STEPS}"),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("no-batch")
+    write_shards(folder / "shards", [20, 30, 15])
+    write_tiny(folder, image_size=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path) -> Path:
+    run("jobs.train", *settings(base, "undisturbed"), ranks=2)
+    return base / "undisturbed"
+
+
+def worker_of(rank: int) -> int:
+    """The loading worker of a rank: the child of its fork server."""
+    servers = psutil.Process(rank).children()
+    (worker,) = (child.pid for server in servers for child in server.children())
+    return worker
+
+
+def same_end(run: Path, other: Path) -> bool:
+    name = f"checkpoints/step-{STEPS:08d}/open_clip_model.safetensors"
+    one, two = (load_file(folder / name) for folder in (run, other))
+    return all(torch.equal(value, two[key]) for key, value in one.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "the rank without a batch", "the other rank"])
+def test_a_signal_while_no_batch_comes_stops_the_run_with_a_checkpoint(
+    base: Path, undisturbed: Path, whom: str
+) -> None:
+    """Regression test: the run waited for `data.timeout_minutes`, ended with 76, and lost its last steps."""
+    name = whom.replace(" ", "-")
+    arguments = settings(base, name)
+    process = subprocess.Popen(
+        [argument for argument in launch("neuclip", arguments) if argument not in ("data.workers=1",)]
+        + ["data.workers=1"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ranks = wait_for("step", base / name, process)
+    stopped = worker_of(ranks[0])
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        before = -1
+        while before != (before := len(metrics(base / name, "train"))):
+            time.sleep(1.0)
+        assert before < STEPS, "the run was faster than this test"
+        begin = time.monotonic()
+        pid = {"launcher": process.pid, "the other rank": ranks[1]}.get(whom, ranks[0])
+        os.kill(pid, signal.SIGTERM)
+        output = process.communicate(timeout=120)[0]
+    finally:
+        for pid in (stopped, *ranks, process.pid):
+            if lives(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 75, output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
+    assert time.monotonic() - begin < 30
+    assert "A rank had no batch when the signal came" in output
+    assert [path.name for path in (base / name / "checkpoints").glob("step-*")] == [f"step-{before:08d}"]
+    run("jobs.train", *arguments, "--resume", "latest", ranks=2)
+    assert [record["step"] for record in metrics(base / name, "train")] == list(range(1, STEPS + 1))
+    assert same_end(base / name, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_signal_that_reaches_one_rank_between_two_stages_stops_all(base: Path) -> None:
+    """Regression test: that rank left at once with 75, and the other ended with 76."""
+    arguments = settings(base, "border", "schedule.stages=[{until: 0.5, image_size: 16}]", "engine.probe=false")
+    given = ("pipeline.training.run:check_stages", "2", "1:SIGTERM", *arguments, "data.workers=0")
+    assert run("tests.e2e.doomed_run", *given, ranks=2, check=False).returncode == 75
+    ends = [json.loads(path.read_text()) for path in (base / "border" / "heartbeats").glob("exit-*.json")]
+    assert [end["code"] for end in ends] == [75, 75]
+    assert max(record["step"] for record in metrics(base / "border", "train")) == STEPS // 2
+    run("jobs.train", *arguments, "--resume", "latest", ranks=2)

@@ -1,0 +1,42 @@
+"""Fixtures that several test files share; what they need is imported when a test asks for them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.written_checkpoints import Towers
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
+    from pipeline.model.towers import ModelConfig, build_towers
+    from tests.towers import write_tiny
+
+    model, architecture = build_towers(ModelConfig(arch=write_tiny(tmp_path_factory.mktemp("towers"))), seed=3)
+    return {name: value.detach() for name, value in model.clip.state_dict().items()}, architecture
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from tests.s3_server import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3") / "log"):
+        yield
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        from tests.s3_server import client
+
+        request.getfixturevalue("s3")
+        client().mkdir(name)
+        return f"s3://{name}/runs"
+    return f"memory://{name}/runs" if request.param == "memory" else f"file://{tmp_path}/store"

@@ -1,0 +1,237 @@
+"""Which checkpoints are damaged, foreign or outdated, and that no other one is skipped or removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint import writer as writer_module
+from pipeline.checkpoint.layout import (
+    checkpoint_folders,
+    digest_of,
+    finished_checkpoints,
+    name_of,
+    outdated,
+    step_of,
+)
+from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, find_checkpoint, open_checkpoint
+from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.run_files import read_run_id
+from pipeline.training import recovery
+from tests.written_checkpoints import Towers, failing, snapshot, write
+
+
+def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object], *, digest: bool = True) -> Path:
+    """Change a checkpoint.json and its digest, or remove that, as in version 0.1.0."""
+    path = run / "checkpoints" / name_of(step) / "checkpoint.json"
+    meta = json.loads(path.read_text())
+    change(meta)
+    meta.pop("digest", None)
+    path.write_text(json.dumps({**meta, "digest": digest_of(meta)} if digest else meta))
+    return path.parent
+
+
+@pytest.mark.parametrize("change", [{"counter": 0}, {"samples": 0}, {"files": None}])
+def test_an_altered_list_of_files_is_damage(tmp_path: Path, towers: Towers, change: dict[str, Any]) -> None:
+    write(tmp_path, towers, [1])
+    path = tmp_path / "checkpoints" / name_of(1) / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert "checkpoint.json do not match" in (damage(path.parent) or "")
+
+
+MOMENTS, WEIGHTS = "moments.safetensors", "open_clip_model.safetensors"
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"no {key}": (lambda meta, key=key: meta.pop(key)) for key in ("step", "counter", "samples", "files", "data")},
+    **{
+        f"{key} of a wrong type": (lambda meta, key=key: meta.update({key: "7"}))
+        for key in ("step", "counter", "files")
+    },
+    "no config": lambda meta: meta.pop("config"),
+    "another step": lambda meta: meta.update(step=1, samples=8),
+    "steps without samples": lambda meta: meta.update(step=2, samples=9),
+    "negative": lambda meta: meta.update(counter=-1),
+    "a position without its batch": lambda meta: meta["data"].pop("batch"),
+    "an order hash that is no number": lambda meta: meta["data"].update(order_hash="x"),
+    "files without moments": lambda meta: meta["files"].pop(MOMENTS),
+    "files without weights": lambda meta: meta["files"].pop(WEIGHTS),
+    "an average without weights": lambda meta: meta.update(ema_updates=3),
+    "a file without its size": lambda meta: meta["files"][MOMENTS].pop("bytes"),
+    "rows of a wrong type": lambda meta: meta["files"]["rows-00000-00000.safetensors"].update(rows=[1]),
+    "a list in place of an entry": lambda meta: meta["files"].update({MOMENTS: []}),
+    "a file elsewhere": lambda meta: meta["files"].update({"../x": meta["files"][MOMENTS]}),
+    "faults of a wrong type": lambda meta: meta.update(faults={"skipped": "x"}),
+    "an id that is a path": lambda meta: meta.update(run_id="x/../../elsewhere"),
+    "a history of a wrong type": lambda meta: meta.update(validation=[1]),
+}
+
+
+@pytest.mark.parametrize("digest", [True, False])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(
+    tmp_path: Path, towers: Towers, case: str, digest: bool
+) -> None:
+    write(tmp_path, towers, [1, 2])
+    folder = change_meta(tmp_path, 2, WRONG[case], digest=digest)
+    assert damage(folder)
+    found = find_checkpoint(tmp_path, "latest", on_event=print)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [3, 4])
+    (tmp_path / "checkpoints" / name_of(4)).rename(tmp_path / "checkpoints" / name_of(9))
+    found = find_checkpoint(tmp_path, "latest", on_event=print)
+    assert found is not None
+    assert found.step == 3
+    shutil.copytree(tmp_path / "checkpoints" / name_of(9), tmp_path / "elsewhere")
+    assert open_checkpoint(tmp_path / "elsewhere").step == 4
+
+
+def test_a_checkpoint_of_version_0_1_0_is_accepted(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [1])
+    change_meta(tmp_path, 1, lambda meta: meta.pop("run_id"), digest=False)
+    (tmp_path / "run_id").unlink()
+    assert find_checkpoint(tmp_path, "latest", on_event=print)
+    events = write(tmp_path, towers, [2])
+    shutil.rmtree(tmp_path / "checkpoints" / name_of(2))
+    found = find_checkpoint(tmp_path, "latest", on_event=events.append)
+    assert found is not None
+    assert found.run_id == ""
+    assert "step-00000001 is from a version that recorded no id" in events[-1]
+
+
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path: Path, towers: Towers) -> None:
+    one, two, events = tmp_path / "one", tmp_path / "two", list[str]()
+    write(one, towers, [1])
+    write(two, towers, [5])
+    shutil.copytree(two / "checkpoints" / name_of(5), one / "checkpoints" / name_of(5))
+    found = find_checkpoint(one, "latest", on_event=events.append)
+    assert found is not None
+    assert found.step == 1
+    assert f"step-00000005 in {one}/checkpoints was written by another run ({read_run_id(two)}; this one" in events[0]
+    write(one, towers, [6, 7], keep_last=1)
+    assert [step_of(path) for path in finished_checkpoints(one)] == [5, 7]
+    abandon_after(one, 0)
+    assert [step_of(path) for path in finished_checkpoints(one)] == [5]
+    with pytest.raises(UserError, match=r"All 1 checkpoints in .* are damaged, or of another run"):
+        find_checkpoint(one, "latest", on_event=print)
+    found = agreed_checkpoint(two, str(one / "checkpoints" / name_of(5)), world=World(), on_event=print)
+    assert found is not None, "a checkpoint that is named may be of any run"
+
+
+def test_a_foreign_checkpoint_of_the_same_step_is_kept(tmp_path: Path, towers: Towers) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    write(one, towers, [1])
+    write(two, towers, [2])
+    folder, foreign = one / "checkpoints", read_run_id(two)
+    for name in (f"{name_of(2)}.run-{foreign}", f"{name_of(2)}.run-{foreign}.2"):
+        shutil.copytree(two / "checkpoints" / name_of(2), folder / name_of(2), dirs_exist_ok=True)
+        events = write(one, towers, [2])
+        assert f"step-00000002 was written by another run ({foreign}) and is {name} now" in events[0]
+        assert open_checkpoint(folder / name).run_id == foreign
+        assert open_checkpoint(folder / name_of(2)).run_id == read_run_id(one)
+        shutil.rmtree(folder / name_of(2))
+
+
+def test_new_checkpoints_stay_beside_damaged_and_later_ones(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [10, 20, 35])
+    damaged = tmp_path / "checkpoints" / name_of(35) / MOMENTS
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (tmp_path / "checkpoints" / name_of(99)).mkdir()
+    start = tmp_path / "checkpoints" / name_of(20)
+    config, events = CheckpointConfig(every=1, keep_last=1), list[str]()
+    writer = CheckpointWriter(
+        tmp_path,
+        config=config,
+        world=World(),
+        architecture=towers[1],
+        on_event=events.append,
+        resumed_from=start,
+    )
+    left = []
+    for step in (30, 34, 36):
+        writer.save(snapshot(towers, step))
+        writer.wait()
+        left.append([step_of(path) for path in checkpoint_folders(tmp_path)])
+    assert left == [[20, 30, 35, 99], [20, 34, 35, 99], [20, 36, 99]]
+
+
+def test_what_is_kept() -> None:
+    names = [name_of(step) for step in (10, 20, 30, 40, 100_000_000)]
+    how: dict[str, Any] = {"written": names[3], "keep_every": None, "held": set(), "is_good": lambda name: True}
+    assert outdated(names, **how, keep_last=1) == [names[2], names[1], names[0]]
+    assert outdated(names, **{**how, "keep_every": 20, "held": {names[0]}}, keep_last=1) == [names[2]]
+    assert outdated(names, **{**how, "is_good": lambda name: name != names[2]}, keep_last=2) == [names[0]]
+    assert outdated(names, **{**how, "is_good": lambda name: False}, keep_last=2) == []
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_full_disk_at_a_pointer_loses_no_checkpoint(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = writer_module.write_text
+
+    def full(path: Path, text: str, **how: Any) -> Path:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, text, **how)
+
+    monkeypatch.setattr(writer_module, "write_text", full)
+    events = list[str]()
+    writer = CheckpointWriter(
+        tmp_path, config=CheckpointConfig(), world=World(), architecture=towers[1], on_event=events.append
+    )
+    writer.save(replace(snapshot(towers, 1), best=True))
+    writer.wait()
+    assert not writer.problem
+    assert events[0].startswith("Checkpoint step-00000001 written")
+    assert f"`{name}` does not name step-00000001" in events[1]
+    assert not [event for event in events if "NOT be written" in event]
+    assert find_checkpoint(tmp_path, "latest", on_event=print)
+
+
+def test_runs_with_one_name_do_not_share_the_fallback(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare, first, second = str(tmp_path / "spare"), tmp_path / "one" / "run", tmp_path / "two" / "run"
+    for folder, step in ((first, 5), (second, 3)):
+        assert find_checkpoint(folder, "latest", on_event=print, fallback=spare) is None
+        writer = CheckpointWriter(
+            folder, config=CheckpointConfig(), world=World(), architecture=towers[1], on_event=print
+        )
+        monkeypatch.setattr(writer_module, "save_tensors", failing(1))
+        how: dict[str, Any] = {
+            "writer": writer,
+            "agreed": lambda value: value,
+            "minutes": 0.0,
+            "stopped": lambda: False,
+            "report": print,
+        }
+        assert recovery.save_again(lambda step=step: snapshot(towers, step), **how, fallback=spare)
+        agreed = agreed_checkpoint(folder, "latest", world=World(), on_event=print, fallback=spare)
+        assert agreed is not None
+        assert agreed.step == step
+    assert len(list((tmp_path / "spare").iterdir())) == 2
+
+
+def test_a_folder_with_later_checkpoints_is_refused(tmp_path: Path, towers: Towers) -> None:
+    run = tmp_path / "run"
+    write(run, towers, [1, 2])
+    old = str(run / "checkpoints" / name_of(1))
+    with pytest.raises(UserError, match=r"has later checkpoints than .* \(step-00000002\)"):
+        agreed_checkpoint(run, old, world=World(), on_event=print)
+    found = agreed_checkpoint(tmp_path / "another", old, world=World(), on_event=print)
+    assert found is not None
+    assert found.step == 1
+    with pytest.raises(UserError, match=r"run has checkpoints: add --resume latest"):
+        agreed_checkpoint(run, None, world=World(), on_event=print)

@@ -1,0 +1,163 @@
+"""`neuclip.dataset`: the trainer's samples in loops of others, also open_clip's own, killed and resumed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import webdataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import neuclip
+from pipeline.data.dataset import OrderedDataset
+from pipeline.data.loading.loader import build_loader
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from tests.shards import count_tokens, write_shards
+from tests.towers import TINY
+
+BATCH, STEPS = 8, 6
+SETTINGS: dict[str, Any] = {"streams": 4, "shuffle_buffer": 10, "workers": 0}
+MEAN_STD = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_shards(folder, [20, 17, 14])
+    return folder
+
+
+def make(folder: Path, **changes: Any) -> OrderedDataset:
+    options: dict[str, Any] = {"batch_size": BATCH, "image_size": 16, "seed": 3, "tokenize": count_tokens, **SETTINGS}
+    return neuclip.dataset(str(folder), **{**options, **changes})
+
+
+def expected(folder: Path, batches: int) -> list[tuple[Tensor, Tensor]]:
+    from pipeline.config import parse
+    from pipeline.data.data_config import DataConfig
+
+    config = parse(DataConfig, {"sources": str(folder), **SETTINGS})
+    with build_loader(
+        config, world=World(), global_batch=BATCH, seed=3, image_size=16, tokenize=count_tokens
+    ) as loader:
+        return [(batch.image.clone(), batch.sample_id.clone()) for batch in itertools.islice(loader, batches)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("through", ["itself", "DataLoader", "one worker", "DataPipeline"])
+def test_every_loop_sees_what_the_trainer_sees(folder: Path, ranks: int, through: str) -> None:
+    trained = expected(folder, STEPS)
+    ways: dict[str, Any] = {
+        "itself": lambda data: data,
+        "DataLoader": lambda data: DataLoader(data, batch_size=None, num_workers=0),
+        "one worker": lambda data: DataLoader(data, batch_size=None, num_workers=1),
+        "DataPipeline": lambda data: webdataset.DataPipeline(data, webdataset.map(lambda rows: rows)),
+    }
+    found = [list(ways[through](make(folder, rank=rank, ranks=ranks))) for rank in range(ranks)]
+    assert [len(rows) for rows in found] == [STEPS] * ranks
+    for step, (image, ids) in enumerate(trained):
+        assert torch.equal(torch.cat([rows[step][2] for rows in found]), ids)
+        assert torch.equal(torch.cat([rows[step][0] for rows in found]), image)
+
+
+def test_a_state_continues_on_another_number_of_ranks_and_workers(folder: Path) -> None:
+    trained = expected(folder, 2 * STEPS)
+    one = make(folder)
+    seen = [rows[2] for rows in itertools.islice(one, 4)]
+    state = one.state_dict()
+    assert state == copy.deepcopy(state)
+    pair = [make(folder, rank=rank, ranks=2, workers=1) for rank in range(2)]
+    for part in pair:
+        part.load_state_dict(state)
+    for _ in range(2):  # the rest of this epoch, and the next
+        seen += [torch.cat([rows[2] for rows in step]) for step in zip(*pair, strict=True)]
+    for part in pair:
+        part.close()
+    assert len(one) == STEPS
+    assert torch.equal(torch.stack(seen), torch.stack([ids for _, ids in trained]))
+
+
+def test_what_does_not_fit_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"num_workers=2 would give .* `workers` of neuclip.dataset"):
+        list(DataLoader(make(folder), batch_size=None, num_workers=2))
+    with pytest.raises(UserError, match=r"rank = 2 must be .* below ranks = 2"):
+        make(folder, rank=2, ranks=2)
+    with pytest.raises(UserError, match=r"Unknown key data.streems.*nearest valid key is data.streams"):
+        make(folder, streems=2)
+    one = make(folder)
+    next(iter(one))
+    with pytest.raises(UserError, match=r"data order cannot be continued: .*seed was 3, now 4"):
+        make(folder, seed=4).load_state_dict(one.state_dict())
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+class ForOpenClip:
+    """The attributes that open_clip's trainer reads from its loader."""
+
+    def __init__(self, data: OrderedDataset, *, kill_after: int | None = None) -> None:
+        self.pipeline = webdataset.DataPipeline(data, webdataset.map(lambda rows: rows[:2]))
+        self.num_batches, self.num_samples, self._kill_after = STEPS, BATCH * STEPS, kill_after
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.pipeline, start=1):
+            yield batch
+            if number == self._kill_after:
+                raise Killed
+
+
+def open_clips_training(data: OrderedDataset, state: Any = None, kill_after: int | None = None) -> Any:
+    """Train a small model for the rest of an epoch with open_clip's own loop; return its state dicts."""
+    from open_clip_train.train import train_one_epoch
+
+    torch.manual_seed(0)
+    model = open_clip.model.CLIP(**copy.deepcopy(TINY), output_dict=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    loader = ForOpenClip(data, kill_after=kill_after)
+    args = SimpleNamespace(
+        device="cpu", precision="fp32", distill=False, accum_freq=1, skip_scheduler=True, grad_clip_norm=None,
+        horovod=False, rank=0, local_rank=0, log_local=False, log_every_n_steps=10**9, batch_size=BATCH, world_size=1,
+        wandb=False,
+    )  # fmt: skip
+    source = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
+    try:
+        train_one_epoch(model, source, open_clip.ClipLoss(), 0, optimizer, None, None, None, args)
+    except Killed:
+        assert kill_after is not None
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def test_open_clips_own_trainer_killed_and_resumed_ends_with_the_same_bits(folder: Path) -> None:
+    tokens: Any = SimpleTexts()
+    whole = open_clips_training(make(folder, tokenize=tokens, normalization=MEAN_STD))
+    first = make(folder, tokenize=tokens, normalization=MEAN_STD)
+    halfway = open_clips_training(first, kill_after=3)
+    again = make(folder, tokenize=tokens, normalization=MEAN_STD)
+    again.load_state_dict(first.state_dict())
+    resumed = open_clips_training(again, state=halfway)
+    assert halfway[0].keys() == whole[0].keys()
+    assert not torch.equal(halfway[0]["visual.proj"], whole[0]["visual.proj"])
+    for name, value in whole[0].items():
+        assert torch.equal(resumed[0][name], value), name
+
+
+class SimpleTexts:
+    """Tokens of the small architecture."""
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        rows = [[49406, int(text.rpartition(" ")[2]) + 1, 49407, *[0] * 5] for text in texts]
+        return torch.tensor(rows)

@@ -1,0 +1,124 @@
+"""An image that crashes its decoder, or keeps it busy, costs its own row and nothing else."""
+
+# ruff: noqa: F811 (imported fixtures are requested by name)
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.dataset.verification import verify
+from data_prep.fetching import downloader
+from data_prep.fetching.decoder import Decoder
+from data_prep.fetching.image_converter import ImageConverter
+from data_prep.ingest import prepare
+from data_prep.settings.download_config import DownloadConfig, FetchConfig, ImageConfig
+from pipeline.config import parse
+from tests.ingested import fetch_here, own_opener, site  # noqa: F401
+from tests.web import Site, jpeg
+
+# A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
+DOOMED = """
+import os, sys, time
+from data_prep.fetching import decoder, image_converter
+convert = image_converter.ImageConverter._convert
+def doomed(self, body, boxes):
+    words = body[-200:].partition(b"DOOM ")[2].split()
+    if words and not (len(words) > 1 and os.path.exists(words[1])):
+        if len(words) > 1:
+            open(words[1], "w").close()
+        os.kill(os.getpid(), 9) if words[0] == b"die" else time.sleep(600)
+    return convert(self, body, boxes)
+image_converter.ImageConverter._convert = doomed
+decoder.main(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def doomed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", DOOMED))
+    downloader._cached_decoder.cache_clear()  # another test of this process may have started one
+    yield
+    downloader._cached_decoder.cache_clear()
+
+
+@pytest.fixture
+def decoder() -> Iterator[Decoder]:
+    # Long enough for starting a process on a busy machine.
+    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig(decode_timeout=30))
+    yield decoder
+    decoder.close()
+
+
+def test_outcomes_are_those_of_the_converter(decoder: Decoder) -> None:
+    plain = ImageConverter(ImageConfig(), max_pixels=10**6)
+    for body in (jpeg(side=300), jpeg(side=20), jpeg()[:300], jpeg(side=1001)):
+        assert decoder(io.BytesIO(body)) == plain(io.BytesIO(body))
+
+
+def test_an_image_that_crashes_its_decoder_twice_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    assert decoder(io.BytesIO(jpeg() + b"DOOM die"))[5] == "quarantined: its decoder died"
+    assert decoder(io.BytesIO(jpeg()))[5] is None
+    once = f"DOOM die {tmp_path / 'once'}".encode()
+    assert decoder(io.BytesIO(jpeg() + once))[0] == decoder(io.BytesIO(jpeg()))[0], "perhaps it lacked memory"
+
+
+def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    decoder(io.BytesIO(jpeg()))
+    decoder._seconds = 0.5
+    assert decoder(io.BytesIO(jpeg() + b"DOOM sleep"))[5] == "too slow to decode: not decoded in 0.5 s"
+    decoder._seconds = 30
+    assert decoder(io.BytesIO(jpeg()))[5] is None
+
+
+def test_a_decoder_ends_with_its_worker() -> None:
+    """Also when the worker is killed, so that nothing is left to clean up."""
+    program = (
+        "import io, os\n"
+        "from data_prep.fetching.decoder import Decoder\n"
+        "from data_prep.settings.download_config import FetchConfig, ImageConfig\n"
+        "decoder = Decoder(ImageConfig(), max_pixels=9, fetch=FetchConfig())\n"
+        "decoder(io.BytesIO(b'x'))\n"
+        "print(decoder._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL
+    status, deadline = Path(f"/proc/{int(ended.stdout)}/stat"), time.monotonic() + 60
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the decoder outlived its worker"
+        time.sleep(0.05)
+
+
+def test_a_fork_has_a_decoder_of_its_own(decoder: Decoder) -> None:
+    decoder(io.BytesIO(jpeg()))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if decoder(io.BytesIO(jpeg()))[5] is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert decoder(io.BytesIO(jpeg(side=50)))[5] is None
+
+
+def test_a_shard_with_such_images_is_finished(site: Site, tmp_path: Path) -> None:
+    """Regression test: an image that could not be decoded in time stopped its shard at every start."""
+    bodies = [jpeg(side=30), jpeg(side=31) + b"DOOM die", jpeg(side=32)]
+    urls = [site.image(f"/doomed-{k}", body) for k, body in enumerate(bodies)]
+    pq.write_table(pa.table({"url": urls, "caption": ["a cat"] * 3}), tmp_path / "urls.parquet")
+    tree = {
+        "output": str(tmp_path / "data"),
+        "source": {"table": str(tmp_path / "urls.parquet")},
+        "guard": {"allow_addresses": ["127.0.0.1"]},
+    }
+    config, plan = prepare(parse(DownloadConfig, tree))
+    manifest = fetch_here(config, plan, [0])
+    assert (manifest.n, manifest.failures) == (2, {"quarantined": 1})
+    assert verify(tmp_path / "data") == []

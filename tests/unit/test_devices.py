@@ -1,0 +1,220 @@
+"""Which device and which cores a rank takes, and ranks that do not fit together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from jobs.bench import options
+from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
+from pipeline.data.data_config import DataConfig, default_workers
+from pipeline.distributed import devices, world
+from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
+from pipeline.errors import UserError
+from pipeline.planning import measure
+from tests.launch import ROOT
+
+GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", driver="550.54.15", cores=[0, 1])
+CPU = replace(GPU, rank=1, host="node2", backend="gloo", device="CPU", gpu="", driver="")
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    """Make torch see this many GPUs. Returns the list of the current devices that will be set."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    return current
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "expected"),
+    [(8, 3, 3), (1, 0, 0), (1, 3, 0)],  # the last: srun --gpus-per-task=1 shows every task its own GPU as number 0
+)
+def test_a_rank_takes_its_own_gpu(count: int, local_rank: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = pretend_gpus(monkeypatch, count)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert choose_device("auto", local_rank=local_rank, ranks=8) == torch.device("cuda", expected)
+    assert current == [expected]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    choose_device("auto", local_rank=local_rank, ranks=8)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 4)
+    with pytest.raises(UserError, match=r"Local rank 4 .* torch sees 4"):
+        choose_device("auto", local_rank=4, ranks=8)
+
+
+def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node7")
+    with pytest.raises(UserError, match=r"node7 has .*no usable GPU.*engine.device=cpu"):
+        choose_device("auto", local_rank=2, ranks=8)
+    assert choose_device("auto", local_rank=0, ranks=1).type == "cpu"
+    assert choose_device("cpu", local_rank=2, ranks=8).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert choose_device("auto", local_rank=2, ranks=8).type == "cpu"
+    with pytest.raises(UserError, match=r"no CUDA device here \(node7\)"):
+        choose_device("cuda", local_rank=0, ranks=1)
+
+
+def test_contradictions_name_the_odd_ranks() -> None:
+    others = [replace(GPU, rank=rank, gpu=f"GPU-{rank}") for rank in (0, 2, 3)]
+    text = contradiction([*others, CPU])
+    assert "The odd ones: rank 1 on node2 (CPU, gloo, no NVIDIA driver)" in text
+    assert "The other 3 are like rank 0 on node1 (H100, nccl, driver 550.54.15)" in text
+    shared = contradiction([GPU, replace(GPU, rank=1)])
+    assert "Ranks 0 and 1 on node1 have the same GPU (H100, GPU-a)" in shared
+    assert contradiction([GPU, replace(GPU, rank=1, host="node2")]) == "", "UUIDs are compared within a host"
+    assert contradiction([CPU, replace(CPU, rank=0)]) == ""
+
+
+def meet_all(ranks: Sequence[RankDevice], *, size: int, limit: float = 20.0) -> list[Any]:
+    """What `meet` returned or raised on each rank, in threads that share a store."""
+    store, results = dist.HashStore(), [None] * len(ranks)
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = meet(store, ranks[index], ranks=size, limit=timedelta(seconds=limit))  # type: ignore[call-overload]
+        except UserError as error:
+            results[index] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_every_rank_raises_the_same_message() -> None:
+    errors = meet_all([GPU, CPU], size=2)
+    assert len({str(error) for error in errors}) == 1
+    assert "rank 1 on node2" in str(errors[0])
+
+
+def test_ranks_learn_their_share_of_cores() -> None:
+    own = [replace(CPU, rank=r, cores=list(range(8 * r, 8 * r + 8))) for r in range(2)]  # srun --cpus-per-task=8
+    assert meet_all(own, size=2) == [8, 8]
+    shared = [replace(CPU, rank=r, cores=list(range(64))) for r in range(4)]  # torchrun
+    assert meet_all(shared, size=4) == [16] * 4
+    assert meet_all([*shared[:3], replace(shared[3], host="node9")], size=4) == [21, 21, 21, 64]
+
+
+def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(devices, "MEETING_SECONDS", 0.2)
+    (error,) = meet_all([GPU], size=3, limit=1.0)
+    assert "1 of 3 ranks have come" in str(error)
+    assert "(node1 with 1); missing: 1, 2." in str(error)
+    assert "Waiting for the other ranks. 1 of 3" in capsys.readouterr().err
+    # A contradiction is reported although a rank is still missing.
+    assert all("The odd ones: rank 1 on node2" in str(e) for e in meet_all([GPU, CPU], size=3, limit=60.0))
+
+
+def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
+    world._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
+    assert (made["backend"], made["device_id"]) == ("nccl", torch.device("cuda", 0))
+    world._join(0, 1, torch.device("cpu"), timedelta(minutes=1))
+    assert (made["backend"], made["device_id"]) == ("gloo", None)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "quota", "expected"),
+    [
+        (range(8), [range(8, 16)], None, 8),
+        (range(64), [range(64)] * 7, None, 8),
+        (range(64), [range(64)] * 7, 16, 2),
+        (range(4), [range(4)] * 7, None, 1),
+        (range(12), [range(8, 20)], None, 10),
+    ],
+)
+def test_cores_are_divided_among_those_who_share_them(
+    own: Sequence[int], others: list[Sequence[int]], quota: int | None, expected: int
+) -> None:
+    assert cores_of_rank(own, others=others, quota=quota) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "250000 100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_quotas_of_containers_are_read(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cpu_quota(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(2, 1), (1, 1), (8, 7), (16, 12), (24, 12)])
+def test_workers_leave_a_core_to_the_trainer(cores: int, workers: int) -> None:
+    assert default_workers(cores) == workers
+    assert DataConfig(sources="x", workers="auto").workers is None  # type: ignore[arg-type]
+
+
+def test_no_shipped_recipe_fixes_the_workers_of_a_cluster() -> None:
+    for name in ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b", "laion315m"):
+        assert "workers: auto" in (ROOT / f"jobs/recipes/{name}.yaml").read_text(), name
+
+
+def test_a_measured_rank_has_the_cores_that_it_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "usable_cores", lambda: 64)
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 64)
+    for gpus, ranks, expected in ((8, 8, 8), (0, 8, 8), (0, 1, 64), (4, 8, 16), (1, 8, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert measure.cores_of_one(ranks) == expected
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 128)  # srun --gpus=1 --cpus-per-task=64
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert measure.cores_of_one(8) == 64
+
+
+def test_fewer_cores_are_for_this_block_only() -> None:
+    before = usable_cores()
+    with only_cores(1):
+        assert usable_cores() == 1
+    assert usable_cores() == before
+
+
+def test_a_contender_frees_its_memory_before_it_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    questions = iter([2, 2, None])
+
+    class Pipe:
+        def send(self, reply: object) -> None:
+            events.append("reply")
+
+        def recv(self) -> int | None:
+            return next(questions)
+
+    monkeypatch.setattr(options, "make_data", lambda args: None)
+    monkeypatch.setattr(options, "ours", lambda *_, **__: lambda steps: events.append("steps"))
+    monkeypatch.setattr(options, "seconds", lambda run, device, threads: run() or 1.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("free"))
+    args = options.parse_arguments(["--device", "cpu"])
+    options.contender(Pipe(), options.settings_of(args, "none"))  # type: ignore[arg-type]
+    assert events == ["steps", "free", "reply"] * 3 + ["reply"]

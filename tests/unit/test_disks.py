@@ -1,0 +1,123 @@
+"""A run whose disk is full or becomes read-only: it trains on, and its exit code says that the end is not on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.checkpoint.layout import finished_checkpoints, name_of
+from pipeline.checkpoint.reader import damage
+from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
+from pipeline.distributed.exit_record import read_ends
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import train
+from pipeline.training.trainer import EXIT_NOT_SAVED
+from tests.mounts import JournalledDisk, fill, small_disk
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import SMALL, in_this_process, train_here
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("disks")
+    write_shards(folder / "shards", [40])
+    write_tiny(folder, image_size=32)
+    train_here(*settings(folder, folder / "whole"))
+    return folder
+
+
+def settings(base: Path, output: Path, *more: str) -> list[str]:
+    return [
+        f"output={output}",
+        f"data.sources={base / 'shards'}",
+        f"model.arch={base / 'tiny-towers.json'}",
+        *(f"samples={8 * STEPS}", "checkpoint.every=2", "checkpoint.retry_minutes=0", "telemetry.tensorboard=true"),
+        *more,
+    ]
+
+
+def code_of(*overrides: str) -> int:
+    with in_this_process():
+        return train(load_recipe(None, [*SMALL, *overrides]))
+
+
+def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `action` before the checkpoint of a step is written."""
+    plain = CheckpointWriter.save
+
+    def save(writer: CheckpointWriter, snapshot: Snapshot) -> None:
+        if snapshot.step == step:
+            writer.wait()
+            action()
+        plain(writer, snapshot)
+
+    monkeypatch.setattr(CheckpointWriter, "save", save)
+
+
+def continues(base: Path, run: Path) -> bool:
+    """Whether a run that is continued ends as the undisturbed one."""
+    train_here(*settings(base, run), resume="latest")
+    name = f"checkpoints/{name_of(STEPS)}/open_clip_model.safetensors"
+    one, two = (load_file(folder / name) for folder in (run, base / "whole"))
+    return all(torch.equal(value, two[key]) for key, value in one.items())
+
+
+def steps_of(run: Path) -> list[str]:
+    assert not any(damage(path) for path in finished_checkpoints(run))
+    return [path.name for path in finished_checkpoints(run)]
+
+
+def test_a_full_disk_ends_a_run_with_74_and_it_continues_when_there_is_space(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", megabytes=64) as disk:
+        before_step(4, lambda: fill(disk), monkeypatch)
+        run = disk / "run"
+        assert code_of(*settings(base, run)) == EXIT_NOT_SAVED
+        assert (
+            "The last checkpoint is not on disk: OSError: [Errno 28] No space left on device" in capfd.readouterr().err
+        )
+        (end,) = read_ends(run / "heartbeats")
+        assert (end.code, "No space left on device" in end.reason) == (EXIT_NOT_SAVED, True)
+        assert steps_of(run) == [name_of(2)]
+        monkeypatch.undo()
+        (disk / "filler").unlink()
+        assert continues(base, run)
+
+
+def test_a_full_disk_with_a_fallback_loses_nothing(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "disk", megabytes=64) as disk:
+        before_step(4, lambda: fill(disk), monkeypatch)
+        spare = f"checkpoint.fallback={tmp_path / 'spare'}"
+        assert code_of(*settings(base, disk / "run", spare)) == 0
+        (other,) = (tmp_path / "spare").iterdir()
+        assert steps_of(other) == [name_of(STEPS)]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_disk_that_becomes_read_only_ends_a_run_with_74_unless_there_is_a_fallback(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fallback: bool
+) -> None:
+    disk = JournalledDisk(tmp_path / "disk", megabytes=64)
+    try:
+        before_step(4, disk.fail, monkeypatch)
+        spare = [f"checkpoint.fallback={tmp_path / 'spare'}"] if fallback else []
+        assert code_of(*settings(base, disk.folder / "run", *spare)) == (0 if fallback else EXIT_NOT_SAVED)
+        monkeypatch.undo()
+        if fallback:
+            (other,) = (tmp_path / "spare").iterdir()
+            assert steps_of(other) == [name_of(STEPS)]
+            return
+        assert "Read-only file system" in capfd.readouterr().err
+        disk.repair()
+        assert steps_of(disk.folder / "run") == [name_of(2)]
+        assert continues(base, disk.folder / "run")
+    finally:
+        disk.close()

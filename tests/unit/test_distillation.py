@@ -1,0 +1,237 @@
+"""Distillation: the loss and its gradients are those of a plain reference, and runs learn from stored features."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner, Result
+from open_clip.loss import DistillClipLoss
+from safetensors.torch import load_file
+from torch import Tensor
+
+from jobs.write_features import command
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.objectives import build_objective, objective_names
+from pipeline.objectives.distill import Teacher
+from tests.launch import run
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import TINY
+from tests.training import train_here
+from tests.unit.objectives_reference import context, relative_error, unit_features
+
+BATCH, WEIGHT, TEACHER_TAU = 12, 0.7, 0.02
+SOFTMAX = [name for name in objective_names() if name != "siglip"]
+
+
+def teacher_of(batch_size: int) -> Teacher:
+    image, text = unit_features(batch_size, 5, seed=9)
+    return Teacher(image, text, TEACHER_TAU)
+
+
+def reference(image: Tensor, text: Tensor, taus: tuple[Tensor, Tensor], teacher: Teacher) -> Tensor:
+    """Mean KL divergence of both sides' anchors."""
+    student, guide = image @ text.T, teacher.image @ teacher.text.T / teacher.tau
+    sides = zip((student, student.T), (guide, guide.T), taus, strict=True)
+    divergences = [
+        F.kl_div((s / tau[:, None]).log_softmax(1), t.softmax(1), reduction="batchmean") for s, t, tau in sides
+    ]
+    return (divergences[0] + divergences[1]) / 2
+
+
+def computed(name: str, weight: float) -> tuple[Any, Any]:
+    """The output of a batch in float64, and what is pending."""
+    own = {"prototypes": 8} if name.startswith("neuclip") else {}
+    objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
+    image, text = unit_features(BATCH)
+    teacher = teacher_of(BATCH) if weight else None
+    output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
+    pending: Any = objective._pending
+    tau = objective.temperature.of_anchors(
+        BATCH, None if objective.table is None else objective.table.lookup(torch.arange(BATCH)).double()
+    )  # type: ignore[attr-defined]
+    objective.commit()
+    return output, (pending.tau_gradient, tau)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_loss_and_gradients_of_every_method_gain_those_of_the_reference(name: str) -> None:
+    (plain, (slope, taus)), (found, (new_slope, _)) = computed(name, 0.0), computed(name, WEIGHT)
+    image, text = (x.requires_grad_() for x in unit_features(BATCH))
+    taus = tuple(tau.detach().clone().requires_grad_() for tau in taus)
+    loss = WEIGHT * reference(image, text, taus, teacher_of(BATCH))
+    loss.backward()
+    assert float(found.loss - plain.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+    assert float(found.metrics["distillation_loss"]) == pytest.approx(float(loss.detach()) / WEIGHT, rel=1e-10)
+    assert relative_error(found.grad_image - plain.grad_image, image.grad) < 1e-10
+    assert relative_error(found.grad_text - plain.grad_text, text.grad) < 1e-10
+    if slope is None:
+        assert new_slope is None
+    elif slope.dim():  # one temperature per anchor, without the 1 / B of the mean
+        assert relative_error(new_slope - slope, BATCH * torch.stack([tau.grad for tau in taus], 1)) < 1e-9
+    else:
+        assert float(new_slope - slope) == pytest.approx(float(taus[0].grad.sum() + taus[1].grad.sum()), rel=1e-9)
+
+
+def test_it_is_the_loss_of_open_clip() -> None:
+    """Its gradients, by the temperature as well; its cross-entropy differs by a constant."""
+    output, (slope, taus) = computed("openclip", 1.0)
+    image, text = (x.requires_grad_() for x in unit_features(BATCH))
+    scale, teacher = (1 / taus[0][0]).detach().requires_grad_(), teacher_of(BATCH)
+    losses = DistillClipLoss()(image, text, scale, teacher.image, teacher.text, 1 / TEACHER_TAU)
+    sum(losses).backward()
+    assert float(output.metrics["contrastive_loss"]) == pytest.approx(float(losses[0].detach()), rel=1e-10)
+    assert relative_error(output.grad_image, image.grad) < 1e-9
+    assert relative_error(output.grad_text, text.grad) < 1e-9
+    assert float(-slope * taus[0][0] ** 2) == pytest.approx(float(scale.grad), rel=1e-9)
+
+
+def test_a_loop_of_your_own_and_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two rows give the same result; `loss` has the gradient of `compute`."""
+    expected, _ = computed("openclip", WEIGHT)
+    monkeypatch.setattr("pipeline.objectives.pairwise.LEAST_ROWS", 2)
+    monkeypatch.setattr("pipeline.objectives.pairwise.CPU_BLOCK", 1)
+    objective = build_objective({"name": "openclip", "distill": WEIGHT}, context=context(BATCH))
+    image, text = (x.requires_grad_() for x in unit_features(BATCH))
+    objective.loss(image, text, teacher=teacher_of(BATCH)).backward()
+    assert relative_error(image.grad, expected.grad_image) < 1e-12
+    assert relative_error(text.grad, expected.grad_text) < 1e-12
+
+
+def test_a_teacher_and_its_weight_need_each_other_and_a_softmax() -> None:
+    image, text = unit_features(BATCH)
+    with pytest.raises(UserError, match="siglip has no softmax"):
+        build_objective({"name": "siglip", "distill": 1.0}, context=context(BATCH))
+    for weight, teacher in ((1.0, None), (0.0, teacher_of(BATCH))):
+        objective = build_objective({"name": "openclip", "distill": weight}, context=context(BATCH))
+        with pytest.raises(UserError, match="need each other"):
+            objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of which one image is corrupt, other shards, and a run as the teacher with its features."""
+    folder = tmp_path_factory.mktemp("distillation")
+    write_shards(folder / "shards", [20, 28], replace={7: {"jpg": b"no image", "txt": b"caption 7"}})
+    write_shards(folder / "other", [48], first=100)
+    (folder / "small.json").write_text(json.dumps(TINY))
+    train_here(f"output={folder / 'teacher'}", f"data.sources={folder / 'shards'}", "samples=8",
+               f"model.arch={folder / 'small.json'}", "optimizer.lr=1e-2", "data.corrupt_limit=0.1")  # fmt: skip
+    assert features(folder).exit_code == 0
+    return folder
+
+
+def features(base: Path, *options: str, data: str = "shards", output: str = "features") -> Result:
+    fixed = ["--model", str(base / "teacher"), "--workers", "0", "--batch-size", "7", "--device", "cpu"]
+    return CliRunner().invoke(command, [str(base / data), *fixed, "--output", str(base / output), *options])
+
+
+def settings(base: Path, output: str, *more: str, stored: str = "features") -> list[str]:
+    return [f"output={base / output}", f"data.sources={base / 'shards'}", "samples=48", "data.corrupt_limit=0.1",
+            f"model.arch={base / 'small.json'}", "optimizer.lr=1e-2", "objective.distill=0.5", "seed=1",
+            f"data.teacher_features={base / stored}", *more]  # fmt: skip
+
+
+def values(base: Path, run: str, key: str = "loss") -> list[float]:
+    return [record[key] for record in metrics(base / run, "train")]
+
+
+def weights(base: Path, output: str) -> dict[str, Tensor]:
+    (last,) = sorted((base / output / "checkpoints").glob("step-*"))[-1:]
+    return load_file(last / "open_clip_model.safetensors")
+
+
+def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(base: Path) -> None:
+    stored = np.load(base / "features" / "features.npy")
+    assert np.flatnonzero(stored["crc32"] == 0).tolist() == [7]
+    tree = json.loads((base / "features" / "features.json").read_text())
+    assert (tree["samples"], tree["stored"], list(tree["problems"].values())) == (48, 47, [1])
+    teacher = load_for_evaluation(str(base / "teacher"))
+    text = teacher.encode_text(teacher.tokenize(["caption 30"]))[0]
+    assert np.abs(stored["values"][30, teacher.dim :] - text.numpy()).max() < 1e-3
+    assert np.linalg.norm(stored["values"][30].astype(np.float32)) == pytest.approx(2**0.5, abs=1e-3)
+
+    shutil.copytree(base / "features", base / "damaged")
+    file = base / "damaged" / "features.npy"
+    body = bytearray(file.read_bytes())
+    body[-5] ^= 1  # in the second shard
+    file.write_bytes(body)
+    result = features(base, output="damaged")
+    assert "1 of 2 shards" not in result.output.splitlines()[0]  # the first has a corrupt image, and is tried again
+    assert file.read_bytes() == (base / "features" / "features.npy").read_bytes()
+
+
+def test_features_of_something_else_are_refused(base: Path) -> None:
+    result = features(base, data="other")
+    assert "holds features with another data" in str(result.exception)
+    assert "another caption (txt, now json:url)" in str(features(base, "--caption", "json:url").exception)
+    assert features(base, data="other", output="of-other").exit_code == 0
+    with pytest.raises(UserError, match="of other data than this run"):
+        train_here(*settings(base, "refused", stored="of-other"))
+    with pytest.raises(UserError, match="of other captions than this run"):
+        train_here(*settings(base, "refused", "data.caption=json:url"))
+    with pytest.raises(UserError, match="no features of `neuclip features`"):
+        train_here(*settings(base, "refused", stored="nowhere"))
+    with pytest.raises(UserError, match="needs a weight above 0 and the folder"):
+        train_here(*settings(base, "refused", "objective.distill=0"))
+    shutil.copytree(base / "features", base / "begun")
+    tree = json.loads((base / "begun" / "features.json").read_text())
+    (base / "begun" / "features.json").write_text(json.dumps({"facts": tree["facts"]}))
+    with pytest.raises(UserError, match="not complete: run `neuclip features` again"):
+        train_here(*settings(base, "refused", stored="begun"))
+    assert not (base / "refused").exists()
+
+
+def test_a_full_disk_ends_the_command(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        if offset > 2000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    result = features(base, output="full")
+    assert "could not be stored" in str(result.exception)
+    assert "2 of 2 shards" not in result.output
+    assert "stored" not in json.loads((base / "full" / "features.json").read_text())
+
+
+def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path) -> None:
+    shutil.copytree(base / "features", base / "torn")
+    body = bytearray((base / "torn" / "features.npy").read_bytes())
+    body[-5] ^= 1  # of sample 47
+    (base / "torn" / "features.npy").write_bytes(body)
+    with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
+        train_here(*settings(base, "torn-run", stored="torn"))
+
+
+@pytest.mark.slow
+def test_runs_distill_the_same_with_micro_batches_on_two_ranks_and_after_a_kill(base: Path) -> None:
+    train_here(*settings(base, "whole"))
+    distilled = values(base, "whole", "distillation_loss")
+    assert np.mean(distilled[-2:]) < np.mean(distilled[:2])
+    assert any("Teacher: " in record.get("message", "") for record in metrics(base / "whole", "event"))
+    train_here(*settings(base, "micro", "engine.micro_batch=4"))
+    assert values(base, "micro") == pytest.approx(values(base, "whole"), rel=1e-4)
+    fixed = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
+             "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
+             "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
+    run("jobs.train", *fixed, *settings(base, "ranks"), ranks=2)
+    assert values(base, "ranks") == pytest.approx(values(base, "whole"), rel=1e-4)
+    train_here(*settings(base, "stopped", "checkpoint.every=3"))
+    for step in sorted((base / "stopped" / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(step)
+    train_here(*settings(base, "stopped", "checkpoint.every=3"), resume="latest")
+    for name, value in weights(base, "stopped").items():
+        assert torch.equal(value, weights(base, "whole")[name]), name

@@ -1,0 +1,308 @@
+"""A stored score is used only for what it was scored on and with; what is replaced meanwhile is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.evaluate import command
+from pipeline.errors import UserError
+from pipeline.evaluation import evaluate, protocol
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
+from pipeline.evaluation.datasets.suite import open_suite
+from pipeline.evaluation.identity import ROOT, code_digest, imported_modules
+from pipeline.evaluation.run import images
+from pipeline.evaluation.run.results import TaskResult, _digest
+from pipeline.evaluation.run.summary import aggregate
+from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.report.stored_scores import read_evaluations
+from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
+from tests.evaluation_suite import write_classification
+from tests.own_tasks import write_class_folders
+
+PLUGIN = '''
+"""The median rank of the right class, as a share of the classes: a protocol of a user's own."""
+
+import numpy as np
+
+from pipeline.evaluation.protocol import register
+from pipeline.evaluation.protocols.classification import ZeroShot
+
+
+@register("median_rank")
+class MedianRank(ZeroShot):
+    scores = ("median_rank",)
+
+    def metrics(self, found):
+        return {"median_rank": float(np.median(found["rank"]) / len(self.data.classnames))}
+
+    def chance(self):
+        return 0.5
+'''
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    return make_model(0)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("suite")
+    for key in ("cifar10", "mnist", "stl10"):
+        write_classification(root, TASKS[key], samples=20)
+    return root
+
+
+def test_a_byte_of_any_module_that_scores_depend_on_changes_the_codes_digest(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    found, whole = imported_modules(tmp_path), code_digest(tmp_path)
+    assert whole == code_digest(ROOT)
+    needed = {"model.trimming", "model.tokenizers", "model.towers", "evaluation.protocols.texts", "pixels", "config"}
+    assert {f"pipeline.{name}" for name in needed} <= set(found)
+    assert not any(name.startswith(("pipeline.training", "pipeline.report", "jobs")) for name in found)
+    for name, path in found.items():
+        body = path.read_bytes()
+        path.write_bytes(body + b"\n")
+        assert code_digest(tmp_path) != whole, name
+        path.write_bytes(body)
+    assert code_digest(tmp_path) == whole
+
+
+def evaluated(model: EvaluationModel, suite: Path, output: Path, *keys: str, **settings: Any) -> dict[str, Any]:
+    """Evaluate some tasks and return the summary."""
+    config = dataclasses.replace(QUICK, **settings)
+    evaluate(model, suite=open_suite(suite).only(keys), output=output, config=config)
+    tree: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return tree
+
+
+def edit(path: Path, *, sign: bool = False, **fields: Any) -> None:
+    tree = json.loads(path.read_text()) | fields
+    if sign:
+        tree["digest"] = _digest(tree)
+    path.write_text(json.dumps(tree))
+
+
+EDITS: dict[str, Callable[[Path], object]] = {
+    "score": lambda f: edit(f / "mnist.json", score=1.0, metrics={"acc1": 1.0}),
+    "name": lambda f: edit(f / "mnist.json", name="another"),
+    "chance": lambda f: edit(f / "mnist.json", chance=0.0),
+    "samples": lambda f: edit(f / "mnist.json", samples=10_000, official=True),
+    "inputs": lambda f: edit(f / "mnist.json", inputs={}),
+    "another task's result": lambda f: shutil.copy(f / "cifar10.json", f / "mnist.json"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_result_is_not_counted_and_computed_again(
+    name: str, model: EvaluationModel, suite: Path, tmp_path: Path
+) -> None:
+    tmp_path /= "out"
+    evaluated(model, suite, tmp_path, "cifar10", "mnist")
+    whole = contents(tmp_path)
+    EDITS[name](tmp_path)
+    summary = evaluated(model, suite, tmp_path, "cifar10")
+    assert list(summary["scores"]) == ["cifar10"]
+    assert "edited or damaged" in summary["left_out"]["mnist"]
+    assert [json.loads(line)["key"] for line in (tmp_path / "eval_results.jsonl").open()] == ["cifar10"]
+    notes: list[str] = []
+    (found,) = read_evaluations(tmp_path.parent, lambda step: step, notes)
+    assert [score.task for score in found.scores] == ["cifar10"], notes
+    evaluated(model, suite, tmp_path, "cifar10", "mnist")
+    assert contents(tmp_path) == whole
+
+
+def test_a_copy_under_another_name_is_never_read(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    """Regression test: of two files with one task, the last by name won."""
+    evaluated(model, suite, tmp_path, "cifar10", "mnist")
+    edit(tmp_path / "mnist.json", sign=True)
+    shutil.copy(tmp_path / "mnist.json", tmp_path / "zcopy.json")
+    edit(tmp_path / "zcopy.json", sign=True, score=1.0, metrics={"acc1": 1.0})
+    summary = evaluated(model, suite, tmp_path, "cifar10")
+    assert summary["left_out"] == {"zcopy.json": "it has the result of mnist under another name"}
+    assert summary["scores"]["mnist"]["score"] == json.loads((tmp_path / "mnist.json").read_text())["score"] < 1
+
+
+def quick_gelu(model: EvaluationModel) -> EvaluationModel:
+    config = {**model.architecture.model_cfg, "quick_gelu": True}
+    return dataclasses.replace(model, architecture=dataclasses.replace(model.architecture, model_cfg=config))
+
+
+def test_a_summary_has_results_of_one_identity_only(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    """Regression test: results of the same weights with QuickGELU were counted with those without."""
+    evaluated(model, suite, tmp_path, "cifar10")
+    summary = evaluated(quick_gelu(model), suite, tmp_path, "mnist")
+    assert list(summary["scores"]) == ["mnist"]
+    assert "model_config" in summary["left_out"]["cifar10"]
+
+
+@pytest.mark.parametrize(
+    "change", ["metric: mean_per_class_recall", "templates: ['the {c}']", "classnames: {mug: cup}"]
+)
+def test_other_prompts_or_another_metric_are_another_score(model: EvaluationModel, tmp_path: Path, change: str) -> None:
+    write_class_folders(tmp_path / "suite")
+    yaml = tmp_path / "suite/tasks.yaml"
+    yaml.write_text("one: {folder: photos}\ntwo: {folder: photos}\n")
+    evaluated(model, tmp_path / "suite", tmp_path / "out", "one", "two")
+    yaml.write_text(f"one: {{folder: photos}}\ntwo: {{folder: photos, {change}}}\n")
+    summary = evaluated(model, tmp_path / "suite", tmp_path / "out", "one")
+    assert summary["left_out"] == {"two": "it has another metric, or other prompts or columns"}
+
+
+def test_results_of_the_version_before_digests_are_scored_again(
+    model: EvaluationModel, suite: Path, tmp_path: Path
+) -> None:
+    tmp_path /= "out"
+    evaluated(model, suite, tmp_path, "cifar10")
+    whole = contents(tmp_path)
+    tree = json.loads((tmp_path / "cifar10.json").read_text())
+    (tmp_path / "cifar10.json").write_text(
+        json.dumps({k: v for k, v in tree.items() if k not in ("digest", "outcomes")})
+    )
+    (found,) = read_evaluations(tmp_path.parent, lambda step: step, [])
+    assert [score.task for score in found.scores] == ["cifar10"], "reports show them as before"
+    evaluated(model, suite, tmp_path, "cifar10")
+    assert contents(tmp_path) == whole
+
+
+def swap(first: Path, second: Path) -> None:
+    aside = first.with_suffix(".aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+@pytest.mark.parametrize("what", ["micro-batches", "tasks", "classifiers"])
+def test_exchanged_files_of_a_cache_are_none(what: str, model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    cache, classifiers = tmp_path / "cache", tmp_path / "out/classifiers"
+    names = suite / "wds_stl10_test/classnames.txt"
+    whole = names.read_text()
+    names.write_text(whole.replace("crane", "heron"))
+    try:
+        evaluated(model, suite, tmp_path / "out", "cifar10", "stl10", cache=str(cache), micro_batch=8)
+        before = contents(tmp_path / "out")
+        batches = {folder: sorted(folder.iterdir()) for folder in sorted(cache.iterdir())}
+        (first, second), texts = batches, sorted(classifiers.iterdir())
+        swapped = {
+            "micro-batches": lambda: swap(batches[first][0], batches[first][1]),
+            "tasks": lambda: swap(first, second),
+            "classifiers": lambda: swap(texts[0], texts[1]),
+        }
+        swapped[what]()
+        evaluated(model, suite, tmp_path / "out", "cifar10", "stl10", cache=str(cache), micro_batch=8, recompute=True)
+        assert contents(tmp_path / "out") == before
+    finally:
+        names.write_text(whole)
+
+
+@pytest.fixture
+def replaced_meanwhile(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the suite, one tar of which is overwritten after the first image was decoded."""
+    copied = tmp_path / "suite"
+    shutil.copytree(suite, copied)
+    tar = copied / "wds_cifar10_test/test/1.tar"
+    body, decode = tar.read_bytes(), images.decode
+
+    def decoded(blob: bytes, *, name: str) -> Any:
+        other = bytearray(body)
+        other[2048] ^= 255
+        tar.write_bytes(other)
+        monkeypatch.setattr(images, "decode", decode)
+        return decode(blob, name=name)
+
+    monkeypatch.setattr(images, "decode", decoded)
+    yield copied
+    tar.write_bytes(body)
+
+
+def test_data_replaced_during_an_evaluation_gets_no_score(
+    model: EvaluationModel, suite: Path, replaced_meanwhile: Path, tmp_path: Path
+) -> None:
+    output, cache = tmp_path / "out", tmp_path / "cache"
+    summary = evaluated(model, replaced_meanwhile, output, "cifar10", "mnist", cache=str(cache), micro_batch=4)
+    assert "1.tar was changed while it was evaluated" in summary["failures"]["cifar10"]
+    assert list(summary["scores"]) == ["mnist"]
+    assert not (output / "cifar10.json").exists()
+    tar = replaced_meanwhile / "wds_cifar10_test/test/1.tar"
+    tar.write_bytes((suite / "wds_cifar10_test/test/1.tar").read_bytes())
+    evaluated(model, replaced_meanwhile, output, "cifar10", cache=str(cache), micro_batch=4)
+    evaluated(model, suite, tmp_path / "expected", "cifar10", micro_batch=4)
+    score = json.loads((output / "cifar10.json").read_text())["metrics"]
+    assert score == json.loads((tmp_path / "expected/cifar10.json").read_text())["metrics"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [*map(str, arguments), "--device", "cpu", "workers=0"], standalone_mode=False)
+
+
+def test_a_misspelt_place_in_a_second_file_touches_no_result(tmp_path: Path) -> None:
+    """Regression test: the results of the first file's task were renamed to .stale."""
+    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
+    write_class_folders(tmp_path)
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("mine: {folder: photos}\n")
+    assert run(checkpoint, "--suite", first, "--output", tmp_path / "out").return_value == 0
+    before = contents(tmp_path / "out")
+    second.write_text("mine: {folder: fotos}\nother: {folder: photos}\n")
+    done = run(checkpoint, "--suite", second, "--output", tmp_path / "out")
+    assert isinstance(done.exception, UserError)
+    assert "1 of 2 tasks is not where their tasks.yaml says (mine: " in str(done.exception)
+    assert contents(tmp_path / "out") == before
+    second.write_text("mine: {folder: photos, templates: ['{c}'], classnames: [a, b, c, d]}\n")
+    done = run(checkpoint, "--suite", second, "--output", tmp_path / "out")
+    assert done.return_value == 1
+    assert "classnames has 4 names" in done.output
+    assert (tmp_path / "out/mine.json").read_bytes() == before["mine.json"]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package of a user's own that offers a protocol."""
+    site = tmp_path / "site"
+    (site / "ranks-1.0.dist-info").mkdir(parents=True)
+    (site / "ranks-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: ranks\nVersion: 1.0\n")
+    (site / "ranks-1.0.dist-info/entry_points.txt").write_text("[neuclip.protocols]\nmedian_rank = ranks_of_mine\n")
+    (site / "ranks_of_mine.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(protocol.PROTOCOLS, "_loaded", False)
+    yield
+    protocol.PROTOCOLS.registered.pop("median_rank", None)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_task_and_a_protocol_of_ones_own_need_no_change_here(tmp_path: Path) -> None:
+    """CONTRIBUTING: a task is a row of a tasks.yaml, a protocol a file with `@register` and an entry point."""
+    checkpoint = save_checkpoint(tmp_path / "step-00000001", 0)
+    root = tmp_path / "suite"
+    write_class_folders(root)
+    write_classification(root, TASKS["cifar10"], samples=8)
+    (root / "tasks.yaml").write_text("toys: {folder: photos}\nranks: {folder: photos, protocol: median_rank}\n")
+    done = run(checkpoint, "--suite", root, "--output", tmp_path / "out")
+    assert done.return_value == 0, done.output
+    result = json.loads((tmp_path / "out/ranks.json").read_text())
+    assert (result["protocol"], result["main_metric"], result["chance"]) == ("median_rank", "median_rank", 0.5)
+    assert 0 <= result["score"] < 1
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert set(summary["scores"]) == {"cifar10", "toys", "ranks"}
+    assert summary["aggregates"]["DataComp Average"]["tasks"] == 1
+    (root / "tasks.yaml").write_text("ranks: {folder: photos, protocol: median_rnk}\n")
+    done = run(checkpoint, "--suite", root, "--output", tmp_path / "out")
+    assert "protocol = 'median_rnk': no such evaluation protocol. The nearest is median_rank." in str(done.exception)
+
+
+def test_a_39th_task_does_not_change_the_average() -> None:
+    facts = {"metrics": {}, "chance": None, "samples": 1, "official": True, "inputs": {}}
+    names = {"name": "", "protocol": "classification", "main_metric": "acc1"}
+    results = {t.key: TaskResult(task=t.key, score=0.01 * k, **names, **facts) for k, t in enumerate(DATACOMP)}  # type: ignore[arg-type]
+    before = aggregate(results)
+    assert set(before) == set(AGGREGATES)
+    results["mine"] = TaskResult(task="mine", score=1.0, **names, **facts)  # type: ignore[arg-type]
+    assert aggregate(results) == before

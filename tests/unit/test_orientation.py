@@ -1,0 +1,125 @@
+"""Every command turns pictures in the same way: by EXIF, as browsers do, and not by XMP."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.fetching.image_converter import ImageConverter
+from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.settings.download_config import ImageConfig
+from pipeline.evaluation.similarity import _open
+from pipeline.playground.gallery import open_image
+
+KINDS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+OPTIONS = {"JPEG": {"quality": 98, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}
+
+
+def picture() -> Image.Image:
+    across, down = np.meshgrid(np.linspace(0, 255, 80), np.linspace(0, 255, 60))
+    return Image.fromarray(np.stack([across, down, (across + down) / 2], axis=2).astype(np.uint8))
+
+
+def exif_data(orientation: int | None) -> bytes:
+    exif = Image.Exif()
+    exif[0x010F] = "a camera"
+    if orientation is not None:
+        exif[0x0112] = orientation
+    return exif.tobytes()
+
+
+def encoded(kind: str, *, orientation: int | None, xmp: bytes = b"") -> bytes:
+    buffer = io.BytesIO()
+    info = {"tiffinfo": {700: xmp}} if kind == "TIFF" and xmp else {"xmp": xmp} if xmp else {}
+    exif = {} if info and kind == "TIFF" else {"exif": exif_data(orientation)}
+    picture().save(buffer, kind, **OPTIONS.get(kind, {}), **info, **exif)
+    if kind == "PNG" and xmp:
+        return chunk_added(buffer.getvalue(), b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp, place=33)
+    return buffer.getvalue()
+
+
+def chunk_added(png: bytes, name: bytes, data: bytes, *, place: int) -> bytes:
+    chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return png[:place] + chunk + png[place:]
+
+
+def everywhere(body: bytes, folder: Path) -> dict[str, np.ndarray]:
+    """The picture that each command sees or stores."""
+    file = folder / "picture"
+    file.write_bytes(body)
+    image = ImageConfig(resize_mode="no", encode_format="png", encode_quality=1)
+    stored, *_, error = ImageConverter(image, max_pixels=10**6)(io.BytesIO(body))
+    assert stored, error
+    found = {
+        "download": Image.open(io.BytesIO(stored)),
+        "pairs": Image.open(io.BytesIO(convert(body, ImageOptions(raw=True)).body)),
+        "pairs, not turned by readers": Image.open(io.BytesIO(convert(body, ImageOptions(quality=100)).body)),
+        "playground": open_image(body, name="x"),
+        "score, a file": _open(file),
+        "score, an opened file": _open(Image.open(file)),
+    }
+    return {name: np.asarray(image.convert("RGB")).astype(int) for name, image in found.items()}
+
+
+def assert_all(body: bytes, folder: Path, wanted: Image.Image) -> None:
+    for name, found in everywhere(body, folder).items():
+        assert found.shape == np.asarray(wanted).shape, name
+        assert np.abs(found - np.asarray(wanted)).mean() < 3, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("orientation", "turn"), [
+    (1, None), (2, Image.Transpose.FLIP_LEFT_RIGHT), (3, Image.Transpose.ROTATE_180),
+    (4, Image.Transpose.FLIP_TOP_BOTTOM), (5, Image.Transpose.TRANSPOSE), (6, Image.Transpose.ROTATE_270),
+    (7, Image.Transpose.TRANSVERSE), (8, Image.Transpose.ROTATE_90),
+])  # fmt: skip
+def test_pictures_are_turned_as_exif_says(
+    kind: str, orientation: int, turn: Image.Transpose | None, tmp_path: Path
+) -> None:
+    wanted = picture() if turn is None else picture().transpose(turn)
+    assert_all(encoded(kind, orientation=orientation), tmp_path, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_orientation_in_xmp_is_ignored_as_by_browsers(kind: str, tmp_path: Path) -> None:
+    """Regression test: `pairs` and the playground followed it, `download` did not."""
+    body = encoded(kind, orientation=None, xmp=XMP)
+    assert XMP in body
+    if kind == "TIFF":  # what the caller opens with Pillow is Pillow's to turn
+        found = everywhere(body, tmp_path)
+        assert {name for name, pixels in found.items() if pixels.shape != (60, 80, 3)} <= {"score, an opened file"}
+    else:
+        assert_all(body, tmp_path, picture())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("orientation", [0, 9, 77])
+def test_an_invalid_orientation_is_ignored(kind: str, orientation: int, tmp_path: Path) -> None:
+    if kind == "AVIF":  # which has no such values
+        return
+    body = encoded(kind, orientation=orientation)
+    assert_all(body, tmp_path, picture())
+    if kind in ("JPEG", "PNG", "WEBP"):
+        assert convert(body, ImageOptions()).body == body
+
+
+def test_exif_data_after_the_pixels_count(tmp_path: Path) -> None:
+    plain = io.BytesIO()
+    picture().save(plain, "PNG")
+    png = plain.getvalue()
+    body = chunk_added(png, b"eXIf", exif_data(6)[6:], place=len(png) - 12)
+    assert_all(body, tmp_path, picture().transpose(Image.Transpose.ROTATE_270))
+
+
+@pytest.mark.parametrize("data", [b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0" + b"\xff" * 40, b"\0" * 9])
+def test_damaged_exif_data_count_as_none(data: bytes, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    picture().save(buffer, "JPEG", quality=98, exif=data)
+    assert_all(buffer.getvalue(), tmp_path, picture())

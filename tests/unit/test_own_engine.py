@@ -1,0 +1,212 @@
+"""An engine added in one file that calls `register_engine`, and DeepSpeed files that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig, deepspeed_settings
+from pipeline.engine.engine_protocol import ENGINES, EngineFacts, register_engine
+from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups, set_lr
+from pipeline.errors import UserError
+from pipeline.model.towers import Towers
+from pipeline.training.recipe import check_run, load_recipe
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
+
+
+class PlainState:
+    """fp32 weights and moments as they are in memory."""
+
+    def __init__(self, towers: Towers, optimizer: torch.optim.Optimizer) -> None:
+        self._towers, self._optimizer = towers, optimizer
+
+    def weights(self, *, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value.detach().clone()) for name, value in self._towers.clip.state_dict().items() if keep)
+
+    def moments(self, *, keep: bool = True) -> Iterator[tuple[str, str, Tensor]]:
+        for name, p in self._towers.clip.named_parameters():
+            for key, value in self._optimizer.state.get(p, {}).items():
+                if key != "step" and keep:
+                    yield name, key, value.clone()
+
+    def counter(self) -> int:
+        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: value.shape for name, value in self._towers.clip.state_dict().items()}
+
+    def masters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def load(self, *, weights: Mapping[str, Tensor], moments: Mapping[tuple[str, str], Tensor], counter: int) -> None:
+        self._towers.clip.load_state_dict(dict(weights))
+
+
+@register_engine("plain")
+class PlainEngine:
+    """Plain PyTorch on one rank."""
+
+    bf16, dtype = False, torch.float32
+
+    @staticmethod
+    def facts(config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int) -> EngineFacts:
+        if world_size > 1:
+            raise UserError("engine.name = 'plain' trains on one rank.")
+        return EngineFacts(stage=0, bf16=False, dtype=torch.float32, bucket=0)
+
+    def __init__(self, towers: Towers, *, optimizer: OptimizerConfig, world: World, **_: Any) -> None:
+        self.module, self.world, self.optimizer_config = towers, world, optimizer
+        self._optimizer = build_optimizer(optimizer, parameter_groups(towers, optimizer))
+        self.state = PlainState(towers, self._optimizer)
+
+    def train(self) -> None:
+        self.module.train()
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        features: tuple[Tensor, Tensor] = self.module(image, text)
+        return features
+
+    def image_output(self, image: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def backward(self, features: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]) -> None:
+        torch.autograd.backward(features, gradients)
+
+    def step(self, *, lr_scale: float) -> bool:
+        applied = all(bool(p.grad.isfinite().all()) for p in self.module.parameters() if p.grad is not None)
+        if applied:
+            set_lr(self._optimizer, self.optimizer_config.lr * lr_scale)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return applied
+
+    def gradient_norm(self) -> float | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses of the same run with each engine."""
+    folder = tmp_path_factory.mktemp("engines")
+    write_shards(folder / "shards", [40])
+    found = {}
+    for name in ("plain", "deepspeed"):
+        run = folder / name
+        train_here(
+            f"engine.name={name}", f"output={run}", f"data.sources={folder / 'shards'}",
+            f"model.arch={write_tiny(folder)}", "samples=32", "engine.deepspeed=zero0_fp32",
+        )  # fmt: skip
+        found[name] = [record["loss"] for record in metrics(run, "train")]
+    return found
+
+
+def test_a_registered_engine_trains_like_deepspeed(losses: dict[str, list[float]]) -> None:
+    assert len(losses["plain"]) == 4
+    assert losses["plain"] == pytest.approx(losses["deepspeed"], rel=1e-5)
+
+
+def test_it_is_planned_and_refused_by_its_own_facts() -> None:
+    facts = ENGINES["plain"].facts(EngineConfig(), optimizer=OptimizerConfig(), global_batch=8, world_size=1)
+    assert facts.stage == 0
+    with pytest.raises(UserError, match="trains on one rank"):
+        ENGINES["plain"].facts(EngineConfig(), optimizer=OptimizerConfig(), global_batch=8, world_size=2)
+    with pytest.raises(UserError, match=r"engine.name = 'fsdp2': no such engine.*deepspeed"):
+        ENGINES["fsdp2"]
+    with pytest.raises(UserError, match=r"called 'deepspeed', but the engine .*DeepSpeedEngine has this name"):
+        register_engine("deepspeed")(PlainEngine)
+
+
+def facts(deepspeed: str = "auto", *, ranks: int = 1, **given: Any) -> EngineFacts:
+    config = EngineConfig(deepspeed=deepspeed, **given)
+    return ENGINES["deepspeed"].facts(config, optimizer=OptimizerConfig(), global_batch=64, world_size=ranks)
+
+
+def test_the_default_file_shards_only_where_there_is_something_to_share() -> None:
+    assert (facts().stage, facts().bf16, facts().dtype) == (0, True, torch.float32)
+    assert (facts(ranks=8).stage, facts(ranks=8).dtype) == (1, torch.bfloat16)
+    assert facts("zero3_fp32", ranks=8).stage == 3
+
+
+def test_stage_2_does_not_reduce_gradients_for_every_micro_batch() -> None:
+    with pytest.raises(UserError, match=r"once for every micro-batch.*engine.deepspeed=zero1_bf16"):
+        facts("zero2_bf16", ranks=2, micro_batch=16)
+    assert facts("zero2_bf16", ranks=2, micro_batch=32).stage == 2, "one micro-batch"
+    assert facts(ranks=2, micro_batch=16).stage == 1
+    assert facts("zero2_bf16", ranks=1, micro_batch=16).stage == 2, "nothing is reduced"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"flops_profiler": {"enabled": True, "output_file": "/tmp/x"}}, "flops_profiler"),
+        ({"csv_monitor": {"enabled": True}}, "csv_monitor"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard"),
+        ({"curriculum_learning": {}}, "curriculum_learning"),
+        ({"zero_optimization": {"stage": 1, "stag": 2}}, r"zero_optimization\.'stag'"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"nvme_path": "/"}}}, "nvme_path"),
+        ({"zero_optimization": {"stage": "one"}}, "stage = 'one'"),
+        ({"zero_optimization": 3}, "must be a JSON object"),
+        ({"bf16": True}, "must be a JSON object"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "applies gradients of inf and NaN: remove it"),
+        ([], "must hold a JSON object, not a list"),
+        ("{", "not a readable JSON file"),
+    ],
+)
+def test_a_deepspeed_file_may_only_set_what_is_known(given: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    text = {"managed_gradient_accumulation": False, **given} if isinstance(given, dict) else given
+    file.write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(UserError, match=message):
+        deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
+
+
+def test_gradients_of_nan_are_found_with_a_file_that_does_not_ask_for_it(tmp_path: Path) -> None:
+    """Regression test: DeepSpeed's default for bf16 is to apply them."""
+    file = tmp_path / "own.json"
+    own = json.loads((DS_CONFIGS / "zero1_bf16.json").read_text())
+    del own["bf16"]["check_grad_overflow"]
+    file.write_text(json.dumps(own))
+    found = deepspeed_settings(EngineConfig(deepspeed=str(file)), global_batch=8, world_size=1)
+    assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
+def test_batch_norms_and_deepspeed_do_not_communicate_at_the_same_time() -> None:
+    def check(stage: int, ranks: int) -> None:
+        given = [
+            "model.arch=RN50",
+            "model.sync_batchnorm=true",
+            "samples=64",
+            "batch_size=16",
+            "schedule.warmup_steps=1",
+        ]
+        run = load_recipe(None, [*given, "data.sources=x", "output=y", f"engine.deepspeed=zero{stage}_bf16"])
+        check_run(run, world_size=ranks)
+
+    for stage in (2, 3):
+        with pytest.raises(UserError, match=f"sync_batchnorm=true with ZeRO stage {stage} .*zero1_bf16"):
+            check(stage, ranks=2)
+    check(1, ranks=2)
+    check(2, ranks=1)
+
+
+def test_values_that_deepspeed_refuses_are_a_user_error(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    settings = json.loads((DS_CONFIGS / "zero1_fp32.json").read_text())
+    settings["zero_optimization"]["reduce_bucket_size"] = -5
+    file.write_text(json.dumps(settings))
+    write_shards(tmp_path / "shards", [40])
+    with pytest.raises(UserError, match=r"DeepSpeed refuses engine.deepspeed"):
+        train_here(
+            f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={write_tiny(tmp_path)}",
+            "samples=32", f"engine.deepspeed={file}",
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""CONTRIBUTING: a tracker, a source of URLs and a chart of one's own are a file in a package with an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from data_prep.settings.source_config import SOURCES
+from jobs import download, report
+from pipeline.errors import UserError
+from pipeline.metrics.logger import TelemetryConfig, open_telemetry
+from pipeline.metrics.sinks import SINKS
+from pipeline.report.charts import CHARTS
+from tests.report_runs import make_run
+
+PACKAGE = """
+from data_prep.settings.source_config import SOURCES, Known
+from pipeline.metrics.sinks import QuietSink, register_sink
+from pipeline.report.charts import chart, register_chart
+from pipeline.report.figures import Line
+
+SOURCES["toy"] = Known("A toy.", {"url": "address", "caption": "words"})
+
+@register_sink("toy")
+class Toy(QuietSink):
+    def __init__(self, context):
+        self.file = context.run / "toy.txt"
+
+    def scalars(self, kind, *, step, values):
+        self.file.write_text(f"{kind} {step} {values['loss']}")
+
+@register_chart
+def doubled(run):
+    samples, loss = run.curve("loss")
+    return chart("Twice the loss", [Line(samples, 2 * loss)])
+
+@register_chart
+def nothing(run):
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package of a user's own."""
+    site, name = tmp_path / "site", f"toys_{tmp_path.name}"
+    (site / "toys-1.0.dist-info").mkdir(parents=True)
+    (site / "toys-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+    groups = "".join(f"[neuclip.{group}]\ntoy = {name}\n" for group in ("trackers", "sources", "charts"))
+    (site / "toys-1.0.dist-info/entry_points.txt").write_text(groups)
+    (site / f"{name}.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr("pipeline.report.charts.CHARTS", CHARTS[:])
+    monkeypatch.setattr(SINKS, "_loaded", False)
+    with mock.patch.dict(SOURCES), mock.patch.dict(SINKS.registered):
+        yield
+
+
+def test_a_tracker(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    config = TelemetryConfig(trackers=("toy",), tensorboard=False, progress="quiet")
+    telemetry = open_telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
+    telemetry.begin()
+    telemetry.train(step=1, scalars={"loss": 0.5})
+    telemetry.close()
+    assert (tmp_path / "run/toy.txt").read_text() == "train 1 0.5"
+    with pytest.raises(UserError, match=r"telemetry.trackers: there is no sink 'tpy'.*nearest is toy"):
+        open_telemetry(tmp_path, config=TelemetryConfig(trackers=("tpy",)), total_steps=2, first_step=0, is_main=True)
+
+
+def test_a_source_of_urls(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"address": ["http://a.example/1.jpg"], "words": ["a cat"]}), tmp_path / "urls.parquet")
+    given = [f"output={tmp_path / 'data'}", f"source.table={tmp_path / 'urls.parquet'}", "source.name=toy"]
+    given += ["guard.contact=x@example.org", "--plan-only"]
+    done = CliRunner().invoke(download.command, given, catch_exceptions=False)
+    assert "1 of 1 rows in 1 shards" in done.output
+
+
+def test_a_chart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    CliRunner().invoke(report.command, [str(run), "--no-tensorboard"], catch_exceptions=False)
+    assert "Twice the loss" in (run / "report.html").read_text()

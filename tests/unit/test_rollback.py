@@ -1,0 +1,134 @@
+"""Rollbacks: which checkpoint a run returns to, what stays on disk, and at which size it trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.objectives import ObjectiveOutput
+from pipeline.objectives.openclip import OpenClip
+from pipeline.training.recovery import SkippedSteps
+from pipeline.training.step import StepResult, TrainStep
+from tests.metrics import metrics
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
+
+STEPS = 14
+STAGES = "schedule.stages=[{until: 0.36, image_size: 16}]"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rollback")
+    write_shards(folder / "shards", [100, 100])  # one epoch: no sample is repeated
+    write_tiny(folder, image_size=32)
+    return folder
+
+
+def train(base: Path, name: str, *more: str) -> Path:
+    train_here(
+        f"output={base / name}",
+        f"data.sources={base / 'shards'}",
+        f"model.arch={base / 'tiny-towers.json'}",
+        *(f"samples={8 * STEPS}", "checkpoint.every=1", "max_skipped_steps=2", "max_rollbacks=3"),
+        *more,
+        resume="latest",
+    )
+    return base / name
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, attempts: Sequence[int]) -> None:
+    """The loss is NaN in these calls of the objective."""
+    compute, calls = OpenClip.compute, iter(range(1000))
+
+    def poisoned(self: OpenClip, image: Tensor, text: Tensor, *, sample_ids: Tensor) -> ObjectiveOutput:
+        output = compute(self, image, text, sample_ids=sample_ids)
+        if next(calls) not in attempts:
+            return output
+        return ObjectiveOutput(output.loss * torch.nan, output.grad_image, output.grad_text, output.metrics)
+
+    monkeypatch.setattr(OpenClip, "compute", poisoned)
+
+
+def ruin(monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
+    """The update of this attempt is applied, and all weights are NaN after it."""
+    take, calls = TrainStep.__call__, iter(range(1000))
+
+    def ruined(self: TrainStep, *arguments: Any, **more: Any) -> StepResult:
+        result = take(self, *arguments, **more)
+        if next(calls) == attempt:
+            state = self.engine.state
+            weights = {name: torch.full_like(value, torch.nan) for name, value in state.weights()}
+            moments = {(name, key): value for name, key, value in state.moments()}
+            state.load(weights=weights, moments=moments, counter=state.counter())
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", ruined)
+
+
+def rollbacks(run: Path) -> list[tuple[int, str]]:
+    return [(r["step"], r["checkpoint"]) for r in metrics(run, "event") if "checkpoint" in r]
+
+
+def test_the_good_checkpoint_survives_bad_steps_with_one_kept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, (7, 8, 9))
+    run = train(base, "one kept", "checkpoint.keep_last=1")
+    assert rollbacks(run) == [(10, "step-00000004")]
+    assert [record["step"] for record in metrics(run, "train")] == list(range(1, STEPS + 1))
+
+
+def test_a_run_leaves_a_ruined_checkpoint_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ruin(monkeypatch, 6)  # the checkpoint after it, at step 7, holds NaN
+    run = train(base, "ruined", "checkpoint.keep_last=9")
+    assert rollbacks(run) == [(10, "step-00000004")]
+    assert all(math.isfinite(record["loss"]) for record in metrics(run, "train"))
+
+
+def test_a_rollback_into_an_earlier_stage_trains_at_its_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, (6, 7, 8))
+    run = train(base, "stages", "checkpoint.keep_last=20", STAGES)
+    assert rollbacks(run) == [(9, "step-00000003")]
+    shapes = {
+        step: len(load_file(run / "checkpoints" / f"step-{step:08d}" / "open_clip_model.safetensors")[
+            "visual.positional_embedding"
+        ])
+        for step in range(1, STEPS + 1)
+    }  # fmt: skip
+    assert shapes == {step: 5 if step <= 5 else 17 for step in range(1, STEPS + 1)}
+    messages = [record["message"] for record in metrics(run, "event")]
+    assert [message.partition(",")[0] for message in messages if message.startswith("Stage")] == [
+        "Stage 1",
+        "Stage 2",
+        "Stage 1",
+        "Stage 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "in_a_row", "before", "expected"),
+    [
+        ((2, 4, 6, 8), 13, 3, None, 6),  # 3 steps were applied after step 6, and only 2 after step 8
+        ((8, 9), 13, 3, None, 9),  # none is good: the newest
+        ((2, 4, 6), 13, 3, 6, 4),  # the same as the last time: one further back
+        ((6,), 13, 3, 6, 6),  # there is no other
+        ((2, 4, 6, 9), 15, 3, 6, 9),  # good ones have been written since
+        ((11, 12), 13, 3, None, None),
+    ],
+)
+def test_the_chosen_checkpoint(
+    saved: tuple[int, ...], step: int, in_a_row: int, before: int | None, expected: int | None
+) -> None:
+    skipped = SkippedSteps(in_a_row=in_a_row, rolled_back_to=before)
+
+    def newest(not_after: int) -> int | None:
+        return max((s for s in saved if s <= not_after), default=None)
+
+    assert skipped.choose(newest, step=step, step_of=lambda s: s) == expected

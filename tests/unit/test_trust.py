@@ -1,0 +1,230 @@
+"""Manifests and models of strangers: neither runs code or reads files elsewhere unless the user says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from jobs import cli
+from pipeline.analysis.normalizer_error import run_of
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config import dump, merge, parse
+from pipeline.data.data_config import DataConfig
+from pipeline.data.order.mixture import load_mixture
+from pipeline.data.shards.manifest_format import load_manifest, make_manifest
+from pipeline.data.shards.shard_table import ShardTableBuilder
+from pipeline.data.shards.storage import COMMAND, OUTSIDE, kind_of_place
+from pipeline.errors import UserError
+from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.model_folder import create_clip
+from pipeline.model.towers import ModelConfig, check_model
+from pipeline.planning.node_checks import DoctorFinding
+from pipeline.training.recipe import RunConfig, load_recipe
+from tests.shards import write_shards
+from tests.unit.test_architecture_families import write_text_model, write_tokenizer
+
+PLACES = {
+    "pipe:id": COMMAND,
+    "pipe:aws s3 cp s3://bucket/0.tar -": COMMAND,
+    "/etc/passwd": OUTSIDE,
+    "../0.tar": OUTSIDE,
+    "a/../../0.tar": OUTSIDE,
+    "..": OUTSIDE,
+    "//server/0.tar": OUTSIDE,
+    "file:///etc/passwd": OUTSIDE,
+    "FILE:///etc/passwd": OUTSIDE,
+    "local:///etc/passwd": OUTSIDE,
+    "simplecache::s3://bucket/0.tar": OUTSIDE,
+    "zip://0.tar::file:///tmp/a.zip": OUTSIDE,
+    "https::file:///etc/passwd": OUTSIDE,
+    "unknown://0.tar": OUTSIDE,
+    "x:../../0.tar": OUTSIDE,
+    "0.tar": "",
+    "a/b/0.tar": "",
+    "a/../0.tar": "",
+    "..hidden/0.tar": "",
+    "s3://bucket/../0.tar": "",
+    "https://example.org/0.tar": "",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACES.items())
+def test_places_that_need_consent(name: str, kind: str, tmp_path: Path) -> None:
+    assert kind_of_place(name) == kind
+    rows = [("0.tar", 1, 1, ""), (name, 1, 1, ""), ("1.tar", 1, 1, "")]
+    found = ShardTableBuilder(rows).build().places
+    assert {kind: count for kind, (count, _) in found.items() if count} == ({kind: 1} if kind else {})
+    make_manifest(rows, root=tmp_path).save(tmp_path)
+    allowed = {"allow_commands": kind == COMMAND, "allow_outside": kind == OUTSIDE}
+    assert load_manifest(tmp_path, **allowed).n == 3
+    if kind:
+        with pytest.raises(UserError, match=r"lists 1 shards .*data\.allow_(commands|outside)=true") as refused:
+            load_manifest(tmp_path, **{key: not value for key, value in allowed.items()})
+        assert repr(name) in str(refused.value), "what would be run or read is shown"
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    """A data set whose only shard is written by a command, which leaves a file when it runs."""
+    shard = write_shards(tmp_path / "whole", [4]).shards[0]
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/whole/{shard.name}"
+    make_manifest([(command, shard.samples, shard.bytes, shard.sha256)], root=folder).save(folder)
+    return folder
+
+
+RUNS_NOTHING = {
+    "train": ["train", "--recipe", "cc3m", "data.sources={data}", "output={out}", "batch_size=2", "data.streams=2"],
+    "score": ["score", "ViT-B-32:openai", "--data", "{data}", "--output", "{out}", "--device", "cpu"],
+    "doctor": ["doctor", "--data", "{data}", "--output", "{out}"],
+    "verify": ["verify", "{data}"],
+    "report of duplicates": ["verify", "{data}", "--duplicates", "{out}"],
+}
+
+
+@pytest.mark.parametrize("command", RUNS_NOTHING)
+def test_commands_of_a_manifest_are_not_run(
+    command: str, stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = DoctorFinding("collectives", "good", "not tested")
+    monkeypatch.setattr("pipeline.planning.collectives.check_collectives", lambda *_, **__: quick)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([part.format(data=stranger, out=tmp_path / "out") for part in RUNS_NOTHING[command]])
+    printed = capsys.readouterr()
+    assert ended.value.code
+    assert "touch" in printed.out + printed.err, "the command is shown"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_user_can_allow_commands(stranger: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"sources": str(stranger), "allow_commands": True}
+    mixture = load_mixture(parse(DataConfig, config))
+    assert mixture.epoch_samples == 4
+    assert "touch" in caplog.text, "what will be run is logged"
+    done = CliRunner().invoke(cli.cli, ["doctor", "--help"])
+    assert "--allow-commands" in done.output
+
+
+CONSENTS = {"data": {"allow_commands": True, "allow_outside": True}, "model": {"trust_remote_code": True}}
+
+
+def consents(run: RunConfig) -> list[bool]:
+    return [run.data.allow_commands, run.data.allow_outside, run.model.trust_remote_code]
+
+
+@pytest.mark.parametrize("extra", [CONSENTS, {"methods": {"neuclip": CONSENTS}}])
+def test_a_run_of_a_stranger_does_not_consent_for_the_user(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, extra: dict[str, Any]
+) -> None:
+    stored = merge({"output": "x", "samples": 80, "batch_size": 8, "data": {"sources": "y"}}, extra)
+    own, strange = tmp_path / "own.yaml", tmp_path / "config.yaml"
+    for path in (own, strange):
+        path.write_text(yaml.safe_dump(stored | {"schedule": {"warmup_steps": 1}}))
+    assert consents(load_recipe(own)) == [True] * 3
+    caplog.clear()
+    assert consents(load_recipe(strange)) == [False] * 3
+    assert "data.allow_commands=true data.allow_outside=true model.trust_remote_code=true: it is not" in caplog.text
+    assert consents(load_recipe(strange, ["data.allow_commands=true"])) == [True, False, False]
+    (tmp_path / "child.yaml").write_text("extends: config")
+    assert consents(load_recipe(tmp_path / "child.yaml")) == [False] * 3
+    renamed = tmp_path / "recipe.yaml"
+    renamed.write_text(yaml.safe_dump(merge(yaml.safe_load(dump(load_recipe(own))), extra)))
+    assert consents(load_recipe(renamed)) == [False] * 3
+    if "methods" not in extra:  # which checkpoints do not have
+        checkpoint = Checkpoint(tmp_path, {"config": stored | {"schedule": {"warmup_steps": 1}}})
+        assert consents(run_of(checkpoint)) == [False] * 3
+        assert consents(run_of(checkpoint, changes={"data": {"allow_outside": True}})) == [False, True, False]
+
+
+def description(**text_cfg: Any) -> dict[str, Any]:
+    """The config of a small model with a tokenizer of Hugging Face."""
+    text = {"context_length": 16, "vocab_size": 200, "width": 32, "heads": 2, "layers": 1, **text_cfg}
+    return {"embed_dim": 32, "vision_cfg": {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1,
+                                            "head_width": 16}, "text_cfg": text}  # fmt: skip
+
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder whose tokenizer comes with code, which leaves the file `ran` when it is imported."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tokenizer(folder)
+    (folder / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    stated |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def write_model(folder: Path, **text_cfg: Any) -> None:
+    """Complete a model folder with random weights."""
+    config = description(hf_tokenizer_name=str(folder), **text_cfg)
+    stored = {"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    (folder / "open_clip_config.json").write_text(json.dumps(stored))
+    from safetensors.torch import save_file
+
+    open_clip.factory._MODEL_CONFIGS["small-of-a-stranger"] = config
+    clip = open_clip.create_model("small-of-a-stranger")
+    save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"trust_remote_code": True}, r"has the tokenizer options trust_remote_code"),
+        ({}, r"its tokenizer, .*, comes with Python code"),
+        ({"cache_dir": "elsewhere"}, r"has the tokenizer options cache_dir"),
+    ],
+)
+def test_a_model_folder_runs_no_code(model: Path, tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    write_model(model, tokenizer_kwargs=options)
+    with pytest.raises(UserError, match=why + r".*model\.trust_remote_code=true .*NEUCLIP_TRUST_REMOTE_CODE=1"):
+        check_model(ModelConfig(arch="pretrained", pretrained=str(model)))
+    with pytest.raises(UserError, match=why):
+        load_for_evaluation(str(model))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_user_can_allow_the_code_of_a_tokenizer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(model, tokenizer_kwargs={"trust_remote_code": True})
+    check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
+    assert (tmp_path / "ran").exists()
+    monkeypatch.setenv("NEUCLIP_TRUST_REMOTE_CODE", "1")
+    assert load_for_evaluation(str(model)).tokenize(["a cat"]).shape == (1, 16)
+
+
+def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a run with several ranks cannot answer"))
+    tower = Path(write_text_model(tmp_path / "tower", "xlm-roberta"))
+    (tower / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    stated = json.loads((tower / "config.json").read_text())
+    stated |= {"model_type": "of-a-stranger", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+    (tower / "config.json").write_text(json.dumps(stated))
+    config = description(hf_model_name=str(tower), hf_tokenizer_name="unused")
+    (tmp_path / "small-with-tower.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "small-with-tower.json")
+    with pytest.raises(UserError, match="trust_remote_code"):
+        create_clip("small-with-tower", pretrained_text=False)
+    assert not (tmp_path / "ran").exists()

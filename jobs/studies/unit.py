@@ -44,11 +44,11 @@ def main(folder: Path) -> int:
     run = load_recipe(spec["recipe"], spec["overrides"])
     with closing(stage_trainers(run, resume="latest")) as trainers:
         for trainer in trainers:
-            first, traffic = trainer.step, metered(trainer.objective, trainer.world)
+            first, traffic = trainer.state.step, metered(trainer.state.objective, trainer.world)
             if code := trainer.fit():
                 return code
-            if trainer.step == run.total_steps:
-                _write_result(folder, spec, trainer, traffic=_traffic(traffic, steps=trainer.step - first))
+            if trainer.state.step == run.total_steps:
+                _write_result(folder, spec, trainer, traffic=_traffic(traffic, steps=trainer.state.step - first))
     return 0
 
 
@@ -146,7 +146,7 @@ def step_times(rows: Sequence[Mapping[str, Any]], *, batch_size: int) -> dict[st
 def _normalizers(trainer: Trainer, *, anchors: int | None, last: bool) -> list[dict[str, Any]]:
     """One measurement per kept checkpoint, with or without the last of several; empty for an objective without
     normalizers."""
-    if not isinstance(trainer.objective, SoftmaxObjective):
+    if not isinstance(trainer.state.objective, SoftmaxObjective):
         return []
 
     def refuse(message: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
+from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.timing import Meter
@@ -35,7 +36,8 @@ from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
 from pipeline.training.recipe import RunConfig
 from pipeline.training.recovery import SkippedSteps
 from pipeline.training.run_state import RunState
-from pipeline.training.step import PrefetchedBatches, TrainStep, micro_batches
+from pipeline.training.step import BatchStep, PrefetchedBatches, TrainStep
+from pipeline.training.step_parts import micro_batches
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import HeldOutPairs, Validation
 
@@ -174,21 +176,27 @@ def build_trainer(
     evaluation = None
     if run.evaluation.suite is not None:
         evaluation = PeriodicEvaluation(run.evaluation, run=folder, world=world)
+    take = TrainStep(
+        engine,
+        state.objective,
+        world=world,
+        seed=run.seed,
+        chunks=chunks,
+        on_gradients=check.reference if check else None,
+        pack_texts=packed,
+        rehearsed_width=_rehearsed_width(run, architecture, trimming, device=world.device),
+    )
+    normalized = partial(
+        normalize,
+        mean=architecture.mean,
+        std=architecture.std,
+        dtype=engine.dtype,
+        memory_format=engine.module.image_format,
+    )
     return Trainer(
         state=state,
         end=end,
-        batches=batches,
-        take_step=TrainStep(
-            engine,
-            state.objective,
-            world=world,
-            seed=run.seed,
-            chunks=chunks,
-            on_gradients=check.reference if check else None,
-            pack_texts=packed,
-            rehearsed_width=_rehearsed_width(run, architecture, trimming, device=world.device),
-        ),
-        architecture=architecture,
+        take_step=BatchStep(batches=batches, normalized=normalized, trimming=trimming, take=take),
         telemetry=telemetry,
         observer=Observer(
             folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
@@ -211,7 +219,6 @@ def build_trainer(
         ),
         gradient_check=check,
         tests=PeriodicTests(state, telemetry, _validation(state, telemetry=telemetry), evaluation),
-        trimming=trimming,
         on_rollback=partial(forget_after, folder),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.layout import restore_replaced
+from pipeline.checkpoint.layout import fallback_runs, restore_replaced
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
@@ -104,26 +104,26 @@ def setup(
         stack.callback(trainer.writer.close)
         if hosts := describe_hosts(world):
             telemetry.event(hosts)
-        if untrimmed := why_not_trimmed(trainer.engine.module.clip):
+        if untrimmed := why_not_trimmed(state.engine.module.clip):
             telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
-        if checkpoint is None and (start := describe_start(run, trainer.engine.module.logit)):
-            notes += [start, *trainer.engine.module.notes]
+        if checkpoint is None and (start := describe_start(run, state.engine.module.logit)):
+            notes += [start, *state.engine.module.notes]
         for note in notes:
             telemetry.event(note)
-        if trainer.engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
+        if state.engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
             file = in_fp32(run.engine, world_size=world.size)
             telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
         if checkpoint is not None:
             skipped = state.restore(checkpoint)
             if not isinstance(resume, Checkpoint):
-                telemetry.event(f"Resumed from {checkpoint.path.name} (step {trainer.step} of {run.total_steps}).")
+                telemetry.event(f"Resumed from {checkpoint.path.name} (step {state.step} of {run.total_steps}).")
             if changed := describe(checkpoint, run, skipped=skipped):
                 telemetry.event(changed)
             _report_changes(trainer, checkpoint)
-        trainer.image_features = open_image_features(state, architecture, report=telemetry.event)
-        trainer.teacher = open_teacher(run.data, state.loader.mixture)
-        if trainer.teacher is not None:
-            facts = trainer.teacher.facts
+        trainer.take_step.image_features = open_image_features(state, architecture, report=telemetry.event)
+        trainer.take_step.teacher = teacher = open_teacher(run.data, state.loader.mixture)
+        if teacher is not None:
+            facts = teacher.facts
             telemetry.event(f"Teacher: {facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}).")
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
@@ -172,7 +172,8 @@ def trainers(run: RunConfig, *, world: World, resume: str | None, new_batch_size
     start: str | Checkpoint | None = resume
     first, signals = True, StopSignals()
     if world.is_main:
-        restore_replaced(Path(run.output))
+        for folder in (Path(run.output), *fallback_runs(run.checkpoint.fallback, Path(run.output))):
+            restore_replaced(folder)
     with ExitStack() as whole:
         whole.callback(signals.end)
         while True:

@@ -11,35 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
-from pipeline.data.loading.decode import normalize
-from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.stalls import NoBatch
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
-from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.lr_schedule import lr_scale as scheduled_scale
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
-from pipeline.model.architectures import Architecture
-from pipeline.model.trimming import TextTrimming
-from pipeline.objectives import Objective
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
-from pipeline.training.image_features import ImageFeatures
-from pipeline.training.observer import Observer
+from pipeline.training.observer import Observer, scalars_of
 from pipeline.training.periodic_tests import MissedTests, PeriodicTests
 from pipeline.training.recipe import RunConfig
 from pipeline.training.recovery import checkpoint_before, save_again
 from pipeline.training.run_state import RunState
-from pipeline.training.scalars import scalars_of
-from pipeline.training.step import PrefetchedBatches, StepResult, TrainStep
-from pipeline.training.teacher import StoredTeacher
+from pipeline.training.step import BatchStep, StepResult
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
@@ -52,9 +42,7 @@ class Trainer:
     state: RunState
     end: int
     """The step at which this stage of the run ends; without stages, the run."""
-    batches: PrefetchedBatches
-    take_step: TrainStep
-    architecture: Architecture
+    take_step: BatchStep
     telemetry: Telemetry
     observer: Observer
     meter: Meter
@@ -63,8 +51,6 @@ class Trainer:
     gradient_check: GradientCheck | None
     """Checks the first step that is applied; None: no check."""
     tests: PeriodicTests
-    trimming: TextTrimming | None
-    """None: the towers read whole texts, padding included."""
     on_rollback: Callable[[int], None]
     """Called on rank 0 with the step to which the run has rolled back."""
     missed: MissedTests = field(default_factory=MissedTests)
@@ -73,45 +59,20 @@ class Trainer:
     """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
     saved_step: int = 0
     """The step of the last checkpoint that was begun."""
-    image_features: ImageFeatures | None = None
-    """Stored outputs of a locked image tower; None: the tower runs in every step."""
-    teacher: StoredTeacher | None = None
-    """Whose similarities the run learns from, too."""
     signals: StopSignals = field(default_factory=StopSignals)
     """Shared by the trainers of a run."""
     run: RunConfig = field(init=False)
     world: World = field(init=False)
-    loader: Loader = field(init=False)
-    engine: Engine = field(init=False)
-    objective: Objective = field(init=False)
     phases: Phases = field(init=False)
-    normalized: Callable[[Tensor], Tensor] = field(init=False)
-    """uint8 images on the device -> images as the engine takes them."""
 
     def __post_init__(self) -> None:
-        state = self.state
-        self.run = state.run
-        self.world = state.world
-        self.loader = state.loader
-        self.engine = state.engine
-        self.objective = state.objective
-        self.phases = self.take_step.phases
-        self.normalized = partial(
-            normalize,
-            mean=self.architecture.mean,
-            std=self.architecture.std,
-            dtype=state.engine.dtype,
-            memory_format=state.engine.module.image_format,
-        )
-
-    @property
-    def step(self) -> int:
-        return self.state.step
+        self.run, self.world = self.state.run, self.state.world
+        self.phases = self.take_step.take.phases
 
     @property
     def goes_on(self) -> bool:
         """After `fit`: another trainer continues the run, in the next stage or after a rollback."""
-        return self.rollback is not None or self.step == self.end < self.run.total_steps
+        return self.rollback is not None or self.state.step == self.end < self.run.total_steps
 
     def fit(self) -> int:
         """Train until the end of the stage (the last one: the sample budget), a signal or a rollback.
@@ -122,7 +83,7 @@ class Trainer:
         engine, signals = self.run.engine, self.signals.received
         starts = self.world.gather_objects((new_run_id(), bool(signals)))
         start, stop = starts[0][0], any(stop for _, stop in starts)  # between the stages
-        self.saved_step = self.step
+        self.saved_step = self.state.step
         heartbeat = Heartbeat(
             Path(self.run.output),
             world=self.world,
@@ -132,12 +93,12 @@ class Trainer:
             start=start,
         )
         self.signals.begin(self._announce_stop, share=partial(self.world.count, f"stop/{start}"))
-        self.loader.stopped = self.signals.on_any_rank
+        self.state.loader.stopped = self.signals.on_any_rank
         with heartbeat, present_objects_kept():
             if not stop and self.tests.make_up(self.missed):
                 self._save(now=True)
             self.meter.start()
-            while self.step < self.end and not (stop or self.tests.ended_run or self.rollback):
+            while self.state.step < self.end and not (stop or self.tests.ended_run or self.rollback):
                 stop = self._train_on(signals)
             saved = self._finish(stop=stop, signals=signals)
             stop = self._any(stop or bool(signals))
@@ -148,8 +109,8 @@ class Trainer:
         if self.tests.ended_run and self.tests.validation is not None:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
-        if stop and self.step < self.run.total_steps:
-            self.telemetry.event(f"Stopped after step {self.step} by a signal; continue with --resume latest.")
+        if stop and self.state.step < self.run.total_steps:
+            self.telemetry.event(f"Stopped after step {self.state.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
 
@@ -161,17 +122,17 @@ class Trainer:
         if result.missing:
             self.state.position = before
             self.telemetry.event("A rank had no batch when the signal came: the run stops without that step.")
-            if self.step > self.saved_step:
+            if self.state.step > self.saved_step:
                 self._save(now=True)
             return True
-        if self.state.skipped.check(self.run, step=self.step):
+        if self.state.skipped.check(self.run, step=self.state.step):
             self.rollback = self._roll_back()
             return result.stop
         self.state.step += 1
         self._record(batch, result)
         best = self.tests.validate(stop=result.stop)
         # At the end of a stage, no further step asks the other ranks.
-        stop = result.stop or (self.step == self.end and self._any(bool(signals)))
+        stop = result.stop or (self.state.step == self.end and self._any(bool(signals)))
         self._save(now=stop or best or self.tests.ended_run)
         self.tests.evaluate(stop=stop)
         return stop
@@ -183,7 +144,7 @@ class Trainer:
     def _announce_stop(self, number: int) -> None:
         """Say at once, in a thread, what the first signal does: the step may take minutes."""
         if self.world.is_main and self.run.telemetry.progress != "quiet":
-            lost = self.step - self.saved_step
+            lost = self.state.step - self.saved_step
             with suppress(OSError, ValueError):
                 print(
                     "Stopping after this step and a checkpoint; Ctrl-C again ends now and loses "
@@ -194,14 +155,14 @@ class Trainer:
 
     def _load(self) -> tuple[Batch, bool]:
         """The next batch, and False; or a stand-in and True, if the run is to stop and there is none."""
-        self.phases.mark("data", step=self.step)
+        self.phases.mark("data", step=self.state.step)
         try:
-            batch = self.batches.next()
+            batch = self.take_step.batches.next()
         except NoBatch:
-            return self.loader.stand_in(), True
+            return self.state.loader.stand_in(), True
         self.state.position = batch.position
         if self.observer.profiler is not None:
-            self.observer.profiler.before(self.step)
+            self.observer.profiler.before(self.state.step)
         return batch, False
 
     def train_step(
@@ -216,31 +177,11 @@ class Trainer:
             lr_scale: Share of the learning rates, by default that of the schedule.
         """
         if lr_scale is None:
-            lr_scale = scheduled_scale(self.run.schedule, step=self.step, total_steps=self.run.total_steps)
-        device, image = self.world.device, self.normalized(self.batches.image(batch))
-        if not missing:
-            self.batches.fetch_ahead(self.step)
-        computed_images = len(image) / len(batch.text)
-        if self.image_features is not None:
-            with self.phases("forward"):
-                image = self.image_features.outputs(batch, image)
-        texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
-        text, ids = texts.to(device, non_blocking=True), batch.sample_id.to(device, non_blocking=True)
-        result = self.take_step(
-            (image, text),
-            sample_ids=ids,
-            step=self.step,
-            lr_scale=lr_scale,
-            stop=stop,
-            missing=missing,
-            text_lengths=self.trimming.lengths(texts) if self.trimming else None,
-            teacher=self.teacher.of(batch.sample_id, device=device) if self.teacher else None,
-        )
+            lr_scale = scheduled_scale(self.run.schedule, step=self.state.step, total_steps=self.run.total_steps)
+        result = self.take_step(batch, step=self.state.step, lr_scale=lr_scale, stop=stop, missing=missing)
         if result.missing:
             return result
-        if self.image_features is not None:
-            self.image_features.save()
-        self.utilization.count(text_tokens=result.text_tokens, images=computed_images)
+        self.utilization.count(text_tokens=result.text_tokens, images=result.images)
         self.state.skipped.note(applied=result.applied)
         if result.applied:
             if self.state.ema is not None:
@@ -250,31 +191,31 @@ class Trainer:
             self._report_skipped(batch, result)
         self.meter.count()
         self.phases.mark("records")
-        if batch.position.batch == self.loader.steps_per_epoch:
+        if batch.position.batch == self.state.loader.steps_per_epoch:
             self._report_epoch(batch)
         return result
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
         self.observer.after(
-            self.step,
+            self.state.step,
             result=result,
             image=batch.image,
             text=batch.shown_text,
-            state_distributions=self.objective.distributions,
+            state_distributions=self.state.objective.distributions,
         )
-        if result.stop or self.step == self.end or self.step % self.run.telemetry.every == 0:
+        if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
             scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
-            self.telemetry.train(step=self.step, scalars=scalars)
+            self.telemetry.train(step=self.state.step, scalars=scalars)
             gc.collect()
 
     def _save(self, *, now: bool) -> None:
         """Start writing a checkpoint if one is due: not while steps are skipped, unless the run ends."""
-        due = self.step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row
-        if now or self.step == self.end or due:
+        due = self.state.step % self.run.checkpoint.every == 0 and not self.state.skipped.in_a_row
+        if now or self.state.step == self.end or due:
             self.phases.mark("checkpoint")
             self.writer.save(self.state.snapshot())
-            self.saved_step = self.step
+            self.saved_step = self.state.step
 
     def _finish(self, *, stop: bool, signals: list[int]) -> bool:
         """Wait for the last checkpoint on every rank, and retry if it failed. Returns whether it is on disk."""
@@ -300,10 +241,10 @@ class Trainer:
     def _check_gradient(self) -> None:
         if self.gradient_check is not None:
             distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
-            self.gradient_check = self.take_step.on_gradients = None
+            self.gradient_check = self.take_step.take.on_gradients = None
             self.telemetry.event(
                 f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
-                f"({TOLERANCE[self.engine.bf16]:g} allowed)."
+                f"({TOLERANCE[self.state.engine.bf16]:g} allowed)."
             )
 
     def _report_skipped(self, batch: Batch, result: StepResult) -> None:
@@ -311,15 +252,15 @@ class Trainer:
         what = (
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )
-        self.telemetry.event(f"{what} at step {self.step}: step skipped.", step=self.step, sample_ids=ids)
+        self.telemetry.event(f"{what} at step {self.state.step}: step skipped.", step=self.state.step, sample_ids=ids)
 
     def _roll_back(self) -> Checkpoint:
         """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
 
         The run continues from it as a run that is resumed: its step may be one of an earlier stage.
         """
-        self.batches.settle()
-        skipped, here = self.state.skipped, self.step + 1
+        self.take_step.batches.settle()
+        skipped, here = self.state.skipped, self.state.step + 1
         count = skipped.in_a_row
         self.writer.wait()  # the checkpoint may be the one that is being written
         found = checkpoint_before(
@@ -336,12 +277,12 @@ class Trainer:
             rollbacks=skipped.rollbacks,
             checkpoint=found.path.name,
         )
-        now = {"data": self.loader.state_dict(self.state.position), "faults": skipped.state_dict()}
+        now = {"data": self.state.loader.state_dict(self.state.position), "faults": skipped.state_dict()}
         return replace(found, meta={**found.meta, **now})
 
     def _report_epoch(self, batch: Batch) -> None:
         """Log the samples that were seen and skipped in the epoch that ends with this batch."""
-        report = self.loader.report(batch.position)
+        report = self.state.loader.report(batch.position)
         self.telemetry.event(
             f"Epoch {report.epoch} done: {report.samples:,} samples in {report.batch:,} batches, {report.dropped:,} "
             f"left over, {report.replaced:,} corrupt and replaced, order {report.order_hash}.",

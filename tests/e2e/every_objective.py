@@ -36,7 +36,7 @@ def main() -> None:
             once = {file: load_file(folders[1] / f"{file}.safetensors") for file in ("objective", "open_clip_model")}
             shutil.rmtree(folders[1])
             with setup(run, world=world, resume="latest") as trainer:
-                assert trainer.step == 3
+                assert trainer.state.step == 3
                 assert trainer.fit() == 0
             agree[name] = all(
                 torch.equal(value, load_file(folders[1] / f"{file}.safetensors")[key])

@@ -38,7 +38,10 @@ class Poisoned(OpenClip):
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {**dict(trainer.engine.state.weights()), **{k: v.clone() for k, v in trainer.objective.state_dict().items()}}
+    return {
+        **dict(trainer.state.engine.state.weights()),
+        **{k: v.clone() for k, v in trainer.state.objective.state_dict().items()},
+    }
 
 
 def main() -> None:
@@ -51,17 +54,17 @@ def main() -> None:
         with setup(run, world=world, resume=None) as trainer:
             POISON.update({2, 3})
             for step in range(2):
-                trainer.train_step(next(trainer.loader))
+                trainer.train_step(next(trainer.state.loader))
                 trainer.state.step = step + 1
             before = state_of(trainer)
             for step in (2, 3):
-                batch = next(trainer.loader)
+                batch = next(trainer.state.loader)
                 assert not trainer.train_step(batch).applied
                 found[f"ids {step}"] = batch.sample_id.tolist()
                 trainer.state.step = step + 1
             after = state_of(trainer)
             found["untouched"] = all(torch.equal(value, before[name]) for name, value in after.items())
-            assert trainer.train_step(next(trainer.loader)).applied
+            assert trainer.train_step(next(trainer.state.loader)).applied
             found["moved"] = not all(torch.equal(value, before[name]) for name, value in state_of(trainer).items())
             found["asked"] = list(ASKED)
             trainer.state.step = 5

@@ -38,7 +38,7 @@ def choose_poison(run: RunConfig, world: World) -> None:
     """Choose one sample from each batch that the steps in BAD_STEPS would receive."""
     with setup(run, world=world, resume=None) as trainer:
         for step in range(max(BAD_STEPS) + 1):
-            batch = next(trainer.loader)
+            batch = next(trainer.state.loader)
             if step in BAD_STEPS:
                 POISON.add(int(batch.sample_id[0]))
 
@@ -51,9 +51,9 @@ def by_hand(out: str, run: RunConfig, world: World) -> None:
         shutil.copytree(Path(out, "checkpoints", "step-00000004"), folder / "step-00000004")
     world.barrier()
     with setup(run, world=world, resume="latest") as trainer:
-        assert trainer.step == 4
+        assert trainer.state.step == 4
         for _ in range(4, max(BAD_STEPS) + 1):
-            next(trainer.loader)
+            next(trainer.state.loader)
         assert trainer.fit() == 0
 
 

@@ -20,7 +20,8 @@ from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep, micro_batches
+from pipeline.training.step import TrainStep
+from pipeline.training.step_parts import micro_batches
 from tests.shards import sample, write_shards
 from tests.towers import write_tiny
 from tests.training import train_here

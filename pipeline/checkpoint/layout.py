@@ -26,9 +26,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.files import path_below, write_json
@@ -120,46 +120,52 @@ def best_checkpoint(run: Path) -> Path | None:
     return path if is_name(name) and (path / META_NAME).is_file() else None
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""Larger numbers fit into no tensor, or not into every JSON reader."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
 class _Rows(_Strict):
     table: str
-    first: NonNegativeInt
-    count: NonNegativeInt
+    first: _Count
+    count: _Count
 
 
 class _File(_Strict):
-    bytes: NonNegativeInt
+    bytes: _Count
     sha256: str
     rows: _Rows | None = None
 
 
 class _Position(_Strict):
-    epoch: NonNegativeInt
-    batch: NonNegativeInt
+    epoch: _Count
+    batch: _Count
     order_hash: str = Field(pattern="^[0-9a-f]+$")
-    corrupt: list[tuple[str, str, NonNegativeInt]] = Field(strict=False)
+    corrupt: list[tuple[str, str, _Count]] = Field(strict=False)
     proof: str
     order: dict[str, Any]
     pixels: dict[str, Any]
 
 
 class _Config(_Strict):
-    batch_size: PositiveInt
+    batch_size: Annotated[_Count, Field(ge=1)]
 
 
 class _Faults(_Strict):
-    skipped: NonNegativeInt
-    rollbacks: NonNegativeInt
-    in_a_row: NonNegativeInt
+    skipped: _Count
+    rollbacks: _Count
+    in_a_row: _Count
+    rolled_back_to: _Count | None = None
 
 
 class _History(_Strict):
     best_loss: float | None
     best_step: int | None
     since_best: int
+    step: int | None = None
 
 
 class _Meta(_Strict):
@@ -167,15 +173,15 @@ class _Meta(_Strict):
 
     format: Literal["neuclip-checkpoint"]
     version: Literal[1]
-    step: NonNegativeInt
-    counter: NonNegativeInt
-    samples: NonNegativeInt
+    step: _Count
+    counter: _Count
+    samples: _Count
     files: dict[str, _File]
     data: _Position
     config: _Config
     faults: _Faults | None = None
     validation: _History | None = None
-    ema_updates: NonNegativeInt | None = None
+    ema_updates: _Count | None = None
     adapters_of: str | None = None
     run_id: str | None = Field(default=None, pattern=f"^({RUN_ID})?$")
 
@@ -189,7 +195,9 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
     """
     if meta.get("format") != FORMAT or meta.get("version") != VERSION:
         return f"its format is {meta.get('format')!r} version {meta.get('version')!r}, not {FORMAT!r} {VERSION}."
-    if "digest" in meta and meta["digest"] != digest_of(meta):  # version 0.1.0 wrote none
+    if meta.get("digest") != digest_of(meta) and (
+        "digest" in meta or meta.get("run_id")
+    ):  # version 0.1.0 wrote neither
         return f"the contents of {META_NAME} do not match their SHA-256."
     try:
         found = _Meta.model_validate(dict(meta))

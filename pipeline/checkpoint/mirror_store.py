@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,14 +85,18 @@ class MirrorStore:
             ) from error
 
     def check(self) -> None:
-        """Write a small file and remove it.
+        """Write a small file, read it and remove it.
 
         Raises:
             Exception: Of the client library: the address, the credentials or the access rights are wrong.
         """
         self._make_folder(self._root)
-        self._files.pipe_file(f"{self._root}/{CHECK_NAME}", b"")
-        self._files.rm_file(f"{self._root}/{CHECK_NAME}")
+        name = uuid.uuid4().hex  # of another start, which may check at the same time
+        path = f"{self._root}/{CHECK_NAME}-{name}"
+        self._files.pipe_file(path, name.encode())
+        if self._files.cat_file(path) != name.encode():
+            raise OSError("what answers there is no storage: it returned other bytes than were written")
+        self._files.rm_file(path)
 
     def names(self) -> list[str]:
         """The finished checkpoints, oldest first."""

@@ -67,7 +67,7 @@ class Checkpoint:
 
     def adapters(self) -> dict[str, Tensor] | None:
         """LoRA's matrices by the names of the parameters; None if the run trains the weights themselves."""
-        return read_adapters(self.path / ADAPTERS_NAME) if "adapters_of" in self.meta else None
+        return None if self.meta.get("adapters_of") is None else read_adapters(self.path / ADAPTERS_NAME)
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
         """The optimizer's state by (parameter name, key), for example `("visual.proj", "exp_avg")`."""

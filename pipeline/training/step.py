@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -236,6 +236,7 @@ class TrainStep:
         missing: bool = False,
         text_lengths: Tensor | None = None,
         teacher: Teacher | None = None,
+        rehearsal: bool = False,
     ) -> StepResult:
         """Take one step. Collective.
 
@@ -248,31 +249,12 @@ class TrainStep:
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
             text_lengths: int64 [b] on the host, from `TextTrimming`: the towers read trimmed texts. None: whole texts.
             teacher: Its features of these samples, with `objective.distill`.
+            rehearsal: Compute everything, and change nothing that lasts.
         """
-        given = {} if teacher is None else {"teacher": teacher}  # most objectives know of none
-        facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale}
         if self._applied and self._to_rehearse is not None and text_lengths is not None:
-            widest = torch.full_like(text_lengths, self._to_rehearse)
-            self._to_rehearse = None
-            self._take(inputs, widest, given, **facts, rehearsal=True)
-        result = self._take(inputs, text_lengths, given, **facts, stop=stop, missing=missing)
-        self._applied = self._applied or result.applied
-        return result
-
-    def _take(
-        self,
-        inputs: tuple[Tensor, Tensor],
-        text_lengths: Tensor | None,
-        given: Mapping[str, Teacher],
-        *,
-        sample_ids: Tensor,
-        step: int,
-        lr_scale: float,
-        stop: bool = False,
-        missing: bool = False,
-        rehearsal: bool = False,
-    ) -> StepResult:
-        """A step; as a rehearsal one that computes everything and changes nothing that lasts."""
+            widest, self._to_rehearse = torch.full_like(text_lengths, self._to_rehearse), None
+            facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale, "teacher": teacher}
+            self(inputs, **facts, text_lengths=widest, rehearsal=True)
         image, text = inputs
         texts = TextChunks(text, self.chunks, lengths=text_lengths, packed=self.pack_texts)
         self.objective.prefetch(sample_ids)
@@ -281,6 +263,7 @@ class TrainStep:
             features = self._features(image, texts, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
+            given = {} if teacher is None else {"teacher": teacher}  # most objectives know of none
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
             flags = self._agree(output, stop=stop, skip=missing or rehearsal)
             to_skip = flags.values[::2].any()
@@ -305,6 +288,7 @@ class TrainStep:
                 f"{type(self.engine).__name__}.step applied a gradient of NaN at step {step} instead of returning "
                 "False: the weights are lost, the last checkpoint is intact."
             )
+        self._applied = self._applied or applied
         tokens = texts.computed_tokens / len(text)
         return StepResult(output, not bad, applied=applied, stop=stop, missing=skipped, text_tokens=tokens)
 

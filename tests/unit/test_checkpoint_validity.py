@@ -31,11 +31,13 @@ from tests.written_checkpoints import Towers, failing, snapshot, write
 
 
 def change_meta(run: Path, step: int, change: Callable[[dict[str, Any]], object], *, digest: bool = True) -> Path:
-    """Change a checkpoint.json and its digest, or remove that, as in version 0.1.0."""
+    """Change a checkpoint.json and its digest, or remove that and the run's id, as in version 0.1.0."""
     path = run / "checkpoints" / name_of(step) / "checkpoint.json"
     meta = json.loads(path.read_text())
+    del meta["digest"]
+    if not digest:
+        del meta["run_id"]
     change(meta)
-    meta.pop("digest", None)
     path.write_text(json.dumps({**meta, "digest": digest_of(meta)} if digest else meta))
     return path.parent
 
@@ -71,6 +73,11 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "faults of a wrong type": lambda meta: meta.update(faults={"skipped": "x"}),
     "an id that is a path": lambda meta: meta.update(run_id="x/../../elsewhere"),
     "a history of a wrong type": lambda meta: meta.update(validation=[1]),
+    "a number for no tensor": lambda meta: meta.update(counter=10**400),
+    "a position beyond any": lambda meta: meta["data"].update(batch=10**400),
+    "a rollback to no step": lambda meta: meta.update(
+        faults={"skipped": 0, "rollbacks": 1, "in_a_row": 0, "rolled_back_to": "x"}
+    ),
 }
 
 
@@ -87,6 +94,13 @@ def test_a_checkpoint_json_that_cannot_be_continued_is_skipped(
     assert found.step == 1
 
 
+def test_a_digest_that_was_removed_is_damage(tmp_path: Path, towers: Towers) -> None:
+    write(tmp_path, towers, [1])
+    path = tmp_path / "checkpoints" / name_of(1) / "checkpoint.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}))
+    assert "checkpoint.json do not match" in (damage(path.parent) or "")
+
+
 def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [3, 4])
     (tmp_path / "checkpoints" / name_of(4)).rename(tmp_path / "checkpoints" / name_of(9))
@@ -99,7 +113,7 @@ def test_a_renamed_folder_is_damage(tmp_path: Path, towers: Towers) -> None:
 
 def test_a_checkpoint_of_version_0_1_0_is_accepted(tmp_path: Path, towers: Towers) -> None:
     write(tmp_path, towers, [1])
-    change_meta(tmp_path, 1, lambda meta: meta.pop("run_id"), digest=False)
+    change_meta(tmp_path, 1, dict, digest=False)
     (tmp_path / "run_id").unlink()
     assert find_checkpoint(tmp_path, "latest", on_event=print)
     events = write(tmp_path, towers, [2])

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.checkpoint import mirror as mirror_module
 from pipeline.checkpoint import writer as writer_module
 from pipeline.checkpoint.layout import name_of
-from pipeline.checkpoint.mirror import fetch_newest
+from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -248,6 +249,16 @@ def test_storage_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
             setup(run, world=World(rank=rank, size=2), resume=None),
         ):
             pass
+
+
+def test_what_answers_without_storing_is_no_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: a proxy that answers every request with a page of its own was taken for an empty mirror."""
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *_, **__: b"<html>")
+    run, url = tmp_path / "run", f"file://{tmp_path}/mirror"
+    with pytest.raises(UserError, match="returned other bytes than were written"):
+        fetch_newest(run, url, world=World(), on_event=print)
+    with pytest.raises(UserError, match="returned other bytes than were written"):
+        refuse_taken(run, url, resume=None, step=-1, world=World())
 
 
 def test_an_upload_may_not_take_longer_than_the_other_ranks_wait() -> None:

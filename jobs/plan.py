@@ -107,8 +107,8 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
         (
             "budget",
             (
-                f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs ({cost.epochs:.2f} times the data), "
-                f"{cost.text_tokens:,.0f} text tokens"
+                f"{_count(cost.steps, 'step')}, {cost.samples:,} pairs{_read(plan)} "
+                f"({cost.epochs:.2f} times the data), {cost.text_tokens:,.0f} text tokens"
             ),
         ),
         (
@@ -139,6 +139,12 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
     if workers < LEAST_LOADING * cores:
         text += f": TOO SLOW, use data.workers={math.ceil(LEAST_LOADING * cores)} or store smaller images"
     return text
+
+
+def _read(plan: RunPlan) -> str:
+    """How many pairs are read, if not all are trained on."""
+    read = round(plan.cost.epochs * plan.dataset_size)
+    return "" if read == plan.cost.samples else f" selected from {read:,}"
 
 
 def _features(plan: RunPlan) -> str:

@@ -57,7 +57,8 @@ def command(
         spec = world.gather_objects(str(model_folder_in(Path(model)) or model))[0]  # a run may go on writing
         teacher = load_for_evaluation(spec, device=world.device)
         tau, samples = temperature_of(teacher, spec), mixture.manifest.n
-        facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples)
+        bias = teacher.towers.logit[1] if teacher.towers.logit else None
+        facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias)
         start_output(Path(output) / FACTS, facts, what="features")
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)

@@ -35,6 +35,7 @@ from pipeline.model.lora import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
+from pipeline.objectives.selection import SelectionConfig
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.precision import true_fp32
 from pipeline.training.build import loader_of, objective_of
@@ -163,6 +164,7 @@ def measure(
     Raises:
         UserError: The objective has no normalizers (siglip).
     """
+    run = replace(run, selection=SelectionConfig())  # over all pairs
     towers, architecture = build_towers(_from_scratch(run.model), seed=run.seed)
     towers.clip.load_state_dict(checkpoint.weights())
     towers.to(world.device).eval()

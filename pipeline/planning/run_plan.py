@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.data.data_config import MOST_WORKERS
@@ -61,8 +61,8 @@ class RunPlan:
 
     @property
     def pairs_per_second(self) -> float:
-        """What the steps of one GPU take, in the stage with the fastest steps."""
-        return max(cost.samples / (3600 * cost.gpu_hours) for _, cost in self.stages)
+        """What the steps of one GPU read, in the stage with the fastest steps."""
+        return max(cost.epochs * self.dataset_size / (3600 * cost.gpu_hours) for _, cost in self.stages)
 
     def gpu_bytes(self, stage: int) -> int:
         """Estimated bytes on one GPU at a ZeRO stage."""
@@ -99,7 +99,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     data, missing = _data(run, gpus=gpus, image_size=image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
     assert dataset_size is not None
-    make_layout(samples=dataset_size, global_batch=run.batch_size, streams=run.data.streams, ranks=gpus)
+    make_layout(samples=dataset_size, global_batch=run.read_batch, streams=run.data.streams, ranks=gpus)
     engine = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=gpus
     )
@@ -165,12 +165,24 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
             towers,
             steps=steps,
             batch_size=run.batch_size,
+            read_batch=run.read_batch,
+            scored_flops=_scored_flops(stage.run),
             dataset_size=dataset_size,
             passes=passes,
             assume=run.plan,
         )
         found.append((stage.describe(image_size=architecture.image_size), cost))
     return found
+
+
+def _scored_flops(run: RunConfig) -> float:
+    """Arithmetic by which a pair that is read is scored for the selection."""
+    if run.selection.ratio is None:
+        return 0.0
+    costs, architecture = _towers(run.model)
+    if (size := run.selection.image_size) is not None and size < architecture.image_size:
+        costs, _ = _towers(replace(run.model, image_size=size))
+    return costs.image_flops + costs.text_flops
 
 
 @functools.cache
@@ -191,7 +203,7 @@ def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> Sim
         batch_size=run.batch_size,
         ranks=gpus,
         dataset_size=dataset_size,
-        steps_per_epoch=dataset_size // run.batch_size,
+        steps_per_epoch=dataset_size // run.read_batch,
         total_steps=run.total_steps,
     )
 
@@ -199,7 +211,7 @@ def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> Sim
 def _data(run: RunConfig, *, gpus: int, image_size: int) -> tuple[DataPlan | None, str]:
     """The data's plan, or why there is none, in which case the recipe's `plan.dataset_size` is used."""
     try:
-        data = plan_data(run.data, ranks=gpus, global_batch=run.batch_size, image_size=image_size, seed=run.seed)
+        data = plan_data(run.data, ranks=gpus, global_batch=run.read_batch, image_size=image_size, seed=run.seed)
     except UserError as error:
         if run.plan.dataset_size is None:
             raise UserError(f"{error} To plan without the data, set plan.dataset_size=SAMPLES.") from error

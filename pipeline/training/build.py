@@ -51,7 +51,7 @@ def loader_of(run: RunConfig, *, architecture: Architecture, world: World) -> Lo
     return build_loader(
         run.data,
         world=world,
-        global_batch=run.batch_size,
+        global_batch=run.read_batch,
         seed=run.seed,
         image_size=architecture.image_size,
         tokenize=fast_tokenizer(architecture.tokenize),

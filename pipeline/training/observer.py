@@ -36,6 +36,7 @@ def scalars_of(
     rates = meter.read()
     return {
         "samples": state.step * run.batch_size,
+        **({} if run.selection.ratio is None else {"samples_not_selected": state.step * run.not_selected}),
         "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
         "loss": float(result.output.loss),
         **dict(zip(metrics, values, strict=True)),

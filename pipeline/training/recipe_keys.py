@@ -18,6 +18,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.mixture import load_mixture
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
+from pipeline.objectives.selection import SelectionConfig
 
 log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
@@ -154,14 +155,15 @@ def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
     """The number of samples in `epochs` epochs of whole batches."""
     count = _number(epochs, "epochs", low=0.0, high=1e6)
     batch = _whole(tree, "batch_size")
+    read = cfg.parse(SelectionConfig, _section(tree, "selection"), prefix="selection").read_batch(batch)
     n = _epoch_samples(tree)
     streams = DataConfig.streams if (given := _section(tree, "data").get("streams")) is None else given
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
-    steps = n // streams // max(1, batch // streams) if isinstance(streams, int) and streams > 0 else n // batch
+    steps = n // streams // max(1, read // streams) if isinstance(streams, int) and streams > 0 else n // read
     if steps < 1:
         raise UserError(
-            f"An epoch of {n:,} samples does not fill one batch of batch_size = {batch}: lower batch_size (and "
-            "data.streams, which must divide it)."
+            f"An epoch of {n:,} samples does not fill one batch of {read} (batch_size = {batch}): lower batch_size "
+            "(and data.streams, which must divide it)."
         )
     return max(1, round(count * steps)) * batch
 

@@ -38,8 +38,9 @@ from pipeline.training.run_start import (
     prepare_folder,
     record_origin,
 )
+from pipeline.training.selection import open_selection
 from pipeline.training.stages import check_stages, stage_at
-from pipeline.training.teacher import open_teacher
+from pipeline.training.teacher import open_features
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
 
 
@@ -121,10 +122,21 @@ def setup(
                 telemetry.event(changed)
             _report_changes(trainer, checkpoint)
         trainer.take_step.image_features = open_image_features(state, architecture, report=telemetry.event)
-        trainer.take_step.teacher = teacher = open_teacher(run.data, state.loader.mixture)
-        if teacher is not None:
-            facts = teacher.facts
-            telemetry.event(f"Teacher: {facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}).")
+        if run.data.teacher_features is not None:
+            folder, setting = Path(run.data.teacher_features), "data.teacher_features"
+            trainer.take_step.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
+            telemetry.event(f"Teacher: {trainer.take_step.teacher.facts.describe()}.")
+        trainer.take_step.selection = selection = open_selection(
+            state,
+            image_size=architecture.image_size,
+            normalized=trainer.take_step.normalized,
+            trimming=trainer.take_step.trimming,
+        )
+        if selection is not None:
+            telemetry.event(
+                f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
+                f"reference: {selection.reference.facts.describe()}."
+            )
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
         if trainer.gradient_check is not None:

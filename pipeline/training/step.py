@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.timing import Meter, Phases
@@ -29,7 +29,8 @@ from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives.base import Objective, ObjectiveOutput
 from pipeline.objectives.distill import Teacher
 from pipeline.training.image_features import ImageFeatures
-from pipeline.training.step_parts import BatchStatistics, Flags, frozen_statistics, seeded
+from pipeline.training.selection import Selection
+from pipeline.training.step_parts import BatchStatistics, Flags, batch_norms_of, frozen_statistics, seeded
 from pipeline.training.teacher import StoredTeacher
 
 
@@ -125,6 +126,8 @@ class StepResult:
     """Tokens per text that this rank's towers computed."""
     images: float = 1.0
     """Images per pair that this rank's tower computed; below 1 with stored features."""
+    sample_id: Tensor | None = None
+    """Of this rank's pairs that were trained on."""
 
 
 OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None]
@@ -145,6 +148,8 @@ class BatchStep:
     """Stored outputs of a locked image tower; None: the tower runs in every step."""
     teacher: StoredTeacher | None = None
     """Whose similarities the run learns from, too."""
+    selection: Selection | None = None
+    """Which pairs of those that are read are trained on; None: all."""
 
     def __call__(
         self, batch: Batch, *, step: int, lr_scale: float, stop: bool = False, missing: bool = False
@@ -161,6 +166,10 @@ class BatchStep:
         images = self.batches.image(batch)
         if not missing:
             self.batches.fetch_ahead(step)
+        selected: dict[str, Tensor] = {}
+        if self.selection is not None:
+            with self.take.phases("selection"):
+                batch, images, selected = self.selection.choose(batch, images, step=step, missing=missing)
         image = self.normalized(images)
         computed = len(image) / len(batch.text)
         if self.image_features is not None:
@@ -175,11 +184,12 @@ class BatchStep:
             stop=stop,
             missing=missing,
             text_lengths=self.trimming.lengths(texts) if self.trimming else None,
-            teacher=self.teacher.of(batch.sample_id, device=image.device) if self.teacher else None,
+            teacher=self.teacher.of(batch.sample_id, device=image.device, stand_in=missing) if self.teacher else None,
         )
         if self.image_features is not None and not result.missing:
             self.image_features.save()
-        return replace(result, images=computed)
+        output = replace(result.output, metrics={**result.output.metrics, **selected})
+        return replace(result, output=output, images=computed, sample_id=batch.sample_id)
 
 
 class TrainStep:
@@ -222,7 +232,7 @@ class TrainStep:
         self.pack_texts = pack_texts
         self.cached = len(self.chunks) > 1
         self.phases = world.phases or Phases(world.device)
-        self._batch_norms = [m for m in engine.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._batch_norms = batch_norms_of(engine.module)
         self._to_rehearse, self._applied = rehearsed_width, False
 
     def __call__(

@@ -24,6 +24,11 @@ def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
         yield
 
 
+def batch_norms_of(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The batch norms of a model."""
+    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
 class BatchStatistics:
     """The running statistics of batch norms as they are now, for a step that turns out to be skipped."""
 

@@ -1,4 +1,4 @@
-"""A teacher's stored features (`neuclip features`), which `objective.distill` compares the run's own with."""
+"""Stored features of a model (`neuclip features`): the teacher of `objective.distill`, the reference of `selection`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ class TeacherFacts:
     """Hash of each source's contents; sample ids run over the sources in this order."""
     caption: str
     samples: int
+    bias: float | None = None
+    """The bias of a model trained with a sigmoid loss."""
+
+    def describe(self) -> str:
+        """The model, for the log."""
+        return f"{self.source} (weights {self.model[:12]}, tau {self.tau:.4g})"
 
     def file(self, folder: Path) -> FeatureFile:
         """The file of the features: image and text, one behind the other."""
@@ -47,12 +53,13 @@ class StoredTeacher:
 
     Args:
         folder: Output of `neuclip features`.
+        setting: Which names it, for messages.
 
     Raises:
         UserError: It has no complete features.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, setting: str) -> None:
         again = "run `neuclip features` again, which adds what is missing"
         try:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -62,18 +69,21 @@ class StoredTeacher:
             if whole:
                 self._store = FeatureStore(file, writable=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"data.teacher_features={folder}: no features of `neuclip features` ({error}).") from error
+            raise UserError(f"{setting}={folder}: no features of `neuclip features` ({error}).") from error
         if not whole:
-            raise UserError(f"data.teacher_features={folder}: the features are not complete: {again}.")
+            raise UserError(f"{setting}={folder}: the features are not complete: {again}.")
         self._hint = f"{folder} has no features of sample {{}}, or damaged ones: {again}."
 
-    def of(self, sample_ids: Tensor, *, device: torch.device) -> Teacher:
-        """The teacher's features of samples, [b] int64, on the device.
+    def of(self, sample_ids: Tensor, *, device: torch.device, stand_in: bool = False) -> Teacher:
+        """The teacher's features of samples, [b] int64, on the device; of a batch that stands in for one, zeros.
 
         Raises:
             UserError: Those of a sample are missing or damaged.
         """
         ids = sample_ids.tolist()
+        if stand_in:
+            zeros = torch.zeros(len(ids), self.facts.dim, device=device)
+            return Teacher(zeros, zeros, self.facts.tau)
         records = [self._store.read(sample_id) for sample_id in ids]
         for sample_id, record in zip(ids, records, strict=True):
             if record is None:
@@ -83,21 +93,25 @@ class StoredTeacher:
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 
 
-def open_teacher(config: DataConfig, mixture: Mixture) -> StoredTeacher | None:
-    """The teacher of a run with this data; None without one.
+def open_features(folder: Path, config: DataConfig, mixture: Mixture, *, setting: str) -> StoredTeacher:
+    """Stored features for a run with this data.
+
+    Args:
+        folder: Output of `neuclip features`.
+        config: The `data` section.
+        mixture: Its sources.
+        setting: Which names the folder, for messages.
 
     Raises:
         UserError: The features are not complete, or of other data.
     """
-    if config.teacher_features is None:
-        return None
-    teacher = StoredTeacher(Path(config.teacher_features))
+    teacher = StoredTeacher(folder, setting=setting)
     captions = sorted({str(CaptionField.parse(source.caption or config.caption)) for source in config.sources})
     found = {"data": teacher.facts.data, "captions": [teacher.facts.caption]}
     wanted = {"data": list(mixture.digests), "captions": captions}
     if other := [name for name in wanted if wanted[name] != found[name]]:
         raise UserError(
-            f"data.teacher_features={config.teacher_features} are of other {' and '.join(other)} than this run "
+            f"{setting}={folder} are of other {' and '.join(other)} than this run "
             f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
             "data.sources, in their order, with --caption as in data.caption."
         )

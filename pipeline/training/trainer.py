@@ -188,7 +188,7 @@ class Trainer:
                 self.state.ema.update()
             self._check_gradient()
         else:
-            self._report_skipped(batch, result)
+            self._report_skipped(result)
         self.meter.count()
         self.phases.mark("records")
         if batch.position.batch == self.state.loader.steps_per_epoch:
@@ -247,8 +247,9 @@ class Trainer:
                 f"({TOLERANCE[self.state.engine.bf16]:g} allowed)."
             )
 
-    def _report_skipped(self, batch: Batch, result: StepResult) -> None:
-        ids = [i for rank in self.world.gather_objects(batch.sample_id.tolist()) for i in rank]
+    def _report_skipped(self, result: StepResult) -> None:
+        assert result.sample_id is not None
+        ids = [i for rank in self.world.gather_objects(result.sample_id.tolist()) for i in rank]
         what = (
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )

@@ -23,11 +23,13 @@ from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
+from pipeline.training.recipe import load_recipe
+from pipeline.training.run import open_run
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import TINY
-from tests.training import train_here
+from tests.training import SMALL, in_this_process, train_here
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 BATCH, WEIGHT, TEACHER_TAU = 12, 0.7, 0.02
@@ -214,6 +216,14 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path) -> No
     (base / "torn" / "features.npy").write_bytes(body)
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
+
+
+def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
+    """The ids of the batch that stands in may be those of samples without features, such as 7."""
+    selects = ("selection.ratio=0.5", f"selection.features={base / 'features'}")
+    run = load_recipe(None, [*SMALL, *settings(base, "standing-in", *selects)])
+    with in_this_process(), open_run(run) as trainer:
+        assert trainer.train_step(trainer.state.loader.stand_in(), missing=True).missing
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.accounting import replaced
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.position import replaced
 from pipeline.data.loading.worker import Tokenize
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

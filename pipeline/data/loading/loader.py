@@ -14,24 +14,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import DataConfig, default_workers
-from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
-from pipeline.data.loading.resume import (
+from pipeline.data.loading.position import (
+    DataReport,
+    Position,
     check_place,
     pixel_identity,
     place_of,
+    replaced,
+    report,
     restore_position,
     save_position,
     with_batch_size,
 )
-from pipeline.data.loading.stalls import NoBatch, StallWatch, describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, joined_features
-from pipeline.data.loading.worker_processes import means_worker_died, prepare_workers, worker_died_message
-from pipeline.data.order.canonical_order import make_order
+from pipeline.data.loading.worker_processes import (
+    NoBatch,
+    StallWatch,
+    describe_workers,
+    means_worker_died,
+    prepare_workers,
+    worker_died_message,
+)
+from pipeline.data.order.canonical_order import Layout, make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.order.mixture import Mixture
-from pipeline.data.order.streams import Layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.workers import start_forkserver, start_workers

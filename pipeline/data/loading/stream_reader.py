@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Segments
-from pipeline.data.order.streams import StreamOrder
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, Shard
 from pipeline.data.shards.storage import StreamHash, is_local, open_records

@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
-from pipeline.data.order.canonical_order import Order, order_hash
-from pipeline.data.order.hashing import Purpose, draw, key
+from pipeline.data.order.canonical_order import Order
+from pipeline.data.order.hashing import Purpose, draw, key, order_hash
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 from pipeline.distributed.workers import live_with_parent

@@ -22,8 +22,8 @@ from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division, Samples
+from pipeline.objectives.pairwise import Workspace, sent
 from pipeline.objectives.softmax import AnchorBatch
-from pipeline.objectives.workspace import Workspace, sent
 
 NO_SAMPLE = -(2**62)
 """The id of a prototype whose sample is not known; no anchor has it."""

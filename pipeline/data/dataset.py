@@ -36,7 +36,10 @@ class OrderedDataset(IterableDataset[Rows]):
         decoding: Mapping[str, Any],
         normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None,
     ) -> None:
-        self._config, self._world, self._seed, self._decoding = config, world, seed, decoding
+        self._config = config
+        self._world = world
+        self._seed = seed
+        self._decoding = decoding
         self._normalization = normalization
         self._loader: Loader | None = None
         self._state: dict[str, Any] | None = None

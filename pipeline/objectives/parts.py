@@ -185,7 +185,10 @@ class DriftGuard:
     """Compares fingerprints every `every` commits; on a mismatch rank 0's state wins and the event is counted."""
 
     def __init__(self, world: World, *, every: int, device: torch.device) -> None:
-        self.world, self.every, self.device, self.events = world, every, device, 0
+        self.world = world
+        self.every = every
+        self.device = device
+        self.events = 0
 
     def due(self, steps: int) -> bool:
         return self.every > 0 and self.world.size > 1 and steps % self.every == 0

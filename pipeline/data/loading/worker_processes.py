@@ -153,7 +153,10 @@ class StallWatch:
         stopped: Callable[[], bool] = lambda: False,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self._seconds, self._describe, self._stopped, self._give_up = seconds, describe, stopped, give_up
+        self._seconds = seconds
+        self._describe = describe
+        self._stopped = stopped
+        self._give_up = give_up
         self.given_up = False
         """`give_up` was called: no batch will come any more."""
         self._since: float | None = None

@@ -182,16 +182,19 @@ def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tenso
 
 
 class DriftGuard:
-    """Compares fingerprints every `every` commits; on a mismatch rank 0's state wins and the event is counted."""
+    """Compares the ranks' state; on a mismatch rank 0's wins, and the event is counted.
+
+    Args:
+        world: The ranks.
+        every: Commits between two comparisons, which the objective counts; 0 = never.
+        device: Where fingerprints are computed.
+    """
 
     def __init__(self, world: World, *, every: int, device: torch.device) -> None:
         self.world = world
         self.every = every
         self.device = device
         self.events = 0
-
-    def due(self, steps: int) -> bool:
-        return self.every > 0 and self.world.size > 1 and steps % self.every == 0
 
     def check(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Copy rank 0's tensors to all ranks, in place, if they differ.

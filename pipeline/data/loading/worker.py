@@ -272,7 +272,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
             mixture = self.order.mixture
             source = SequentialReader(
                 mixture.manifest,
-                self.order.segments(epoch),
+                self.order.epoch_segments(epoch),
                 self.retries,
                 captions=self.captions,
                 bounds=mixture.bounds[:-1],

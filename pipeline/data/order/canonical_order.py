@@ -204,6 +204,25 @@ class Order:
             block=block,
         )
 
+    def epoch_segments(self, epoch: int) -> Segments:
+        """`segments`, after a check of what another order returns.
+
+        Raises:
+            UserError: They are not `mixture.epoch_samples` samples that exist.
+        """
+        found, sizes = self.segments(epoch), self.mixture.sizes
+        if type(self).segments is not Order.segments:
+            counts = np.diff(found.position, append=found.length)
+            known = len(found.shard) > 0 and 0 <= found.shard.min() <= found.shard.max() < len(sizes)
+            exist = known and bool(((found.start >= 0) & (found.start + counts <= sizes[found.shard])).all())
+            if not exist or (counts < 1).any() or int(counts.sum()) != self.mixture.epoch_samples:
+                raise UserError(
+                    f"data.order = {self.name!r}: segments({epoch}) gave {int(counts.sum()):,} samples in "
+                    f"{len(counts):,} segments. They must be the {self.mixture.epoch_samples:,} of an epoch, in "
+                    f"segments that begin and end within the {len(sizes):,} shards."
+                )
+        return found
+
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the order of samples, as plain values by the names of the settings."""
@@ -251,7 +270,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
     """
     layout = order.layout
     streams = range(layout.streams) if streams is None else streams
-    segments = order.segments(epoch)
+    segments = order.epoch_segments(epoch)
     offsets = order.mixture.manifest.offsets
     b, length = layout.rows, layout.stream_length
     ids = np.empty((last - first, len(streams), b), dtype=np.int64)

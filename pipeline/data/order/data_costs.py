@@ -82,7 +82,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
 
 def _passed(order: Order) -> tuple[int, int]:
     """Samples and bytes before the streams' first samples, within the same shards."""
-    segments = order.segments(0)
+    segments = order.epoch_segments(0)
     samples = total = 0
     for c in range(order.layout.streams):
         number, start, _ = segments.locate(c * order.layout.stream_length)

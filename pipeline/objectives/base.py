@@ -204,7 +204,7 @@ class Objective(ABC):
         with plain_arithmetic(self.context.device):
             self.update_state(pending, lr_scale=lr_scale)
         self._steps += 1
-        if self.world.size > 1 and self.drift.every and self.steps % self.drift.every == 0:
+        if self.drift.due(self.steps):
             self.drift.check(self.replicated_state(), step=self.steps)
 
     def discard(self) -> None:

@@ -186,7 +186,7 @@ class DriftGuard:
 
     Args:
         world: The ranks.
-        every: Commits between two comparisons, which the objective counts; 0 = never.
+        every: Commits between two comparisons; 0 = never.
         device: Where fingerprints are computed.
     """
 
@@ -195,6 +195,9 @@ class DriftGuard:
         self.every = every
         self.device = device
         self.events = 0
+
+    def due(self, steps: int) -> bool:
+        return self.every > 0 and self.world.size > 1 and steps % self.every == 0
 
     def check(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Copy rank 0's tensors to all ranks, in place, if they differ.

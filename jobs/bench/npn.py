@@ -28,7 +28,7 @@ from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.optimizers import AdaGrad
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.pairwise import Workspace
 
 LR, EPS, TAU = 0.01, 1e-14, 0.03
 

@@ -34,7 +34,7 @@ from pipeline.distributed.world import World, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.lora import LoraConfig
+from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective

@@ -31,7 +31,7 @@ from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.model.lora import LoraConfig
+from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK

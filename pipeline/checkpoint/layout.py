@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.errors import UserError
 from pipeline.files import path_below, write_json
 from pipeline.model.architectures import CONFIG_NAME
-from pipeline.model.lora import ADAPTER_FILES
+from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import RUN_ID, read_run_id, valid_run_id
 

@@ -36,7 +36,7 @@ from pipeline.checkpoint.layout import (
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import flush, sha256_of, write_text
-from pipeline.model.lora import read_adapters
+from pipeline.model.finetuning import read_adapters
 from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME
 
 

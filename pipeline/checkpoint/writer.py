@@ -49,7 +49,7 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.files import flush, sha256_of, write_json, write_text
 from pipeline.model.architectures import Architecture
-from pipeline.model.lora import Adapters
+from pipeline.model.finetuning import Adapters
 from pipeline.model.model_folder import save_open_clip, save_tensors
 from pipeline.run_files import new_run_id, write_run_id
 

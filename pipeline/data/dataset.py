@@ -11,9 +11,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.accounting import replaced
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.position import replaced
 from pipeline.data.loading.worker import Tokenize
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -36,7 +36,10 @@ class OrderedDataset(IterableDataset[Rows]):
         decoding: Mapping[str, Any],
         normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None,
     ) -> None:
-        self._config, self._world, self._seed, self._decoding = config, world, seed, decoding
+        self._config = config
+        self._world = world
+        self._seed = seed
+        self._decoding = decoding
         self._normalization = normalization
         self._loader: Loader | None = None
         self._state: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ from pipeline.export.tower_programs import export_onnx, export_torch, require_on
 from pipeline.export.transformers_model import write_transformers
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.lora import ADAPTER_FILES
+from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.model.tokenizers import save_tokenizer
 

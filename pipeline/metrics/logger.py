@@ -68,7 +68,8 @@ class Telemetry:
     Sinks write to the run's folder, and drop the records of steps that will be repeated: they are opened by `begin`,
     when the run is certain to start. What is reported before is kept until then.
 
-    A sink that cannot write, for example because the disk is full, does not end the run: its first error is printed.
+    A sink that cannot write, for example because the disk is full, does not end the run, nor does a tracker that
+    raises: the first error is printed.
 
     Args:
         open_sinks: Opens the sinks.
@@ -97,12 +98,15 @@ class Telemetry:
         for number, sink in enumerate(self._sinks):
             try:
                 call(sink)
-            except OSError as error:
+            except Exception as error:  # a tracker of a user's own may raise anything
                 if number not in self._failed:
                     self._failed.add(number)
                     name = type(sink).__name__
                     print(
-                        f"{name} cannot be written ({error}): metrics are missing there.", file=sys.stderr, flush=True
+                        f"{name} cannot be written ({error if isinstance(error, OSError) else repr(error)}): "
+                        "metrics are missing there.",
+                        file=sys.stderr,
+                        flush=True,
                     )
 
     def train(self, *, step: int, scalars: Mapping[str, float]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
-from pipeline.model.lora import LoraConfig
+from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
 from pipeline.model.starting_weights import logit_of, model_folder_in
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights

@@ -21,12 +21,9 @@ from pipeline.config import section
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
-from pipeline.model.embedding import use_fp32_embedding_sums
-from pipeline.model.locked import check_constant_image_tower, lock_towers
-from pipeline.model.lora import LoraConfig, add_adapters
+from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS
-from pipeline.model.packing import PackedText
-from pipeline.model.patch_dropout import use_patch_dropout_on_device
+from pipeline.model.packing import PackedText, use_fp32_embedding_sums
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
     create_from,
@@ -215,7 +212,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         UserError: Unknown architecture, pretrained weights that do not exist or do not fit, or settings that this
             architecture does not allow.
     """
-    from pipeline.model.class_token import use_class_token_block
+    from pipeline.model.image_tower import use_class_token_block, use_patch_dropout_on_device  # imports open_clip
 
     start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):

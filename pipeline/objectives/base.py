@@ -19,8 +19,7 @@ from pipeline.config import section
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
-from pipeline.objectives.objective_tensors import DriftGuard, WithGradient, check_batch, load_tensors
-from pipeline.objectives.parts import Pair, StatefulPart
+from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
 from pipeline.precision import plain_arithmetic
 
 ROWS = "per_sample"

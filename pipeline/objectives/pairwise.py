@@ -1,4 +1,4 @@
-"""Pairwise maths shared by all objectives: pure functions, in row blocks, in the log domain.
+"""Pairwise maths shared by all objectives, as pure functions in row blocks and in the log domain, and their buffers.
 
 Shape legend: B global batch, b rows of this rank, d feature dimension. Rows are this rank's own samples of one side,
 columns are the whole global batch of the other side; `first` is the column of row 0's partner. The code runs once per
@@ -17,7 +17,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.objectives.workspace import Workspace
+
+class Workspace:
+    """Named buffers: on a CPU, page faults of newly allocated memory can cost more than the pass that fills it.
+
+    On a GPU every call allocates: the caching allocator makes that cheap, and the towers can use the memory in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor, which overwrites the one taken under the same name before."""
+        if like.is_cuda:
+            return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+        key, size = (name, dtype or like.dtype, like.device), math.prod(shape)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=key[2])
+        return buffer[:size].view(shape)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`; from page-locked memory, so that the host does not wait for the GPU."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
 
 CPU_BLOCK, GPU_BLOCK = 2**21, 2**24
 """Elements of one [block, B] temporary: on a CPU they fit its cache, on a GPU they need few launches."""

@@ -1,16 +1,22 @@
-"""Parts of an objective that have state of their own, such as its temperature and its estimator of normalizers.
+"""What an objective consists of: parts that have state, checks of a batch, and helpers for the tensors of its state.
 
-The objective saves, loads, compares and logs its parts; see `Objective`.
+The objective saves, loads, compares and logs its parts; see `Objective`. State that every rank computes for itself has
+to stay bit-identical on all ranks, which `DriftGuard` checks.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from pipeline.objectives.sample_table import PerSampleTable
 
 Pair = tuple[Tensor, Tensor]
@@ -70,3 +76,154 @@ class Temperature(StatefulPart):
     def update(self, gradient: Any, *, lr_scale: float) -> None:
         """Learn from dL/dtau."""
         raise NotImplementedError(f"{type(self).__name__} is not learned")
+
+
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradients with respect to the features are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, text: Tensor, loss: Tensor, gradients: tuple[Tensor, Tensor], scale: int
+    ) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.scale, ctx.dtypes = scale, (image.dtype, text.dtype)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0] * ctx.scale
+        image, text = ((g * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return image, text, None, None, None
+
+
+def check_batch(image: Tensor, text: Tensor, sample_ids: Tensor | None, *, dim: int, lengths: bool) -> None:
+    """Check a batch from another training loop.
+
+    Args:
+        image: Features [b, d] of this rank.
+        text: The same of the texts.
+        sample_ids: [b] int64, if there are any.
+        dim: The d that the objective was built for.
+        lengths: Warn if the features do not have length 1.
+
+    Raises:
+        UserError: Shapes or types are wrong.
+    """
+    shapes = [tuple(x.shape) for x in (image, text)]
+    if image.ndim != 2 or shapes[0] != shapes[1] or shapes[0][1] != dim:
+        raise UserError(
+            f"Features have shapes {shapes[0]} (image) and {shapes[1]} (text): both need [b, {dim}], b pairs of this "
+            f"rank and the dim={dim} that the objective was built for."
+        )
+    if lengths:
+        length = float(torch.stack([image, text]).detach().float().norm(dim=2).sub(1).abs().max()) + 1
+        if not length < 1.02:
+            warnings.warn(
+                f"Features have to have length 1, and those of the first batch differ by up to {length - 1:.3g}: use "
+                "torch.nn.functional.normalize(features, dim=-1), or encode_image(images, normalize=True).",
+                stacklevel=3,
+            )
+    if sample_ids is None:
+        return
+    kind = sample_ids.dtype if isinstance(sample_ids, Tensor) else type(sample_ids).__name__
+    if kind is not torch.int64 or sample_ids.shape != (len(image),):
+        shape = f" of shape {tuple(sample_ids.shape)}" if isinstance(sample_ids, Tensor) else ""
+        raise UserError(f"sample_ids is {kind}{shape}: it has to be a torch.int64 tensor of shape ({len(image)},).")
+
+
+def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Tensor], *, added: Mapping[str, int]) -> None:
+    """Copy `state[key]` into `own[key]` for every key of `own`, in place.
+
+    Args:
+        own: The tensors.
+        state: What was saved.
+        added: Keys that an older version did not save, and the value that fills such a tensor.
+
+    Raises:
+        UserError: A key is missing or a shape differs; then nothing has been changed.
+    """
+    added = {key: value for key, value in added.items() if key not in state}
+    for key, tensor in own.items():
+        if key in added:
+            continue
+        if key not in state:
+            raise UserError(
+                f"The saved objective state has no {key}; it holds {', '.join(sorted(state)) or 'nothing'}. "
+                "Resume with the objective settings that the checkpoint was written with."
+            )
+        if state[key].shape != tensor.shape:
+            raise UserError(
+                f"The saved {key} has shape {tuple(state[key].shape)}, but these settings need {tuple(tensor.shape)}. "
+                "Resume with the objective settings and the batch_size that the checkpoint was written with."
+            )
+    for key, tensor in own.items():
+        if key in added:
+            tensor.fill_(added[key])
+        else:
+            tensor.copy_(state[key])
+
+
+log = logging.getLogger(__name__)
+
+MAX_EVENTS = 3
+"""One mismatch may be a flipped bit; three mean that the ranks compute different things."""
+_ODD = 0x9E3779B1
+
+
+def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tensor:
+    """A 64-bit hash of the tensors' bits and positions, as a 0-dim int64 on `device`, without host synchronisation."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors.values():
+        bits = tensor.detach().contiguous().view(torch.uint8 if tensor.element_size() < 4 else _integer(tensor))
+        words = bits.flatten().to(device=device, dtype=torch.int64)
+        places = torch.arange(1, words.numel() + 1, device=device).mul_(_ODD).bitwise_or_(1)
+        total = total * _ODD + (words + places).mul_(places).sum()  # integer sums wrap: any order
+    return total
+
+
+class DriftGuard:
+    """Compares the ranks' state; on a mismatch rank 0's wins, and the event is counted.
+
+    Args:
+        world: The ranks.
+        every: Commits between two comparisons; 0 = never.
+        device: Where fingerprints are computed.
+    """
+
+    def __init__(self, world: World, *, every: int, device: torch.device) -> None:
+        self.world = world
+        self.every = every
+        self.device = device
+        self.events = 0
+
+    def due(self, steps: int) -> bool:
+        return self.every > 0 and self.world.size > 1 and steps % self.every == 0
+
+    def check(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
+        """Copy rank 0's tensors to all ranks, in place, if they differ.
+
+        This waits for the device, so it runs only every so many steps.
+
+        Raises:
+            UserError: The third mismatch since the process began; raised on every rank.
+        """
+        own = fingerprint(tensors, device=self.device)
+        seen = self.world.all_gather(own.reshape(1))
+        if bool((seen == seen[0]).all()):
+            return
+        self.events += 1
+        different = [rank for rank, value in enumerate(seen.tolist()) if value != int(seen[0])]
+        if self.world.is_main:
+            log.warning("step %d: objective state of ranks %s differed from rank 0's; it was replaced", step, different)
+        for tensor in tensors.values():
+            tensor.copy_(self.world.broadcast(tensor.to(self.device, copy=True)))
+        if self.events >= MAX_EVENTS:
+            raise UserError(
+                f"The objective's state differed between ranks {self.events} times since the start (last at step "
+                f"{step}, ranks {different} against rank 0). Every rank must run the same torch build on the same kind "
+                "of device with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
+            )
+
+
+def _integer(tensor: Tensor) -> torch.dtype:
+    return torch.int64 if tensor.element_size() == 8 else torch.int32

@@ -115,7 +115,9 @@ class SoftmaxObjective(Objective):
     ) -> None:
         estimator = estimator or StatefulPart()
         super().__init__(config, context, parts=(temperature, estimator))
-        self.temperature, self._estimator, self.eps = temperature, estimator, eps
+        self.temperature = temperature
+        self._estimator = estimator
+        self.eps = eps
 
     @abstractmethod
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:

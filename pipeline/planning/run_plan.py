@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pipeline.data.data_config import MOST_WORKERS
 from pipeline.data.loading.feature_file import FeatureFile
+from pipeline.data.order.canonical_order import make_layout
 from pipeline.data.order.data_costs import DataPlan, plan_data
-from pipeline.data.order.streams import make_layout
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from pipeline.report.stored_scores import Score
 
 MAIN = ("loss", "tau", "samples_per_second", "data_wait", "lr", "gradient_norm")
 COLD = "normalizer_gap_cold"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,17 @@ def training_charts(run: Run) -> list[Chart]:
     rest = [_curves(run, key) for key in MAIN[2:]]
     shown = {*MAIN, "normalizer_gap", COLD}
     others = [_curves(run, key) for key in _varying(run) if key not in shown]
-    return [chart for chart in (*first, gap, *rest, *others, *(make(run) for make in CHARTS)) if chart is not None]
+    own = (_registered(make, run) for make in CHARTS)
+    return [chart for chart in (*first, gap, *rest, *others, *own) if chart is not None]
+
+
+def _registered(make: Callable[[Run], Chart | None], run: Run) -> Chart | None:
+    """A registered chart; one that fails is left out of the page, with a warning."""
+    try:
+        return make(run)
+    except Exception as error:  # a chart of a user's own may raise anything
+        log.warning("The chart %s.%s is left out: %r.", make.__module__, make.__qualname__, error)
+        return None
 
 
 def _validation(run: Run) -> list[Chart]:

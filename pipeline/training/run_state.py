@@ -12,15 +12,15 @@ from torch import Tensor
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import Snapshot
 from pipeline.config import to_tree
-from pipeline.data.loading.accounting import Position
 from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.position import Position
 from pipeline.distributed.world import World
 from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError
-from pipeline.model.lora import Adapters, is_adapter, merged
+from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import weights_digest
-from pipeline.model.resize import resized_moments, resized_state
+from pipeline.model.starting_weights import resized_moments, resized_state
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
 from pipeline.training.recovery import SkippedSteps

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Batch
-from pipeline.data.loading.stalls import NoBatch
+from pipeline.data.loading.worker_processes import NoBatch
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept

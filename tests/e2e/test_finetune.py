@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from jobs.export import command as export
 from jobs.train import command
 from pipeline.errors import UserError
-from pipeline.model.lora import LoraConfig
+from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import load_folder
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.training.recipe import load_recipe

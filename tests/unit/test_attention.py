@@ -21,7 +21,7 @@ from pipeline.model.attention import (
     causal_text_transformer,
     use_packed_attention,
 )
-from pipeline.model.patch_dropout import PatchDropout
+from pipeline.model.image_tower import PatchDropout
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 
 # One architecture per kind of tower that open_clip 3.3 builds from its own transformer classes.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.order.streams import make_layout
+from pipeline.data.order.canonical_order import make_layout
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
 from pipeline.training.recipe_keys import resolve_budget

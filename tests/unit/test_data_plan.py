@@ -11,10 +11,9 @@ from click.testing import CliRunner
 from jobs.cli import cli
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.canonical_order import Order, planned_ids
-from pipeline.data.order.data_costs import neighbour_distance, plan_data, repeats_in_window, shuffle_quality
+from pipeline.data.order.canonical_order import Order, make_layout, planned_ids
+from pipeline.data.order.data_costs import plan_data, shuffle_quality
 from pipeline.data.order.mixture import make_mixture
-from pipeline.data.order.streams import make_layout
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from tests.shards import write_shards
@@ -36,6 +35,28 @@ def epoch(planned: Order, number: int = 0) -> np.ndarray:
 def global_shuffle() -> np.ndarray:
     ids = np.random.default_rng(0).permutation(SHARDS * SAMPLES)
     return ids[: len(ids) // BATCH * BATCH].reshape(-1, BATCH)
+
+
+def neighbour_distance(ids: np.ndarray) -> float:
+    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
+
+    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
+
+    Args:
+        ids: Sample ids of a whole epoch, [steps, B].
+    """
+    steps, batch = ids.shape
+    order = np.argsort(ids, axis=None, kind="stable")
+    stored, step = ids.ravel()[order], order // batch
+    adjacent = np.diff(stored) == 1
+    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
+
+
+def repeats_in_window(ids: np.ndarray, *, window: int) -> float:
+    """Share of the samples in a sequence of ids, [n], that also occur among the `window` samples before them."""
+    order = np.argsort(ids, kind="stable")
+    again = (np.diff(ids[order]) == 0) & (np.diff(order) <= window)
+    return float(again.sum() / len(ids))
 
 
 OFFSETS = np.arange(0, SHARDS * SAMPLES, SAMPLES)

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.accounting import Tally
 from pipeline.data.loading.loader import Loader, build_loader
+from pipeline.data.loading.position import Tally
 from pipeline.data.loading.worker import Part, StreamDataset
-from pipeline.data.order.canonical_order import order_hash, planned_ids
+from pipeline.data.order.canonical_order import planned_ids
+from pipeline.data.order.hashing import order_hash
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import count_tokens, jpeg, write_shards

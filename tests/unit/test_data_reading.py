@@ -13,8 +13,8 @@ import webdataset
 
 from data_prep.dataset import canonical_tar as canonical
 from pipeline.data.loading.stream_reader import TRUNCATED, StreamReader
+from pipeline.data.order.canonical_order import stream_order
 from pipeline.data.order.mixture import make_mixture, plan_epoch
-from pipeline.data.order.streams import stream_order
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest, make_manifest
 from pipeline.data.shards.storage import open_records

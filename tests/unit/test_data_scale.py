@@ -22,13 +22,12 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
 from pipeline.data.order import mixture as mixtures
-from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.canonical_order import Order, make_layout, planned_ids
 from pipeline.data.order.hashing import Purpose, draws, key
 from pipeline.data.order.mixture import Mixture, load_mixture, make_mixture, plan_epoch, shared_epoch
-from pipeline.data.order.streams import make_layout
-from pipeline.data.shards import manifest_format, node_cache, shard_table
+from pipeline.data.shards import manifest_format, shard_table
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest, make_manifest
-from pipeline.data.shards.node_cache import Arrays, shared
+from pipeline.data.shards.shard_table import Arrays, shared
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.shards import count_tokens, write_shards
@@ -132,7 +131,7 @@ def test_replaced_manifest_is_read_again(tmp_path: Path, cache: Path) -> None:
     for sizes in ([3, 1], [3, 2], [7]):
         make_manifest(rows(sizes)).save(tmp_path)
         assert load_manifest(tmp_path).shards.samples.tolist() == sizes
-    assert len(list(cache.glob("manifest-*/*/name.npy"))) == node_cache.KEPT_VERSIONS
+    assert len(list(cache.glob("manifest-*/*/name.npy"))) == shard_table.KEPT_VERSIONS
 
 
 def test_a_damaged_manifest_is_refused_and_not_stored(tmp_path: Path, cache: Path) -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.canonical_order import Order, planned_ids
+from pipeline.data.order.canonical_order import Order, StreamOrder, make_layout, planned_ids, stream_order
 from pipeline.data.order.hashing import draw, draws, key, mix, permutation
 from pipeline.data.order.mixture import Mixture, Segments, make_mixture, plan_epoch
-from pipeline.data.order.streams import StreamOrder, make_layout, stream_order
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
 

@@ -18,7 +18,7 @@ from pipeline.objectives.npn import kernels, prototypes
 from pipeline.objectives.npn.network import Npn, register_npn
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.optimizers import AdaGrad, Adam
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.pairwise import Workspace
 from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny

@@ -10,7 +10,7 @@ from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
 from pipeline.objectives.npn.kernels import Prototypes
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.pairwise import Workspace
 from tests.unit.objectives_reference import context, relative_error, unit_features
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.distributed.world import World
 from pipeline.objectives import build_objective
-from pipeline.objectives.estimators import cosine_gamma
+from pipeline.objectives.sogclr import cosine_gamma
 from tests.unit.objectives_reference import context, normalizers, unit_features
 
 IDS = torch.arange(8)

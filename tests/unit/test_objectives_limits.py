@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.objectives import build_objective, objective_names, pairwise
-from pipeline.objectives.estimators import cosine_gamma, gamma_at
+from pipeline.objectives.sogclr import cosine_gamma, gamma_at
 from tests.unit.objectives_reference import context, normalizers, relative_error, unit_features
 
 

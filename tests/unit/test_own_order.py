@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +14,7 @@ from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.order.canonical_order import ORDERS
+from pipeline.data.order.mixture import Segments
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
@@ -39,7 +41,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_order_of_ones_own_is_planned_read_and_trained_on(tmp_path: Path) -> None:
+def test_an_order_of_ones_own_is_planned_read_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path / "shards", [7, 13, 5, 11])
     given = [f"data.sources={tmp_path / 'shards'}", "data.order=as_stored"]
 
@@ -59,6 +61,14 @@ def test_an_order_of_ones_own_is_planned_read_and_trained_on(tmp_path: Path) -> 
         other.move_to(place)
     with pytest.raises(UserError, match=r"data.order = 'as_stord': no such data order. The nearest is as_stored"):
         loader("as_stord", 0)
+
+    broken = type("Short", (ORDERS["as_stored"],), {"segments": lambda self, epoch: Segments(*3 * [np.arange(2)], 2)})
+    monkeypatch.setitem(ORDERS.registered, "short", broken)
+    with (
+        loader("short", 0) as read,
+        pytest.raises(UserError, match=r"'short': segments\(0\) gave 2 samples in 2 .* the 36 "),
+    ):
+        next(read)
 
     assert "data.order" in CliRunner().invoke(settings, ["data.order"]).output
     recipe = [*SMALL, *given, f"output={tmp_path / 'run'}", f"model.arch={write_tiny(tmp_path)}", "samples=32"]

@@ -43,6 +43,10 @@ def doubled(run):
 @register_chart
 def nothing(run):
     return None
+
+@register_chart
+def broken(run):
+    return run.no_such_curve
 """
 
 
@@ -62,12 +66,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_tracker(tmp_path: Path) -> None:
+def test_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     config = TelemetryConfig(trackers=("toy",), tensorboard=False, progress="quiet")
     telemetry = open_telemetry(tmp_path / "run", config=config, total_steps=2, first_step=0, is_main=True)
     telemetry.begin()
     telemetry.train(step=1, scalars={"loss": 0.5})
+    for step in (1, 2):
+        telemetry.evaluation(step=step, scores={"acc1": 0.5})  # which it does not expect
+    assert capsys.readouterr().err == "Toy cannot be written (KeyError('loss')): metrics are missing there.\n"
     telemetry.close()
     assert (tmp_path / "run/toy.txt").read_text() == "train 1 0.5"
     with pytest.raises(UserError, match=r"telemetry.trackers: there is no sink 'tpy'.*nearest is toy"):
@@ -82,7 +89,8 @@ def test_a_source_of_urls(tmp_path: Path) -> None:
     assert "1 of 1 rows in 1 shards" in done.output
 
 
-def test_a_chart(tmp_path: Path) -> None:
+def test_a_chart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(tmp_path / "run")
     CliRunner().invoke(report.command, [str(run), "--no-tensorboard"], catch_exceptions=False)
     assert "Twice the loss" in (run / "report.html").read_text()
+    assert ".broken is left out: AttributeError(" in caplog.text

@@ -30,7 +30,7 @@ from jobs.recipe_path import TRAINING
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.shards.other_forms import advice
+from pipeline.data.shards.manifest_format import advice
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe, read_recipe

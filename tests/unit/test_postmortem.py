@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from jobs.doctor import command
 from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
-from pipeline.data.loading.stalls import StallWatch
+from pipeline.data.loading.worker_processes import StallWatch
 from pipeline.distributed import exit_record
 from pipeline.distributed.exit_record import record_exit, reserve_space, start_recording, stop_recording
 from pipeline.distributed.heartbeat import Beat, Heartbeat, read_beat

@@ -9,7 +9,7 @@ import torch
 from open_clip.model import resize_pos_embed
 
 from pipeline.errors import UserError
-from pipeline.model.resize import resized, resized_moments, resized_state
+from pipeline.model.starting_weights import resized, resized_moments, resized_state
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextTrimming
 from pipeline.planning.run_plan import plan_run

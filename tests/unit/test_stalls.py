@@ -15,8 +15,8 @@ import pytest
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading import worker_processes
 from pipeline.data.loading.loader import build_loader
-from pipeline.data.loading.stalls import describe_workers
 from pipeline.data.loading.worker import share
+from pipeline.data.loading.worker_processes import describe_workers
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from tests.launch import ROOT, environment
@@ -68,7 +68,7 @@ def test_a_stopped_worker_is_reported_and_no_process_is_left_running(tmp_path: P
 
 LEAVES = """
 import time
-from pipeline.data.loading import stalls
+from pipeline.data.loading import worker_processes as stalls
 stalls.PATIENCE_SECONDS, stalls.LEAVE_SECONDS = 0.2, 0.5
 with stalls.StallWatch(600, str, stopped=lambda: True):
     time.sleep(100)

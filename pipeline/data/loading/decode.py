@@ -49,18 +49,15 @@ def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
         return _central_box(height, width, ratio=crop.ratio)
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
     for attempt in range(CROP_ATTEMPTS):
-        area = height * width * _between(*crop.scale, at=uniform(state, 4 * attempt))
-        aspect = math.exp(_between(*log_ratio, at=uniform(state, 4 * attempt + 1)))
+        share, shape = uniform(state, 4 * attempt), uniform(state, 4 * attempt + 1)
+        area = height * width * (crop.scale[0] + (crop.scale[1] - crop.scale[0]) * share)
+        aspect = math.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * shape)
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             top = draw(state, 4 * attempt + 2) % (height - h + 1)
             left = draw(state, 4 * attempt + 3) % (width - w + 1)
             return top, left, h, w
     return _central_box(height, width, ratio=crop.ratio)
-
-
-def _between(low: float, high: float, *, at: float) -> float:
-    return low + (high - low) * at
 
 
 def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
@@ -112,14 +109,16 @@ class ImageDecoder:
         Raises:
             CorruptSample: PIL cannot decode all of the image, or it has more than `max_pixels` or too many scans.
         """
-        if self.mode != "exact" and (pixels := ppm_pixels(data)) is not None:
-            return self._raw(pixels, state)
-        if self.mode != "exact" and data[:2] == b"\xff\xd8":
+        if self.mode == "exact":
+            return self._exact(data, state)
+        if data[:2] == b"\xff\xd8":
             try:
                 return self._fast(data, state)
             except (ValueError, MemoryError) as error:
                 if isinstance(error, CorruptSample):
                     raise
+        elif (pixels := ppm_pixels(data)) is not None:
+            return self._raw(pixels, state)
         return self._exact(data, state)
 
     def _check(self, height: int, width: int) -> None:
@@ -142,7 +141,7 @@ class ImageDecoder:
             min_width=-(-width // shrink),
             min_factor=shrink,
         )
-        top, left, h, w = shrunk(box, by=shrink)
+        top, left, h, w = box if shrink == 1 else shrunk(box, by=shrink)
         return self._resized(torch.from_numpy(decoded)[top : top + h, left : left + w])
 
     def _raw(self, pixels_HWC: NDArray[np.uint8], state: int) -> Tensor:

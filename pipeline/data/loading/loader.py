@@ -14,24 +14,31 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import DataConfig, default_workers
-from pipeline.data.loading.accounting import DataReport, Position, replaced, report
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
-from pipeline.data.loading.resume import (
+from pipeline.data.loading.position import (
+    DataReport,
+    Position,
     check_place,
     pixel_identity,
     place_of,
+    replaced,
+    report,
     restore_position,
     save_position,
     with_batch_size,
 )
-from pipeline.data.loading.stalls import NoBatch, StallWatch, describe_workers
 from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, joined_features
-from pipeline.data.loading.worker_processes import means_worker_died, prepare_workers, worker_died_message
+from pipeline.data.loading.worker_processes import (
+    NoBatch,
+    StallWatch,
+    describe_workers,
+    means_worker_died,
+    prepare_workers,
+    worker_died_message,
+)
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
-from pipeline.data.order.mixture import Mixture
-from pipeline.data.order.streams import Layout
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.distributed.workers import start_forkserver, start_workers
@@ -110,39 +117,25 @@ class Loader:
     """An endless iterator of batches, across epochs. Close it, or use it as a context manager, to end its workers."""
 
     def __init__(self, config: DataConfig, *, world: World, dataset: StreamDataset) -> None:
-        self._config, self._world, self._dataset = config, world, dataset
+        self._config = config
+        self._world = world
+        self._dataset = dataset
+        self.mixture = dataset.order.mixture
+        self.layout = dataset.order.layout
+        self.n = self.mixture.manifest.n
+        """Number of distinct samples; ids run over [0, n)."""
+        self.steps_per_epoch = self.layout.steps
+        self.position = Position()
+        """Position after the last batch that was returned."""
         self.workers = config.workers or 0
         """Decoding processes of this rank."""
         self._parts: Iterator[Part | Failure] | None = None
         self._reading: MutableSequence[int] = []
-        self._position = Position()
         self.stopped: Callable[[], bool] = lambda: False
         """Whether the run is to stop, so that a batch which does not come soon is given up. Asked in a thread."""
         self._watch = StallWatch(
             60 * config.timeout_minutes, self._stalled, stopped=lambda: self.stopped(), give_up=self._kill_workers
         )
-
-    @property
-    def mixture(self) -> Mixture:
-        return self._dataset.order.mixture
-
-    @property
-    def layout(self) -> Layout:
-        return self._dataset.order.layout
-
-    @property
-    def n(self) -> int:
-        """Number of distinct samples; ids run over [0, n)."""
-        return self.mixture.manifest.n
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.layout.steps
-
-    @property
-    def position(self) -> Position:
-        """Position after the last batch that was returned."""
-        return self._position
 
     def __enter__(self) -> Loader:
         return self
@@ -164,15 +157,16 @@ class Loader:
             raise NoBatch
         if self._parts is None:
             self._parts = self._start()
+        file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
-        self._position = _advance(self._position, parts, steps=self.layout.steps)
+        self.position = _advance(self.position, parts, steps=self.layout.steps)
         return Batch(
             image=self._join(parts),
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
-            position=self._position,
+            position=self.position,
             replaced=sum(part.corrupt.total() for part in parts),
-            features=self._features(parts),
+            features=self._stored_features(parts, file.dtype) if file else None,
         )
 
     def stand_in(self) -> Batch:
@@ -185,7 +179,7 @@ class Loader:
         if file is not None:
             features = StoredFeatures(torch.zeros(rows, file.dim, dtype=file.dtype), torch.zeros(0, dtype=torch.int64))
         ids = torch.arange(first, first + rows)
-        return Batch(image.permute(0, 3, 1, 2), text, ids, self._position, replaced=0, features=features)
+        return Batch(image.permute(0, 3, 1, 2), text, ids, self.position, replaced=0, features=features)
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones after the last batch."""
@@ -201,7 +195,7 @@ class Loader:
         Raises:
             UserError: More of the epoch's samples are corrupt than `corrupt_limit` allows; raised on every rank.
         """
-        return report(position or self._position, self.layout, self._world).check(self._config.corrupt_limit)
+        return report(position or self.position, self.layout, self._world).check(self._config.corrupt_limit)
 
     def replaced(self, position: Position | None = None) -> int:
         """Corrupt samples of the epoch so far: a cheap collective for every logging step.
@@ -210,7 +204,7 @@ class Loader:
             UserError: As `report`.
         """
         limit = self._config.corrupt_limit
-        return replaced(position or self._position, self.layout, self._world, limit=limit)
+        return replaced(position or self.position, self.layout, self._world, limit=limit)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """The state after the batch with this `position` (default: the last batch that was returned).
@@ -218,7 +212,7 @@ class Loader:
         A collective: every rank calls it. The state holds plain values and is the same on every rank and for any number
         of ranks and workers.
         """
-        return save_position(position or self._position, self._dataset, world=self._world)
+        return save_position(position or self.position, self._dataset, world=self._world)
 
     def load_state_dict(self, state: Mapping[str, Any], *, new_batch_size: bool = False) -> int:
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
@@ -235,13 +229,13 @@ class Loader:
         """
         self.close()
         state, skipped = with_batch_size(state, self._dataset) if new_batch_size else (state, 0)
-        self._position = restore_position(state, self._dataset, world=self._world)
+        self.position = restore_position(state, self._dataset, world=self._world)
         return skipped
 
     @property
     def place(self) -> dict[str, Any]:
         """The position after the last batch as plain values, without counts: the same on every rank, no collective."""
-        return place_of(self._dataset.order, self._position)
+        return place_of(self._dataset.order, self.position)
 
     def move_to(self, place: Mapping[str, Any]) -> None:
         """Continue after the batch of a `place`, with new counts.
@@ -250,7 +244,7 @@ class Loader:
             UserError: This loader's order differs from that of the place.
         """
         self.close()
-        self._position = check_place(place, self._dataset.order)
+        self.position = check_place(place, self._dataset.order)
 
     def use_features(self, file: FeatureFile) -> None:
         """From the next batch that is loaded on, decode only images whose features are not in `file`."""
@@ -263,7 +257,7 @@ class Loader:
         return {**pixel_identity(self._dataset.decoder), "contents of the shards": list(mixture.digests)}
 
     def _start(self) -> Iterator[Part | Failure]:
-        dataset = replace(self._dataset, epoch=self._position.epoch, batch=self._position.batch)
+        dataset = replace(self._dataset, epoch=self.position.epoch, batch=self.position.batch)
         if not self.workers:
             return iter(dataset)
         context = start_forkserver()
@@ -302,7 +296,7 @@ class Loader:
         self._kill_workers()
         return (
             f"Rank {self._world.rank}: no batch came from the loading workers for {self._config.timeout_minutes:g} "
-            f"minutes (data.timeout_minutes), after batch {self._position.batch} of epoch {self._position.epoch}. "
+            f"minutes (data.timeout_minutes), after batch {self.position.batch} of epoch {self.position.epoch}. "
             f"{' '.join(lines)} Start again with --resume latest when the cause is removed."
         )
 
@@ -310,12 +304,9 @@ class Loader:
         for worker in getattr(self._parts, "_workers", []):
             worker.kill()  # a stopped process ignores everything else, and would outlive this one
 
-    def _features(self, parts: list[Part]) -> StoredFeatures | None:
-        file = self._dataset.features
-        if file is None:
-            return None
+    def _stored_features(self, parts: list[Part], dtype: torch.dtype) -> StoredFeatures:
         values, missing = joined_features(parts)
-        return StoredFeatures(self._pinned(values).view(file.dtype), self._pinned(missing))
+        return StoredFeatures(self._pinned(values).view(dtype), self._pinned(missing))
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Segments
-from pipeline.data.order.streams import StreamOrder
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, Shard
 from pipeline.data.shards.storage import StreamHash, is_local, open_records
@@ -49,6 +49,9 @@ class SequentialReader:
     altered: set[int] = field(default_factory=set)
     """Numbers of shards whose bytes differ from their manifest."""
 
+    def __post_init__(self) -> None:
+        self._offsets = self.manifest.shards.offsets
+
     def read(self, position: int) -> Iterator[TarRecord]:
         """Records from `position` to the end of the epoch, read as they are taken."""
         while position < self.segments.length:
@@ -59,7 +62,7 @@ class SequentialReader:
     def locate(self, position: int) -> tuple[int, int]:
         """The id of the sample at a position, and the number of its shard."""
         shard, start, _ = self.segments.locate(position)
-        return int(self.manifest.shards.offsets[shard]) + start, shard
+        return int(self._offsets[shard]) + start, shard
 
     def caption(self, shard: int) -> CaptionField:
         """Where the captions of a shard's samples are."""

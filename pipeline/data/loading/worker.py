@@ -6,6 +6,7 @@ import errno
 import functools
 import itertools
 import logging
+import operator
 import os
 import resource
 import time
@@ -23,8 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
-from pipeline.data.order.canonical_order import Order, order_hash
-from pipeline.data.order.hashing import Purpose, draw, key
+from pipeline.data.order.canonical_order import Order
+from pipeline.data.order.hashing import Purpose, draw, key, order_hash
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
 from pipeline.distributed.workers import live_with_parent
@@ -80,7 +81,8 @@ class DecodedRows:
         self.decoded: list[int] = []
         """The rows so far that have an image."""
         self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
-        self._decoder, self._store = decoder, store
+        self._decoder = decoder
+        self._store = store
         self._image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
         self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
@@ -118,7 +120,16 @@ class DecodedRows:
 
 
 class StreamFiller:
-    """Decoded rows of one stream in one epoch; `on_sample` is called with the id of each sample before it is read."""
+    """Decoded rows of one stream in one epoch.
+
+    Args:
+        order: The run's order.
+        source: Reads the epoch's samples.
+        epoch: Number of the epoch.
+        stream: Number of the stream.
+        batch: The first batch whose rows are filled.
+        on_sample: Called with the id of each sample before it is read.
+    """
 
     def __init__(
         self,
@@ -130,31 +141,44 @@ class StreamFiller:
         batch: int,
         on_sample: Callable[[int], None],
     ) -> None:
-        self._order, self._source, self._epoch, self.stream = order, source, epoch, stream
-        self._rows, self._on_sample = order.layout.rows, on_sample
+        self.stream = stream
+        self._order = order
+        self._source = source
+        self._epoch = epoch
+        self._on_sample = on_sample
+        self._rows = order.layout.rows
         self._reader = self._open(stream, turn=batch * self._rows)
 
     def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first = batch * self._rows
-        places = self._reader.order.places(first, first + self._rows).tolist()
-        return [self._fill_row(first + r, place, rows, corrupt) for r, place in enumerate(places)]
+        ids = []
+        for turn, place in enumerate(self._reader.order.places(first, first + self._rows).tolist(), first):
+            try:
+                ids.append(self._add(rows, self._reader, self._reader.take, place=place, turn=turn))
+            except CorruptSample as error:
+                _, shard = self._source.locate(self._reader.first + place)
+                corrupt[(str(error), self._source.manifest.shards[shard].name)] += 1
+                ids.append(self._substitute(turn, rows, first=error))
+        return ids
 
     def close(self) -> None:
         self._reader.close()
 
-    def _fill_row(self, turn: int, place: int, rows: DecodedRows, corrupt: Counter[tuple[str, str]]) -> int:
-        sample_id, shard = self._source.locate(self._reader.first + place)
-        self._on_sample(sample_id)
-        try:
-            self._add(rows, self._reader.take(place), sample_id=sample_id, shard=shard, turn=turn)
-            return sample_id
-        except CorruptSample as error:
-            corrupt[(str(error), self._source.manifest.shards[shard].name)] += 1
-            return self._substitute(turn, rows, first=error)
+    def _add(
+        self, rows: DecodedRows, reader: StreamReader, read: Callable[[int], TarRecord], *, place: int, turn: int
+    ) -> int:
+        """Decode the sample at a reader's place as the row of this turn, and return its id.
 
-    def _add(self, rows: DecodedRows, record: TarRecord, *, sample_id: int, shard: int, turn: int) -> None:
-        rows.add(record, sample_id=sample_id, number=self._row_number(turn), caption=self._source.caption(shard))
+        Raises:
+            CorruptSample: It cannot be used; no row is added.
+        """
+        sample_id, shard = self._source.locate(reader.first + place)
+        self._on_sample(sample_id)
+        # The row's number in the epoch keys its crop: a sample may occur more than once in an epoch.
+        number = self.stream * self._order.layout.stream_length + turn
+        rows.add(read(place), sample_id=sample_id, number=number, caption=self._source.caption(shard))
+        return sample_id
 
     def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
@@ -163,11 +187,8 @@ class StreamFiller:
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
             place = int(reader.order.places(other, other + 1)[0])
-            sample_id, shard = self._source.locate(reader.first + place)
-            self._on_sample(sample_id)
             try:
-                self._add(rows, reader.peek(place), sample_id=sample_id, shard=shard, turn=turn)
-                return sample_id
+                return self._add(rows, reader, reader.peek, place=place, turn=turn)
             except CorruptSample as error:
                 reasons[str(error)] += 1
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
@@ -177,10 +198,6 @@ class StreamFiller:
             f"{self._lost_shards() or 'none'}. `neuclip verify` finds damaged shards, `neuclip manifest` counts "
             "samples without an image or a caption."
         )
-
-    def _row_number(self, turn: int) -> int:
-        """The row's number in the epoch, which keys its crop: a sample may occur more than once in an epoch."""
-        return self.stream * self._order.layout.stream_length + turn
 
     def _lost_shards(self) -> str:
         return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
@@ -247,20 +264,22 @@ class StreamDataset(IterableDataset[Part | Failure]):
             yield Failure(str(error))
 
     def _parts(self, streams: range) -> Iterator[Part]:
-        epoch, first = self.epoch, self.batch
+        epoch, first, info = self.epoch, self.batch, get_worker_info()
+        noted = [-1] if self.reading is None or info is None else self.reading
+        note = functools.partial(operator.setitem, noted, 0 if info is None else info.id)
         store = FeatureStore(self.features) if self.features else None
         while True:
             mixture = self.order.mixture
             source = SequentialReader(
                 mixture.manifest,
-                self.order.segments(epoch),
+                self.order.epoch_segments(epoch),
                 self.retries,
                 captions=self.captions,
                 bounds=mixture.bounds[:-1],
                 altered_shards=self.altered_shards,
             )
             fillers = [
-                StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=self._note)
+                StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=note)
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
@@ -268,10 +287,6 @@ class StreamDataset(IterableDataset[Part | Failure]):
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
-
-    def _note(self, sample_id: int) -> None:
-        if self.reading is not None and (info := get_worker_info()) is not None:
-            self.reading[info.id] = sample_id
 
     def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
         count = self.order.layout.rows * len(fillers)

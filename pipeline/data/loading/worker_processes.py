@@ -1,16 +1,26 @@
-"""The start of the loader's worker processes, and checks of what they need from the machine.
+"""The loader's worker processes: what they need from the machine, and what they are doing when no batch comes.
 
-The fork server of the workers starts in `build_loader`, so that its imports overlap with building the model.
+Their fork server starts in `build_loader`, so that its imports overlap with building the model. A worker that is stuck
+cannot answer, so its state is read from /proc.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.loading.stalls import SHARED_MEMORY
 from pipeline.data.loading.worker import Tokenize, allow_open_files
+from pipeline.distributed.exit_record import record_exit
+from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.distributed.workers import preload, start_forkserver
 from pipeline.distributed.world import World, ranks_here
 from pipeline.errors import UserError
@@ -97,3 +107,128 @@ def worker_died_message(error: Exception) -> str:
         "ran out of memory. Each worker keeps about half of data.shuffle_buffer encoded samples for each of its "
         "streams, and data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
     )
+
+
+PATIENCE_SECONDS = 2.0
+"""After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
+LEAVE_SECONDS = 20.0
+"""After that, a wait that cannot be ended, such as for a file server in this process, ends the process."""
+STOPPED = "Stopped by a signal, in a wait for a batch that could not be ended: start again with --resume latest."
+SHARED_MEMORY = Path("/dev/shm")
+PROC = Path("/proc")
+STATES = {
+    "R": "is computing",
+    "S": "is waiting",
+    "D": "waits for storage or the network (uninterruptible)",
+    "T": "is stopped (SIGSTOP; SIGCONT continues it)",
+    "t": "is stopped by a debugger",
+    "Z": "has died",
+    "X": "has died",
+}
+
+
+class NoBatch(Exception):
+    """The run is to stop, and no batch has come."""
+
+
+class StallWatch:
+    """Context manager around each wait for a batch: a wait that takes too long ends this process with exit code 76.
+
+    A thread watches, because the wait may be in the kernel: torch's own limit does not cover the connection over which
+    a worker hands out an image tensor, and a stopped worker does not answer there.
+
+    Args:
+        seconds: Limit of one wait.
+        describe: Returns what is printed, and kills what would outlive this process.
+        stopped: Whether the run is to stop. It is asked in the thread.
+        give_up: Called once in the thread when the run is to stop and a wait goes on: it lets the wait fail. If it goes
+            on all the same, the process ends with exit code 75.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        describe: Callable[[], str],
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._seconds = seconds
+        self._describe = describe
+        self._stopped = stopped
+        self._give_up = give_up
+        self.given_up = False
+        """`give_up` was called: no batch will come any more."""
+        self._since: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+            self._thread.start()
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def _watch(self) -> None:
+        given_up = 0.0
+        while True:
+            time.sleep(min(1.0, self._seconds / 10))
+            since, now = self._since, time.monotonic()
+            if since is None:
+                continue
+            if now - since > self._seconds:
+                _leave(EXIT_STALLED, self._describe())
+            if not self.given_up and now - since > PATIENCE_SECONDS and self._stopped():
+                self.given_up, given_up = True, now
+                self._give_up()
+            if self.given_up and now - given_up > LEAVE_SECONDS:
+                _leave(EXIT_PREEMPTED, STOPPED)
+
+
+def _leave(code: int, text: str) -> NoReturn:
+    print(text, file=sys.stderr, flush=True)
+    record_exit(code, text)
+    os._exit(code)
+
+
+def describe_workers(pids: Sequence[int], *, places: Sequence[str] = ()) -> list[str]:
+    """One sentence per worker, and one about shared memory.
+
+    Args:
+        pids: The workers' processes, by number of the worker.
+        places: Where each worker is in the data.
+    """
+    lines = []
+    for number, pid in enumerate(pids):
+        place = places[number] if number < len(places) else ""
+        shards = _open_shards(pid)
+        reading = f", has open {', '.join(shards)}" if shards else ""
+        lines.append(f"Worker {number} (process {pid}) {_state(pid)}{f' at {place}' if place else ''}{reading}.")
+    with suppress(OSError):
+        stat = os.statvfs(SHARED_MEMORY)
+        lines.append(
+            f"{SHARED_MEMORY} has {stat.f_bavail * stat.f_frsize >> 20} MiB free; workers pass images through it."
+        )
+    return lines
+
+
+def _state(pid: int) -> str:
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return "is gone"
+    return STATES.get(text.rpartition(")")[2].split()[0], "is in an unknown state")
+
+
+def _open_shards(pid: int) -> list[str]:
+    """The tars that a process has open, on this machine's file systems."""
+    found = set()
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                target = os.readlink(link)
+                if target.endswith(".tar"):
+                    found.add(target)
+    return sorted(found)

@@ -1,4 +1,10 @@
-"""The order of a whole run: its inputs, the sample ids of any batch, a hash to compare orders, and orders by name."""
+"""The canonical order of samples: which sample is in which row of which global batch, as a pure function.
+
+Shape legend: n samples in an epoch, B global batch, C streams, b = B / C rows per stream and batch, L = n // C samples
+per stream, T = L // b steps per epoch, S shuffle buffer. A *place* is an index into a stream before its shuffle, a
+*turn* an index after it: batch t consists of turns [t b, (t + 1) b) of every stream. Stream c reads samples
+[c L, (c + 1) L) of the epoch, which may begin and end inside a shard, and fills rows [c b, (c + 1) b) of every batch.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,154 @@ from pipeline.config import Registry
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture, shared_epoch
-from pipeline.data.order.streams import BLOCK, Layout, StreamOrder, make_layout, stream_order
+from pipeline.errors import UserError
 
 Int64 = NDArray[np.int64]
-LOOKED_UP = 1024
+BLOCK, LOOKED_UP = 1 << 14, 1024
 CANONICAL = "canonical"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of an epoch, of which fewer than B samples are dropped."""
+
+    samples: int
+    global_batch: int
+    streams: int
+
+    @property
+    def rows(self) -> int:
+        """b: rows of a global batch that one stream fills."""
+        return self.global_batch // self.streams
+
+    @property
+    def stream_length(self) -> int:
+        """L: samples of one stream."""
+        return self.samples // self.streams
+
+    @property
+    def steps(self) -> int:
+        """T: global batches in an epoch."""
+        return self.stream_length // self.rows
+
+    @property
+    def dropped(self) -> int:
+        """Samples of an epoch that are in no batch."""
+        return self.samples - self.steps * self.global_batch
+
+
+def make_layout(*, samples: int, global_batch: int, streams: int, ranks: int = 1) -> Layout:
+    """The sizes of an epoch.
+
+    Raises:
+        UserError: The numbers do not fit together.
+    """
+    if global_batch % streams:
+        raise UserError(
+            f"The global batch of {global_batch} is not divisible by data.streams = {streams}: every stream fills the "
+            f"same number of rows. {_divisors(global_batch, near=streams)}"
+        )
+    if streams % ranks:
+        raise UserError(
+            f"data.streams = {streams} is not divisible by {ranks} ranks: every rank owns the same number of streams. "
+            f"Use a number of ranks that divides {streams}, or, in a new run, a multiple of {ranks} as data.streams."
+        )
+    if samples < global_batch:
+        raise UserError(
+            f"An epoch has {samples} samples, fewer than the global batch of {global_batch}: not even one step. Use a "
+            "smaller batch or more data."
+        )
+    if samples // streams + 1 >= 1 << 31:
+        raise UserError(
+            f"{samples} samples in {streams} streams are more than 2^31 per stream: use {(samples >> 30) + 1} or more "
+            "streams."
+        )
+    return Layout(samples=samples, global_batch=global_batch, streams=streams)
+
+
+def _divisors(n: int, *, near: int) -> str:
+    below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
+    above = next((d for d in range(near, n + 1) if n % d == 0), below)
+    nearest = f"{below}" if below == above else f"{below} or {above}"
+    return f"The nearest numbers of streams that divide {n} are {nearest}."
+
+
+class StreamOrder:
+    """The shuffle of one stream in one epoch: places are sorted by `i + S u_i`, where u_i is a hash in [0, 1).
+
+    A place moves by less than S in either direction. So any range of turns can be computed from about 2 S + range
+    places, and a reader that goes through the places in order keeps about S / 2 of them in memory.
+    """
+
+    def __init__(self, *, state: int, length: int, buffer: int, block: int = BLOCK) -> None:
+        self.length, self.buffer = length, min(buffer, length)
+        self._state = state
+        self._block = max(block, self.buffer)
+        self._cached: tuple[int, int, Int64] = (-1, 0, np.empty(0, dtype=np.int64))
+
+    def places(self, first: int, last: int) -> Int64:
+        """The places at turns [first, last), in the order of turns."""
+        first, last = max(first, 0), min(last, self.length)
+        pieces = [np.empty(0, dtype=np.int64)]
+        block = first // self._block  # at most x places have a key below x: the first turn is in this block or later
+        if self._cached[1] <= first:
+            block = max(block, self._cached[0])
+        turn = first
+        while turn < last:
+            start, members = self._sorted_block(block)
+            if turn < start + len(members):
+                piece = members[turn - start : last - start]
+                pieces.append(piece)
+                turn += len(piece)
+            block += 1
+        return np.concatenate(pieces)
+
+    def resume(self, turn: int) -> tuple[int, set[int]]:
+        """What a reader that resumes at `turn` has to skip.
+
+        Returns:
+            The first place whose turn has not come, and the later places whose turn has.
+        """
+        if turn >= self.length:
+            return self.length, set()
+        first = int(self.places(turn, turn + 2 * self.buffer + 1).min())
+        recent = self.places(turn - 2 * self.buffer, turn)
+        return first, set(recent[recent > first].tolist())
+
+    def _keys(self, first: int, last: int) -> NDArray[np.uint64]:
+        """Sort keys of places [first, last) in units of 2^-32 places: exact integers, equal on every machine."""
+        places = np.arange(first, last)
+        shift = (draws(self._state, places) >> np.uint64(32)) * np.uint64(self.buffer)
+        return (places.astype(np.uint64) << np.uint64(32)) + shift
+
+    def _sorted_block(self, block: int) -> tuple[int, Int64]:
+        """The first turn whose key is in block number `block`, and the places of the block, sorted by key."""
+        if self._cached[0] != block:
+            low, high = block * self._block, (block + 1) * self._block
+            first, last = max(0, low - self.buffer), min(self.length, high)
+            keys = self._keys(first, last)
+            below = keys < np.uint64(low << 32)
+            inside = np.flatnonzero(~below & (keys < np.uint64(high << 32)))
+            ordered = inside[np.argsort(keys[inside], kind="stable")]
+            self._cached = (block, first + int(below.sum()), ordered + first)
+        return self._cached[1:]
+
+
+def stream_order(*, seed: int, epoch: int, stream: int, length: int, buffer: int, block: int = BLOCK) -> StreamOrder:
+    """The shuffle of stream `stream` in an epoch.
+
+    Args:
+        seed: Of the run.
+        epoch: Number of the epoch.
+        stream: Number of the stream.
+        length: Its samples, L.
+        buffer: The shuffle buffer, S.
+        block: Places whose keys are sorted at a time; without influence on the order. Large blocks are fastest for
+            reading a stream, small ones for looking up a few turns.
+    """
+    return StreamOrder(state=key(seed, Purpose.SHUFFLE, epoch, stream), length=length, buffer=buffer, block=block)
+
+
 ORDERS: Registry[type[Order]] = Registry(
     "data order", setting="data.order", package="pipeline.data.order", group="neuclip.orders"
 )
@@ -54,6 +203,25 @@ class Order:
             buffer=self.shuffle_buffer,
             block=block,
         )
+
+    def epoch_segments(self, epoch: int) -> Segments:
+        """`segments`, after a check of what another order returns.
+
+        Raises:
+            UserError: They are not `mixture.epoch_samples` samples that exist.
+        """
+        found, sizes = self.segments(epoch), self.mixture.sizes
+        if type(self).segments is not Order.segments:
+            counts = np.diff(found.position, append=found.length)
+            known = len(found.shard) > 0 and 0 <= found.shard.min() <= found.shard.max() < len(sizes)
+            exist = known and bool(((found.start >= 0) & (found.start + counts <= sizes[found.shard])).all())
+            if not exist or (counts < 1).any() or int(counts.sum()) != self.mixture.epoch_samples:
+                raise UserError(
+                    f"data.order = {self.name!r}: segments({epoch}) gave {int(counts.sum()):,} samples in "
+                    f"{len(counts):,} segments. They must be the {self.mixture.epoch_samples:,} of an epoch, in "
+                    f"segments that begin and end within the {len(sizes):,} shards."
+                )
+        return found
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -102,7 +270,7 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
     """
     layout = order.layout
     streams = range(layout.streams) if streams is None else streams
-    segments = order.segments(epoch)
+    segments = order.epoch_segments(epoch)
     offsets = order.mixture.manifest.offsets
     b, length = layout.rows, layout.stream_length
     ids = np.empty((last - first, len(streams), b), dtype=np.int64)
@@ -112,10 +280,3 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
         m = np.searchsorted(segments.position, places, side="right") - 1
         ids[:, number] = (offsets[segments.shard[m]] + segments.start[m] + places - segments.position[m]).reshape(-1, b)
     return ids.reshape(last - first, len(streams) * b)
-
-
-def order_hash(sample_id: Int64, *, epoch: int, batch: int, first_row: int) -> int:
-    """A 64-bit hash of which samples are in which rows; hashes of disjoint rows add up to that of the batch."""
-    rows = np.arange(first_row, first_row + len(sample_id), dtype=np.uint64) << np.uint64(40)
-    hashes = draws(key(Purpose.ORDER, epoch, batch), rows + sample_id.astype(np.uint64))
-    return int(hashes.sum(dtype=np.uint64))

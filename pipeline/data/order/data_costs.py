@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.data_config import DataConfig
-from pipeline.data.order.canonical_order import Order, make_order, planned_ids
-from pipeline.data.order.streams import Layout
+from pipeline.data.order.canonical_order import Layout, Order, make_order, planned_ids
 from pipeline.data.shards.storage import SEEKING_PAYS, is_local
 
 SAMPLED_BATCHES = 8
@@ -83,7 +82,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
 
 def _passed(order: Order) -> tuple[int, int]:
     """Samples and bytes before the streams' first samples, within the same shards."""
-    segments = order.segments(0)
+    segments = order.epoch_segments(0)
     samples = total = 0
     for c in range(order.layout.streams):
         number, start, _ = segments.locate(c * order.layout.stream_length)
@@ -135,25 +134,3 @@ def shuffle_quality(ids: Int64, *, offsets: Int64, samples: int) -> ShuffleQuali
         same_shard_pairs=float(np.mean([(c * (c - 1)).sum() / pairs for c in counts])) if pairs else 0.0,
         ideal_same_shard_pairs=float((share**2).sum()),
     )
-
-
-def neighbour_distance(ids: Int64) -> float:
-    """Mean distance, in steps, of samples that are stored next to each other, relative to a global shuffle's.
-
-    A global shuffle separates them by a third of all steps on average. 1 is a global shuffle, 0 the order of storage.
-
-    Args:
-        ids: Sample ids of a whole epoch, [steps, B].
-    """
-    steps, batch = ids.shape
-    order = np.argsort(ids, axis=None, kind="stable")
-    stored, step = ids.ravel()[order], order // batch
-    adjacent = np.diff(stored) == 1
-    return float(np.abs(np.diff(step))[adjacent].mean() / (steps / 3)) if adjacent.any() and steps > 1 else 0.0
-
-
-def repeats_in_window(ids: Int64, *, window: int) -> float:
-    """Share of the samples in a sequence of ids, [n], that also occur among the `window` samples before them."""
-    order = np.argsort(ids, kind="stable")
-    again = (np.diff(ids[order]) == 0) & (np.diff(order) <= window)
-    return float(again.sum() / len(ids))

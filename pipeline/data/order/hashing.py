@@ -69,3 +69,10 @@ def uniform(state: int, counter: int) -> float:
 def permutation(state: int, n: int) -> NDArray[np.int64]:
     """A permutation of range(n): the stable argsort of n draws, int64 [n]."""
     return np.argsort(draws(state, np.arange(n)), kind="stable")
+
+
+def order_hash(sample_id: NDArray[np.int64], *, epoch: int, batch: int, first_row: int) -> int:
+    """A 64-bit hash of which samples are in which rows; hashes of disjoint rows add up to that of the batch."""
+    rows = np.arange(first_row, first_row + len(sample_id), dtype=np.uint64) << np.uint64(40)
+    hashes = draws(key(Purpose.ORDER, epoch, batch), rows + sample_id.astype(np.uint64))
+    return int(hashes.sum(dtype=np.uint64))

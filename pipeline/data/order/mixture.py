@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
-from pipeline.data.shards.node_cache import Arrays, shared
-from pipeline.data.shards.shard_table import ShardTableBuilder, shared_table
+from pipeline.data.shards.shard_table import Arrays, ShardTableBuilder, shared, shared_table
 from pipeline.errors import UserError
 
 Int64 = NDArray[np.int64]

@@ -1,7 +1,8 @@
 """The manifest of a folder of webdataset shards, which also gives every sample its integer id.
 
 Ingestion writes it and training reads it; it is the one format that `data_prep` and `pipeline` share. Ids are
-positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards.
+positions: sample k of a shard has id `shard.offset + k`, and ids run over `[0, n)` in the order of the shards. `advice`
+says which command turns data without a manifest into shards.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import textwrap
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shards.other_forms import advice
 from pipeline.data.shards.shard_table import Shard as Shard
 from pipeline.data.shards.shard_table import ShardTable, ShardTableBuilder, shared_table
 from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
-from pipeline.data.shards.tar_reader import DamagedTar, repeated_key
+from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, repeated_key
 from pipeline.errors import UserError
 from pipeline.files import replacing
 
@@ -269,3 +270,53 @@ def check_keys(manifest: Manifest, shards: Sequence[Shard]) -> None:
                     f"{shard.name} has several samples with the key {key!r}, so that a list of keys cannot say which "
                     "of them to remove. Write the shard with a key of its own for each sample; nothing was changed."
                 )
+
+
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".json")
+IMAGES = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
+_LOOKED_AT = 10_000  # files: a folder of millions need not be walked to the end for a hint
+
+
+def advice(path: Path) -> str:
+    """The command for what is at `path` (a folder, a file, or the manifest that is missing in a folder)."""
+    folder = path.parent if path.name == "manifest.json" else path
+    suffixes, quoted = _suffixes(folder), shlex.quote(str(folder))
+    if path.name == "manifest.json" and (folder / "download.yaml").is_file():
+        if path.is_file():
+            return f"It is damaged: `neuclip verify {quoted} --rebuild` writes it again."
+        return "The download is not finished: run the same `neuclip download` again, which continues."
+    if path.name == "manifest.json" and path.is_file():
+        return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
+    if path.suffix == ".tar" and path.is_file():
+        return f"It is a shard: give its folder, after `neuclip manifest {shlex.quote(str(path.parent))}`."
+    if (folder / "config.yaml").is_file():
+        return f"It is the folder of a run: `neuclip doctor {quoted}` checks a run. Give the folder of its data."
+    if ".tar" in suffixes:
+        return (
+            f"`neuclip manifest {quoted}` writes one for the webdataset shards there, and they stay as they are; "
+            f"`neuclip pairs {quoted} OUTPUT` makes new shards of them."
+        )
+    if suffixes & {*TABLES, *IMAGES}:
+        return (
+            f"`neuclip pairs {quoted} OUTPUT` turns the image-text pairs there into shards; then train with "
+            "data.sources=OUTPUT. (Tables of URLs: `neuclip download`.)"
+        )
+    found = "There is no such file or folder." if not folder.exists() else "Nothing there looks like image-text pairs."
+    return (
+        f"{found} `neuclip pairs SOURCE OUTPUT` makes shards of your own pairs, `neuclip download` of a table of URLs, "
+        "and `neuclip manifest FOLDER` takes webdataset shards as they are."
+    )
+
+
+def _suffixes(path: Path) -> set[str]:
+    """The suffixes of a file, or of the files below a folder."""
+    if path.is_file():
+        return {path.suffix.lower()}
+    found, count = set[str](), 0
+    for _, below, files in os.walk(path):
+        below.sort()
+        found |= {os.path.splitext(name)[1].lower() for name in files}
+        count += len(files)
+        if count > _LOOKED_AT:
+            break
+    return found

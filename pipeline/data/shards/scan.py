@@ -6,7 +6,6 @@ stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections import Counter
@@ -14,16 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import TextIO
 
 from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import shard_url
-from pipeline.data.shards.storage import is_local, open_shard
+from pipeline.data.shards.storage import StreamHash, is_local, open_shard
 from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord, read_records
 from pipeline.errors import UserError
 
 JOURNAL = "manifest.partial.jsonl"
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,19 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
     Raises:
         ScanStopped: Soon after `stop` is set.
     """
+
+    def check() -> None:
+        if stop.is_set():
+            raise ScanStopped
+
     unusable: Counter[str] = Counter()
-    samples = 0
+    samples, hashed = 0, StreamHash(check)
     try:
-        with open_shard(url) as raw:
-            file = _Hashed(raw, stop)
-            for record in read_records(cast(BinaryIO, file), caption_suffix=caption.suffix):
+        with open_shard(url) as file:
+            for record in read_records(hashed.over(file), caption_suffix=caption.suffix):
                 samples += 1
                 unusable.update(_reasons(record, caption))
-            file.drain()
+            sha256 = hashed.finish() or ""
     except DamagedTar as error:
         return ShardScan(name, damage=f"{error} (after {samples:,} samples)")
     except ScanStopped:
@@ -116,29 +118,7 @@ def read_shard(name: str, url: str, caption: CaptionField, *, stop: threading.Ev
         return ShardScan(name, unread=f"{type(error).__name__}: {error}")
     if not samples:
         return ShardScan(name, damage="is empty")
-    return ShardScan(name, samples, file.bytes, file.sha256.hexdigest(), dict(unusable), caption=str(caption))
-
-
-class _Hashed:
-    """A stream that is hashed as it is read; reading raises `ScanStopped` once `stop` is set."""
-
-    def __init__(self, file: BinaryIO, stop: threading.Event) -> None:
-        self._file, self._stop, self.sha256, self.bytes = file, stop, hashlib.sha256(), 0
-
-    def seekable(self) -> bool:
-        return False
-
-    def read(self, size: int) -> bytes:
-        if self._stop.is_set():
-            raise ScanStopped
-        data = self._file.read(size)
-        self.sha256.update(data)
-        self.bytes += len(data)
-        return data
-
-    def drain(self) -> None:
-        while self.read(_CHUNK):
-            pass
+    return ShardScan(name, samples, hashed.bytes, sha256, dict(unusable), caption=str(caption))
 
 
 def _reasons(record: TarRecord, caption: CaptionField) -> Iterator[str]:

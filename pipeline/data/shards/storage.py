@@ -130,15 +130,21 @@ class _ReadAhead(io.RawIOBase):
 
 
 class StreamHash:
-    """The SHA-256 of a shard, computed from the bytes that a reader takes from it."""
+    """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it.
 
-    def __init__(self) -> None:
+    Args:
+        check: Called before each piece is hashed; it may raise to end the reading.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self.bytes = 0
+        self._check = check
         self._sha256 = hashlib.sha256()
         self._file: BinaryIO | None = None
 
     def over(self, file: BinaryIO) -> BinaryIO:
         """The same stream, hashed in large pieces; it cannot seek, so that no byte is left out."""
-        self._file = cast(BinaryIO, io.BufferedReader(_Hashed(file, self._sha256.update), BUFFER))
+        self._file = cast(BinaryIO, io.BufferedReader(_Hashed(file, self._update), BUFFER))
         return self._file
 
     def finish(self) -> str | None:
@@ -149,10 +155,16 @@ class StreamHash:
             pass
         return self._sha256.hexdigest()
 
+    def _update(self, piece: memoryview) -> None:
+        self._check()
+        self._sha256.update(piece)
+        self.bytes += len(piece)
+
 
 class _Hashed(io.RawIOBase):
-    def __init__(self, file: BinaryIO, update: Callable[[bytes | memoryview], None]) -> None:
-        self._source, self._update = file, update
+    def __init__(self, file: BinaryIO, update: Callable[[memoryview], None]) -> None:
+        self._source = file
+        self._update = update
 
     def readable(self) -> bool:
         return True
@@ -199,7 +211,9 @@ class _CommandOutput:
     """Output of a command. A failed command raises at the end, so that it is not mistaken for a short tar."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: BinaryIO, command: str) -> None:
-        self._process, self._errors, self._command = process, errors, command
+        self._process = process
+        self._errors = errors
+        self._command = command
 
     def seekable(self) -> bool:
         return False

@@ -149,9 +149,11 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
         elif kind == GNU_LONG_NAME:
             override = {"path": _extension(file, size).rstrip(b"\0").decode("utf-8", "surrogateescape")}
         elif kind in REGULAR:
-            size = _overridden_size(override, size)
+            if "size" in override:
+                size = _parsed_size(override["size"])
             name, override = override.get("path", name), {}
-            if _is_member(name):
+            # Webdataset's rule, which ignores `README` and macOS's `._0.jpg`.
+            if name.rpartition("/")[2].find(".") > 0:
                 yield name, size, start
             else:
                 _skip(file, size)
@@ -163,11 +165,6 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, int, int]]:
             start = position
 
 
-def _is_member(name: str) -> bool:
-    """Whether a file belongs to a sample by webdataset's rule, which ignores `README` and macOS's `._0.jpg`."""
-    return name.rpartition("/")[2].find(".") > 0
-
-
 def _parse(header: bytes) -> tuple[str, int, bytes]:
     """Name, payload size and type of a header."""
     if len(header) < BLOCK:
@@ -176,9 +173,11 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
         raise DamagedTar("is compressed, so readers cannot seek in it: store it as a plain tar")
     try:
         stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
-        size = _checked_size(_number(header[124:136]))
+        size = _number(header[124:136])
     except ValueError as error:
         raise DamagedTar("has a damaged header") from error
+    if not 0 <= size <= LARGEST:
+        raise DamagedTar("has a damaged header")
     if stored != sum(header) - sum(header[148:156]) + 8 * ord(" "):
         raise DamagedTar("has a header with a wrong checksum")
     name = header[:100].partition(b"\0")[0]
@@ -187,20 +186,14 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
     return name.decode("utf-8", "surrogateescape"), size, header[156:157]
 
 
-def _overridden_size(override: dict[str, str], size: int) -> int:
-    """A member's size, which a PAX record may replace."""
-    if "size" not in override:
-        return size
+def _parsed_size(text: str) -> int:
+    """The size in a PAX record, which replaces that of the header."""
     try:
-        return _checked_size(int(override["size"]))
+        size = int(text)
     except ValueError as error:
         raise DamagedTar("has a damaged PAX header") from error
-
-
-def _checked_size(size: int) -> int:
-    """The size, or a ValueError if no file can have it."""
     if not 0 <= size <= LARGEST:
-        raise ValueError(f"no file has {size} bytes")
+        raise DamagedTar("has a damaged PAX header")
     return size
 
 

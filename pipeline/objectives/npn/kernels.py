@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.objectives.optimizers import AdaGrad, InnerOptimizer
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.pairwise import Workspace
 
 _CPU_PIECE = 2**18
 """Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""

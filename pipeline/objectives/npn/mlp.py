@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
+from pipeline.objectives.pairwise import sent
 from pipeline.objectives.softmax import AnchorBatch
-from pipeline.objectives.workspace import sent
 
 Parameters = Mapping[str, Tensor]
 

@@ -73,6 +73,7 @@ class NeuClip(SoftmaxObjective):
         self.npn: Npn = variant(config, context)
         tau = LearnedTemperature(config, context)
         super().__init__(config, context, temperature=tau, estimator=self.npn, eps=config.eps)
+        self._log_cap = min(math.log(config.ratio_cap), MAX_LOG_RATIO) if config.ratio_cap else MAX_LOG_RATIO
         warn_of_large_rho(config.rho, config, context)
 
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
@@ -119,11 +120,6 @@ class NeuClip(SoftmaxObjective):
 
     def restarts(self) -> bool:
         return self.npn.restarts(self.steps)
-
-    @property
-    def _log_cap(self) -> float:
-        cap = self.config.ratio_cap
-        return min(math.log(cap), MAX_LOG_RATIO) if cap else MAX_LOG_RATIO
 
     def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
         """The gradient through alpha, (tau / B) r_i d alpha_i: for this rank's features and, over all ranks, for tau.

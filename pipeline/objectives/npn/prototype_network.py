@@ -22,8 +22,8 @@ from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division, Samples
+from pipeline.objectives.pairwise import Workspace, sent
 from pipeline.objectives.softmax import AnchorBatch
-from pipeline.objectives.workspace import Workspace, sent
 
 NO_SAMPLE = -(2**62)
 """The id of a prototype whose sample is not known; no anchor has it."""
@@ -67,6 +67,8 @@ class PrototypeNpn(Npn):
         self.workspace = Workspace()
         self.inner_steps = config.inner_steps if self.learns else 0
         self._next_live = 0
+        self._division: Division | None = None
+        self._passes: Passes = FUSED
         self._held_back: list[UnitGradient] = []
         if self.learns and world.is_main:
             _warn_of_stalling(config, dim)
@@ -79,13 +81,17 @@ class PrototypeNpn(Npn):
         self._held_back = []
         self._next_ids = self.prototype_ids.clone()
         self._next_live = self._fill(batch)
+        self._division = self._share(self._next_live) if self.divided else None
+        # Compiled only once all prototypes are live, so that one program serves one shape, also after resuming.
+        compiled = self.config.npn_compile and self._next_live == self.config.prototypes
+        self._passes = COMPILED if compiled else FUSED
         samples = self._samples(self._next_ids, live=self._next_live)
         cold, alpha = [], []
         for side in (0, 1):
             at, first = self._inner_updates(side, anchors[side])
             full = anchors[side].full_precision()
             if at.directions.dtype != at.weight.dtype:
-                at = self._prepare(full, at.weight)
+                at = prototypes.prepare(full, at.weight, self.workspace, self._passes)
             used = prototypes.log_normalizer(
                 full,
                 at,
@@ -188,23 +194,14 @@ class PrototypeNpn(Npn):
             return None
         return Samples(self._share(live).own(0, ids[:live])[1], ids[:live])
 
-    @property
-    def _division(self) -> Division | None:
-        return self._share(self._next_live) if self.divided else None
-
     def _whole(self, own: Tensor, count: int) -> Tensor:
         """The first `count` prototypes of all ranks, [count, d], from this rank's share; collective if divided."""
         return self._share(count).whole(own[: -(-count // self._ranks.size)], count=count)
 
-    @property
-    def _passes(self) -> Passes:
-        """Compiled only once all prototypes are live, so that one program serves one shape, also after resuming."""
-        return COMPILED if self.config.npn_compile and self._next_live == self.config.prototypes else FUSED
-
     def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
         """The prototypes after a step's updates, and alpha before the first update, if there is any."""
         first, weight = None, self.weight(side)
-        at = self._prepare(anchors, weight)
+        at = prototypes.prepare(anchors, weight, self.workspace, self._passes)
         for inner in range(self.inner_steps):
             gradient, alpha = prototypes.unit_gradient(
                 anchors,
@@ -221,9 +218,6 @@ class PrototypeNpn(Npn):
                 at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
         at.write_to(weight)
         return at, first
-
-    def _prepare(self, anchors: Anchors, weight_md: Tensor) -> Prototypes:
-        return prototypes.prepare(anchors, weight_md, self.workspace, self._passes)
 
     def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
         """The prototypes after the optimizer's update `number`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.objectives.npn.kernels import FUSED, Passes, Prototypes, UnitGradient
-from pipeline.objectives.workspace import Workspace
+from pipeline.objectives.pairwise import Workspace
 
 MAX_LOG_RATIO = 30.0
 """Ratios saturate at exp(30), about 1e13, so that their squares stay finite in fp32."""

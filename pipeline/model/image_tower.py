@@ -1,4 +1,4 @@
-"""No arithmetic on patches that nobody reads: the image tower's last block, for the class token only.
+"""Replacements in open_clip's vision transformers: patch dropout on the device, and a last block for one token.
 
 A CLIP ViT's feature is its class token after the last block. In that block, patches only matter as keys and values:
 their queries, their output projection and their MLP are computed and then thrown away. That is 5/6 of the products of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
 from torch import Tensor, nn
@@ -94,3 +95,39 @@ def why_all_tokens(visual: Any) -> str | None:
     if type(block) is not ResidualAttentionBlock or type(block.attn) is not PackedAttention:
         return "It needs packed attention (model.packed_attention, and open_clip's default transformer blocks)."
     return None
+
+
+class PatchDropout(nn.Module):
+    """Keeps a random subset of each image's patches in training, and the class token before them.
+
+    open_clip's own module draws on the CPU, so that every step on a GPU waits for the host, and its backward pass
+    is a slow scatter with repeated indices. On a CPU both draw the same patches and give the same values.
+    """
+
+    def __init__(self, share: float) -> None:
+        """`share` is the share of the patches that is dropped, in [0, 1)."""
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1 + patches, D] -> [B, 1 + kept, D] in training, unchanged otherwise."""
+        if not self.training or self.share == 0.0:
+            return x
+        rows, length, width = x.shape
+        kept = max(1, int((length - 1) * (1 - self.share)))
+        order = torch.randn(rows, length - 1, device=x.device).topk(kept, dim=-1).indices
+        patches = x[:, 1:].gather(1, order[..., None].expand(-1, -1, width))
+        return torch.cat((x[:, :1], patches), dim=1)
+
+    def extra_repr(self) -> str:
+        return f"share={self.share}"
+
+
+def use_patch_dropout_on_device(clip: nn.Module) -> None:
+    """Replace open_clip's patch dropout in a model by the above, in place."""
+    from open_clip.transformer import PatchDropout as Original
+
+    for module in clip.modules():
+        dropout = getattr(module, "patch_dropout", None)
+        if isinstance(dropout, Original) and dropout.exclude_first_token:
+            module.patch_dropout = PatchDropout(dropout.prob)

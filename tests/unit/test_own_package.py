@@ -1,0 +1,82 @@
+"""CONTRIBUTING: a package outside of the repository adds parts of every kind, which the public commands use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.metrics import metrics
+from tests.own_tasks import write_class_folders
+from tests.shards import write_shards
+from tests.towers import write_tiny
+from tests.training import SMALL
+from tests.unit.test_objectives_registry import LOSS_OUTSIDE
+from tests.unit.test_own_order import EXAMPLE as ORDER_PAGE
+from tests.unit.test_own_parts import PACKAGE
+
+ROOT = Path(__file__).parents[2]
+PROTOCOL_PAGE = (ROOT / "docs/evaluation.md").read_text().partition("### A protocol of your own")[2]
+PARTS = {
+    "objectives": LOSS_OUTSIDE,
+    "engines": "import tests.unit.test_own_engine",
+    "orders": ORDER_PAGE.partition("```python\n")[2].partition("```")[0],
+    "trackers": PACKAGE,
+    "charts": PACKAGE,
+    "protocols": PROTOCOL_PAGE.partition("```python\n")[2].partition("```")[0],
+}
+PROGRAM = """
+import sys, json
+from jobs.cli import cli
+if __name__ == "__main__":
+    for command in json.loads(sys.argv[1]):
+        print("$", *command, flush=True)
+        code = cli.main(command, standalone_mode=False)
+        assert not code, (command, code)
+"""
+
+
+@pytest.mark.slow
+def test_the_commands_use_what_a_package_adds(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "mine-1.0.dist-info").mkdir(parents=True)
+    (site / "mine-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    groups = "".join(f"[neuclip.{group}]\nmine = mine_{group}\n" for group in PARTS if group != "charts")
+    (site / "mine-1.0.dist-info/entry_points.txt").write_text(f"{groups}[neuclip.charts]\nmine = mine_trackers\n")
+    for group, text in PARTS.items():
+        (site / f"mine_{group}.py").write_text(text)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    write_shards(tmp_path / "shards", [20, 20])
+    write_class_folders(tmp_path / "suite")
+    (tmp_path / "suite/tasks.yaml").write_text("toys: {folder: photos, protocol: median_rank}\n")
+    run = tmp_path / "run"
+    recipe = [
+        "--recipe", "own", *SMALL, "objective.name=margin", "objective.margin=0.2", "engine.name=plain",
+        "data.order=as_stored", "telemetry.trackers=[jsonl, toy]", f"data.sources={tmp_path / 'shards'}",
+        f"output={run}", f"model.arch={write_tiny(tmp_path)}", "samples=32",
+    ]  # fmt: skip
+    commands = [
+        ["settings", "objective.margin"],
+        ["plan", *recipe],
+        ["train", *recipe],
+        ["evaluate", str(run), "--suite", str(tmp_path / "suite"), "--output", str(tmp_path / "scores")],
+        ["report", str(run)],
+    ]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "Objectives: margin" in done.stdout
+    assert "margin on tiny-towers" in done.stdout
+    losses = [record["loss"] for record in metrics(run, "train")]
+    assert len(losses) == 4
+    assert (run / "toy.txt").read_text().startswith("train 4 ")
+    assert json.loads((tmp_path / "scores/toys.json").read_text())["main_metric"] == "median_rank"
+    assert "Twice the loss" in (run / "report.html").read_text()

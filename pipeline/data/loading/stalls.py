@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.distributed.exit_record import record_exit
-from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
 from pipeline.distributed.signals import EXIT_PREEMPTED
 
 PATIENCE_SECONDS = 2.0

@@ -77,7 +77,7 @@ def command(
         given = [f"--{name}={value}" for name, value in (("recipe", recipe), ("resume", resume)) if value is not None]
         flags = ["--new-batch-size"] if new_batch_size else []
         return launch("jobs.train", [*given, *flags, *overrides], ranks=ranks)
-    from pipeline.distributed.launcher_watch import watch_launcher
+    from pipeline.distributed.launch import watch_launcher
 
     watch_launcher()  # before the imports below, which take seconds
     from pipeline.training.run import train

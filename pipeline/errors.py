@@ -1,8 +1,12 @@
 """Errors that the user can fix, whose messages are written for the terminal."""
 
 import errno
+import os
+import resource
 
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
+SPARE_FILES = 16
+"""A process that cannot open this many more files has too many open."""
 _FILE_ADVICE = {
     errno.ENOSPC: "Free some space, or use another folder, and start again; downloads and conversions continue.",
     errno.EDQUOT: "Free some space within the quota and start again; downloads and conversions continue.",
@@ -53,3 +57,25 @@ def explain_file_error(error: BaseException, where: object = None) -> str | None
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU ran out of memory; compares the name of torch's exception, so that torch is not imported."""
     return type(error).__name__ == "OutOfMemoryError"
+
+
+def too_many_files(error: BaseException) -> bool:
+    """Whether an error arose because this process may not open more files; gloo reports that in several ways."""
+    descriptors: list[int] = []
+    try:
+        descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES))
+    except OSError as refused:
+        return refused.errno in (errno.EMFILE, errno.ENFILE)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return os.strerror(errno.EMFILE).lower() in str(error).lower()
+
+
+def too_many_files_message(error: BaseException) -> str:
+    """What to do about it."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"This process has too many open files ({limit} are allowed; {error}): raise `ulimit -n`, in the job's script, "
+        "too."
+    )

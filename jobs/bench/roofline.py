@@ -28,7 +28,7 @@ from jobs.bench.kernel_trace import Gpu, Kernel, KernelTrace, fake_gpu
 from pipeline.model.attention import PackedAttention
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn import kernels
-from pipeline.planning.simulated_ranks import SimulatedRanks
+from pipeline.planning.run_costs import SimulatedRanks
 
 DIM, PROTOTYPES, INNER_STEPS = 512, 4096, 10
 UPDATES = ("replicated", "prototypes")

@@ -30,7 +30,7 @@ from pipeline.checkpoint.layout import (
 from pipeline.checkpoint.mirror_store import ADVICE, MirrorStore, Owner, check_recipe
 from pipeline.checkpoint.reader import damage, taken_by
 from pipeline.config import Tree
-from pipeline.distributed.work_on_main import work_on_main
+from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -38,10 +39,14 @@ def main(device: str) -> None:
         for _ in range(REPEATS):
             result = world.all_reduce(x)
         assert float(result[-1]) == world.size
-        speed, mib = REPEATS * size * 4 / (time.perf_counter() - start) / 2**20, size * 4 // 2**20
+        rate, mib = REPEATS * size * 4 / (time.perf_counter() - start), size * 4 // 2**20
+        sent = rate * 2 * (world.size - 1) / world.size / 1e9  # what nccl-tests calls bus bandwidth
+        hosts = len(set(world.gather_objects(socket.gethostname())))
         if world.is_main:
             print(
-                f"round trip: {world.size} processes agree; all-reduce of {mib} MiB at {speed:,.0f} MiB/s", flush=True
+                f"round trip: {world.size} processes agree; all-reduce of {mib} MiB at {rate / 2**20:,.0f} MiB/s "
+                f"({hosts} host{'s' * (hosts != 1)}, bus bandwidth {sent:,.1f} GB/s)",
+                flush=True,
             )
 
 

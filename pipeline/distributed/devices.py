@@ -48,6 +48,8 @@ class RankDevice:
     """Version of the host's NVIDIA driver; empty where there is none."""
     cores: list[int] = field(default_factory=list)
     """Cores of its affinity."""
+    problem: str = ""
+    """Why it has no device; empty if it has one."""
 
     def __str__(self) -> str:
         driver = f", driver {self.driver}" if self.driver else ", no NVIDIA driver"
@@ -107,8 +109,8 @@ def driver_sign() -> str:
     return "nvidia-smi" if shutil.which("nvidia-smi") else ""
 
 
-def describe_rank(rank: int, device: torch.device) -> RankDevice:
-    """What this process tells the others."""
+def describe_rank(rank: int, device: torch.device, *, problem: str = "") -> RankDevice:
+    """What this process tells the others; with a problem, it has no device, and comes to say so."""
     name, gpu = "CPU", ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -121,6 +123,7 @@ def describe_rank(rank: int, device: torch.device) -> RankDevice:
         gpu=gpu,
         driver=_driver_version(),
         cores=sorted(os.sched_getaffinity(0)),
+        problem=problem,
     )
 
 
@@ -195,6 +198,9 @@ def _wait_for_readers(store: dist.Store, *, ranks: int) -> None:
 
 def contradiction(found: Sequence[RankDevice]) -> str:
     """Why these ranks cannot train together; empty if they can."""
+    if broken := [rank for rank in found if rank.problem]:
+        nodes = sorted({rank.host for rank in broken} - {broken[0].host})
+        return broken[0].problem + (f" The same on {_shortened(nodes)}." if nodes else "")
     backends = {backend: [rank for rank in found if rank.backend == backend] for backend in ("gloo", "nccl")}
     if all(backends.values()):
         odd, others = sorted(backends.values(), key=len)

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER_NAME = "heartbeats"
+EXIT_STALLED = 76
+"""Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
 FATAL = "Fatal Python error: "
 FATAL_SIGNALS = {
     "Aborted": signal.SIGABRT,

@@ -27,7 +27,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from pipeline.distributed.exit_record import FOLDER_NAME, fatal_errors_recorded, last_words_path, record_exit
+from pipeline.distributed.exit_record import (
+    EXIT_STALLED,
+    FOLDER_NAME,
+    fatal_errors_recorded,
+    last_words_path,
+    record_exit,
+)
 from pipeline.distributed.peers import PeerWatch
 from pipeline.distributed.signals import signals_blocked
 from pipeline.distributed.timing import Phases
@@ -35,10 +41,10 @@ from pipeline.distributed.world import World, collectives_trace, lost_contact
 from pipeline.files import write_text
 from pipeline.run_files import read_run_id
 
-EXIT_STALLED = 76
-"""Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
 HEAD_START = 1.25
 """The rank that is behind waits this many times the limit, so that the others report it first."""
+LEAVE_SECONDS = 20.0
+"""After which a process that leaves is ended from outside the interpreter, with code 1."""
 COPIED_BYTES = 2**20
 """A copy of standard error that is larger is emptied."""
 
@@ -156,20 +162,22 @@ class Heartbeat:
         text = diagnosis(after, alive=alive)
         faulthandler.dump_traceback(sys.stderr)
         if unless_behind and self._world.rank in behind(after):
-            print(f"Rank {self._world.rank}: {what}. {text}", file=sys.stderr, flush=True)
+            print(f"Rank {self._world.rank} on {self._host}: {what}. {text}", file=sys.stderr, flush=True)
         else:
             self._leave(f"{what}. {text}")
 
     def _leave(self, text: str) -> NoReturn:
         """Keep what says where this rank was, and end the process, whose training thread may wait forever."""
-        print(f"Rank {self._world.rank}: {text}", file=sys.stderr, flush=True)
+        # A driver that hangs may keep the trace from returning, and the interpreter's lock with it.
+        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+        print(f"Rank {self._world.rank} on {self._host}: {text}", file=sys.stderr, flush=True)
+        record_exit(EXIT_STALLED, text)
         stem = f"{self._world.rank:05d}"
         with contextlib.suppress(OSError), (self._folder / f"stacks-{stem}.txt").open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):
             if trace := collectives_trace():
                 (self._folder / f"nccl-{stem}.json").write_text(trace, encoding="utf-8")
-        record_exit(EXIT_STALLED, text)
         os._exit(EXIT_STALLED)
 
     def _write(self) -> bool:

@@ -25,9 +25,8 @@ from torch.distributed import distributed_c10d
 
 from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, meet
-from pipeline.distributed.open_files import too_many_files, too_many_files_message
 from pipeline.distributed.timing import Phases
-from pipeline.errors import UserError
+from pipeline.errors import UserError, too_many_files, too_many_files_message
 
 RECORDED_COLLECTIVES = 2000
 """That torch's flight recorder keeps on every rank."""
@@ -121,6 +120,12 @@ class World:
         """Add to a number that the ranks share, and return it. Not collective, and callable in any thread; of several
         ranks only."""
         return int(distributed_c10d._get_default_store().add(name, amount)) if self.size > 1 else 0
+
+    def store(self) -> Any:
+        """A connection of its own to the store that the ranks share; of several ranks only. A thread needs one: a call
+        that waits, such as for the id of a group of NCCL, blocks the other calls on its connection."""
+        store: Any = distributed_c10d._get_default_store()
+        return store.clone()
 
     def progress(self) -> None:
         """Note that the work of a long phase goes on, so that the heartbeat does not take it for a hang."""
@@ -218,10 +223,15 @@ def start_world(*, timeout_minutes: float = 30.0, device: str = "auto") -> Itera
         )
     with nullcontext() if "WORLD_SIZE" in present else _environment_of_one_process():
         rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        chosen = choose_device(device, local_rank=local_rank, ranks=size)
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-        owned = not dist.is_initialized()
-        cores = _join(rank, size, chosen, timedelta(minutes=timeout_minutes)) if owned else usable_cores()
+        owned, problem = not dist.is_initialized(), ""
+        try:
+            chosen = choose_device(device, local_rank=local_rank, ranks=size)
+        except UserError as error:
+            if size == 1 or not owned:
+                raise
+            chosen, problem = torch.device("cpu"), str(error)  # the others would wait for this rank
+        backend, limit = "nccl" if chosen.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
+        cores = _join(rank, size, chosen, limit, problem=problem) if owned else usable_cores()
         failed = True
         try:
             yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen), cores=cores)
@@ -249,17 +259,19 @@ def _environment_of_one_process() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> int:
+def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, problem: str = "") -> int:
     """Create the process group. Returns this rank's number of cores.
 
     Raises:
-        UserError: The meeting point is taken or cannot be reached, or the ranks' devices do not fit together.
+        UserError: The meeting point is taken or cannot be reached, a rank has a problem, or the ranks' devices do not
+            fit together.
     """
+    limit = min(timeout, START_LIMIT)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
         store.set_timeout(timeout)
-        cores = meet(store, describe_rank(rank, device), ranks=size, limit=min(timeout, START_LIMIT))
+        cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -267,16 +279,17 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> int
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if on_gpu else None,  # connects now, so that a broken link shows before the model is built
+            # Connects now, so that a broken link shows before the model is built; one rank has no peer.
+            device_id=device if on_gpu and size > 1 else None,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if too_many_files(error):
             raise UserError(too_many_files_message(error)) from error
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
-        problem = "is used by another program" if taken else "cannot be reached"
+        why = "is used by another program" if taken else f"cannot be reached from {socket.gethostname()}"
         raise UserError(
-            f"The ranks cannot meet at {place}, which {problem}: set MASTER_PORT to a free port (torchrun: "
+            f"The ranks cannot meet at {place}, which {why}: set MASTER_PORT to a free port (torchrun: "
             f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {str(error).splitlines()[0]}"
         ) from error
     return cores

@@ -85,7 +85,7 @@ class DeepSpeedEngine:
                 f"{config.deepspeed} is ZeRO stage 3, at which no weights can be frozen (model.lock_*, model.lora): "
                 "take a file of stage 0 to 2."
             )
-        with _quiet_deepspeed(world) as deepspeed:
+        with _quiet_deepspeed(world) as deepspeed, _number_of_gpu(world.device):
             _check_by_deepspeed(deepspeed, settings, config.deepspeed)
             self._engine, self._wrapped, _, _ = deepspeed.initialize(
                 model=towers, optimizer=build_optimizer(optimizer, groups), config=settings, dist_init_required=False
@@ -149,6 +149,26 @@ class DeepSpeedEngine:
 
     def train(self) -> None:
         self._engine.train()
+
+
+@contextlib.contextmanager
+def _number_of_gpu(device: torch.device) -> Iterator[None]:
+    """Inside, LOCAL_RANK is the number of this rank's GPU: DeepSpeed makes the GPU of that number the current one.
+
+    Where each task sees only its own GPU (`srun --gpus-per-task=1`), that is 0 on all ranks. The variable of an MPI
+    launcher, which DeepSpeed compares with it, is hidden.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        os.environ.update(before)
 
 
 def _check_by_deepspeed(deepspeed: Any, settings: dict[str, Any], name: str) -> None:

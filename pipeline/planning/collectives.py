@@ -35,6 +35,7 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
     backend = "NCCL" if device == "cuda" else "gloo"
     command = [sys.executable, "-m", "pipeline.distributed.collective_check", device, str(ranks)]
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
+    environment.pop("NCCL_DEBUG_FILE", None)  # what NCCL says is read below
     environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"} if device == "cuda" else {}
     try:
         done = subprocess.run(
@@ -57,7 +58,8 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return DoctorFinding(backend, "broken", f"{ranks} processes failed: {last[:200]}", _network_hint(backend))
     if device == "cuda":
-        return check_transport(done.stdout + done.stderr, reported[1], link=gpu_link(), network=adapters())
+        figures = reported[1] if ranks > 1 else "one GPU, which exchanges nothing within the node"
+        return check_transport(done.stdout + done.stderr, figures, link=gpu_link(), network=adapters())
     return DoctorFinding(backend, "good", reported[1])
 
 
@@ -76,6 +78,12 @@ def check_transport(
     transport, speed = chosen[1] if chosen else "unknown", sum(network.values())
     names = ", ".join(network)
     found = f"{figures}; between nodes NCCL would use NET/{transport}"
+    if network and not speed:
+        remedy = "see `ibstat` or `rdma link`; nodes exchange data by TCP until a port is up"
+        return DoctorFinding("NCCL", "note", f"{found}; no port of {names} is active", remedy)
+    if network and transport == "unknown":
+        remedy = "run the second check of 'Before you rent 64 GPUs' (docs/cluster.md), whose log shows it"
+        return DoctorFinding("NCCL", "note", f"{found}: it has not said which; this node has {names}", remedy)
     if network and transport == "Socket":
         return DoctorFinding(
             "NCCL",

@@ -1,19 +1,27 @@
-"""Estimates of a run's memory, arithmetic and time: pure functions.
+"""Estimates of a run's memory, arithmetic, time and communication, without computing values.
 
 Memory counts weights, gradients, optimizer, normalizer network, tables and what autograd saves for backward; workspaces
 of kernels and fragmentation come on top. Time is arithmetic divided by peak rate x MFU, where the MFU (the share of the
-peak that useful arithmetic reaches) is an assumption.
+peak that useful arithmetic reaches) is an assumption. An objective's part is that of a step on the meta device, on one
+of many ranks that do not exist.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BUCKET
 from pipeline.model.tower_costs import TowerCosts
+from pipeline.objectives import ObjectiveMemory, build_objective
+from pipeline.objectives.base import ObjectiveConfig
 from pipeline.training.recipe import PlanConfig
 
-GIB = 2**30
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -139,3 +147,55 @@ def run_cost(
         flops=flops,
         gpu_hours=flops / (assume.peak_tflops * 1e12 * assume.mfu) / 3600,
     )
+
+
+@dataclass(frozen=True)
+class SimulatedRanks(World):
+    """One of `size` ranks whose collectives return tensors of the right shapes, and count calls and bytes."""
+
+    def all_gather(self, x_b: Tensor) -> Tensor:
+        if self.size == 1:
+            return x_b
+        with self._communication("all_gather", x_b):
+            return x_b.new_empty((self.size * (x_b.shape[0] if x_b.dim() else 1), *x_b.shape[1:]))
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        if self.size == 1:
+            return x.clone()
+        with self._communication("all_reduce", x):
+            return x.clone()
+
+
+@dataclass(frozen=True)
+class SimulatedObjective:
+    """One rank's part of an objective."""
+
+    memory: ObjectiveMemory
+    traffic: dict[str, int]
+    """Calls of each collective in a step and bytes that this rank contributes, see `World.traffic`."""
+
+
+def simulate_objective(
+    config: ObjectiveConfig, *, dim: int, batch_size: int, ranks: int, **facts: Any
+) -> SimulatedObjective:
+    """Take two steps of an objective without values, and count the second.
+
+    Args:
+        config: The objective's section.
+        dim: Of the features.
+        batch_size: Over all ranks.
+        ranks: Their number.
+        facts: dataset_size, steps_per_epoch and total_steps, as for `build_objective`.
+    """
+    world = SimulatedRanks(size=ranks, device=META)
+    objective = build_objective(config, dim=dim, batch_size=batch_size, world=world, device=META, **facts)
+    objective.drift.every = 0  # its comparison reads values, which do not exist here
+    local = batch_size // ranks
+    image, text = (torch.empty(local, dim, device=META) for _ in range(2))
+    ids = torch.empty(local, dtype=torch.int64, device=META)
+    for _ in range(2):
+        world.traffic.clear()
+        objective.prefetch(ids)
+        objective.compute(image, text, sample_ids=ids)
+        objective.commit()
+    return SimulatedObjective(objective.memory(), dict(world.traffic))

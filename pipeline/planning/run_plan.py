@@ -18,8 +18,15 @@ from pipeline.model.starting_weights import find_start
 from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives import ObjectiveMemory
-from pipeline.planning.run_costs import Cost, EngineMemory, engine_memory, run_cost, tower_passes
-from pipeline.planning.simulated_ranks import SimulatedObjective, simulate_objective
+from pipeline.planning.run_costs import (
+    Cost,
+    EngineMemory,
+    SimulatedObjective,
+    engine_memory,
+    run_cost,
+    simulate_objective,
+    tower_passes,
+)
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
 

@@ -8,8 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from pipeline.checkpoint.writer import NOT_WRITTEN
-from pipeline.distributed.exit_record import ExitRecord
-from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.exit_record import EXIT_STALLED, ExitRecord
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from pipeline.planning.node_checks import DoctorFinding

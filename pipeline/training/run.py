@@ -14,19 +14,18 @@ from pipeline.checkpoint.layout import fallback_runs, restore_replaced
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
-from pipeline.distributed.open_files import too_many_files, too_many_files_message
+from pipeline.distributed.peers import LostRank, start_watched
 from pipeline.distributed.signals import StopSignals, ignore_stop_signals
-from pipeline.distributed.stragglers import describe_hosts
-from pipeline.distributed.work_on_main import LostRank
 from pipeline.distributed.world import World, lost_contact, start_world
 from pipeline.engine.engine_config import in_fp32
-from pipeline.errors import UserError, exit_code_of
+from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
 from pipeline.metrics.logger import open_telemetry
 from pipeline.metrics.trackers import check_installed
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.precision import why_bf16_is_slow
 from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
 from pipeline.training.image_features import open_image_features
+from pipeline.training.observer import describe_hosts
 from pipeline.training.periodic_tests import MissedTests, missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_start import (
@@ -190,8 +189,11 @@ def trainers(run: RunConfig, *, world: World, resume: str | None, new_batch_size
         whole.callback(signals.end)
         while True:
             with ExitStack() as stage:
-                with folder_of_a_start(
-                    run, world=world, note=lambda: record_origin(run, resume, new_batch_size=new_batch_size)
+                with (
+                    start_watched(world, lost_after=run.engine.lost_rank_seconds),
+                    folder_of_a_start(
+                        run, world=world, note=lambda: record_origin(run, resume, new_batch_size=new_batch_size)
+                    ),
                 ):
                     trainer = stage.enter_context(
                         setup(run, world=world, resume=start, new_batch_size=new_batch_size, first=first)

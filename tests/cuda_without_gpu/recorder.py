@@ -90,6 +90,12 @@ class CudaLike(CPU_Accelerator):  # type: ignore[misc]
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
+        self.current: set[int] = set()
+        """Numbers of the devices that were made the current one."""
+
+    def set_device(self, device_index: int | torch.device) -> None:
+        if isinstance(device_index, int):
+            self.current.add(device_index)
 
     def is_synchronized_device(self) -> bool:
         return False

@@ -9,12 +9,14 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.distributed.world import World
@@ -43,9 +45,11 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         towers,
         config=EngineConfig(deepspeed=file, micro_batch=micro),
         optimizer=OptimizerConfig(lr=1e-3),
-        world=world,
+        world=replace(world, device=torch.device("cuda", 0)),
         global_batch=ranks * LOCAL,
     )
+    current = get_accelerator().current
+    assert current == {0}, f"DeepSpeed takes GPU {current}, where each task sees only its own"
     engine.train()
     objective = build_objective(
         {"name": "openclip"}, dim=architecture.dim, batch_size=ranks * LOCAL, world=world, device=world.device
@@ -67,7 +71,8 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
 
 
 def main(ranks: int) -> None:
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_RANK"] = "3"  # the fourth rank of its node, which sees one GPU
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as the engine does on a CPU
     record = Record()
     pretend(record)
     if ranks == 1:

@@ -1,6 +1,7 @@
 """Ranks that wait for each other forever, as in NCCL, of which one ends in a given way. Only heartbeats run.
 
 python -m tests.dist.lost_rank RUN ENDING RANK
+python -m tests.dist.lost_rank start ENDING RANK         before there are heartbeats
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 
 from pipeline.distributed.exit_record import record_exit, start_recording
 from pipeline.distributed.heartbeat import Heartbeat
+from pipeline.distributed.peers import start_watched
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.world import World
+from pipeline.distributed.world import World, leave, start_world
+from pipeline.errors import UserError
 
 LOST_AFTER = 3.0
 PATIENCE = 30.0
@@ -39,6 +42,18 @@ def end(how: str) -> None:
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "abort": signal.SIGABRT, "frozen": signal.SIGSTOP}[how])
 
 
+def start(how: str, victim: int) -> None:
+    """Ranks that wait at the start of a run."""
+    with start_world(device="cpu") as world, start_watched(world, lost_after=LOST_AFTER):
+        time.sleep(2 * LOST_AFTER)
+        if world.rank == victim:
+            if how == "error":
+                raise UserError("its GPU has no free memory")
+            end(how)
+        time.sleep(PATIENCE)
+    leave(0)
+
+
 def main(run: Path, how: str, victim: int) -> None:
     rank = int(os.environ["RANK"])
     device = torch.device("cuda" if how == "abort" and rank == victim else "cpu")
@@ -55,4 +70,6 @@ def main(run: Path, how: str, victim: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        start(sys.argv[2], int(sys.argv[3]))
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from pipeline.distributed.work_on_main import work_on_main
+from pipeline.distributed.peers import work_on_main
 from pipeline.distributed.world import leave, start_world
 
 LIMIT, SECONDS = 3.0, 8.0

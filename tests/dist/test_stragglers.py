@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed.stragglers import describe_hosts, slowest_rank
 from pipeline.distributed.world import World
+from pipeline.training.observer import describe_hosts, slowest_rank
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeline.checkpoint.mirror_store import MirrorStore
-from pipeline.distributed import work_on_main as module
+from pipeline.distributed import peers
+from pipeline.distributed.peers import LostRank, work_on_main
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.work_on_main import LostRank, work_on_main
 from pipeline.distributed.world import World
 from tests.launch import run
 from tests.thread_world import on_ranks
@@ -26,8 +26,8 @@ def test_the_others_wait_for_longer_than_a_collective_may_take() -> None:
 
 @pytest.mark.parametrize("ends", ["it dies", "it makes no progress"])
 def test_the_others_do_not_wait_for_a_rank_that_is_lost(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(module, "LOST_AFTER", 1.0)
+    monkeypatch.setattr(peers, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "WORK_LOST_AFTER", 1.0)
 
     def program(world: World) -> str:
         if world.is_main and ends == "it dies":

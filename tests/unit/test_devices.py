@@ -109,6 +109,34 @@ def test_every_rank_raises_the_same_message() -> None:
     assert "rank 1 on node2" in str(errors[0])
 
 
+def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: it ended alone, and the others waited for it, for 46 minutes if it was rank 0."""
+    broken = replace(CPU, problem="node2 has /dev/nvidia0, but torch sees no usable GPU there.")
+    errors = meet_all([GPU, broken], size=2)
+    assert [str(error) for error in errors] == [broken.problem] * 2
+    also = contradiction([GPU, broken, replace(broken, rank=2, host="node3", problem="node3 has ...")])
+    assert also == f"{broken.problem} The same on node3."
+
+    def no_device(name: str, **_: object) -> torch.device:
+        raise UserError("node2 has no GPU")
+
+    def joined(*_: object, problem: str, **__: object) -> int:
+        raise UserError(f"in the store: {problem}")
+
+    monkeypatch.setattr(world, "choose_device", no_device)
+    monkeypatch.setattr(world, "_join", joined)
+    for name, value in (
+        ("RANK", "1"),
+        ("LOCAL_RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="in the store: node2 has no GPU"), world.start_world():
+        pass
+
+
 def test_ranks_learn_their_share_of_cores() -> None:
     own = [replace(CPU, rank=r, cores=list(range(8 * r, 8 * r + 8))) for r in range(2)]  # srun --cpus-per-task=8
     assert meet_all(own, size=2) == [8, 8]
@@ -132,9 +160,12 @@ def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
-    world._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
+    monkeypatch.setattr(world, "meet", lambda *_, **__: 8)
+    world._join(0, 2, torch.device("cuda", 0), timedelta(minutes=1))
     assert (made["backend"], made["device_id"]) == ("nccl", torch.device("cuda", 0))
-    world._join(0, 1, torch.device("cpu"), timedelta(minutes=1))
+    world._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
+    assert (made["backend"], made["device_id"]) == ("nccl", None)
+    world._join(0, 2, torch.device("cpu"), timedelta(minutes=1))
     assert (made["backend"], made["device_id"]) == ("gloo", None)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.objectives import build_objective
-from pipeline.planning.simulated_ranks import simulate_objective
+from pipeline.planning.run_costs import simulate_objective
 from tests.thread_world import on_ranks
 from tests.unit.objectives_reference import context, relative_error, unit_features
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from pipeline.distributed import heartbeat as heartbeat_module
+from pipeline.distributed.exit_record import read_ends
 from pipeline.distributed.heartbeat import Beat, Heartbeat, behind, diagnosis, read_beat, stderr_copied
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, lost_contact
+from tests.launch import ROOT, environment
 
 BEAT = Beat(rank=0, host="a", pid=1, step=7, phase="objective", marks=40, seconds=61.0, beat=9)
 
@@ -118,6 +121,7 @@ def test_a_rank_that_waits_for_one_that_works_does_not_end_the_run(
     """The other's heartbeat shows progress within the limit; when it stops to, the waiting rank reports it."""
     ended: list[int] = []
     monkeypatch.setattr("pipeline.distributed.heartbeat.os._exit", ended.append)
+    monkeypatch.setattr("pipeline.distributed.heartbeat.faulthandler.dump_traceback_later", lambda *_, **__: None)
     phases = Phases(torch.device("cpu"))
     phases.latest = replace(phases.latest, since=phases.latest.since - 60)
     waiting = Heartbeat(tmp_path, world=World(rank=0, size=2), phases=phases, timeout_seconds=0.1)
@@ -139,6 +143,31 @@ def test_a_rank_that_waits_for_one_that_works_does_not_end_the_run(
     assert not ended
     beats(0.2)
     assert ended == [76]
+
+
+def test_a_driver_that_hangs_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
+    """Regression test: NCCL's trace was read before the end was recorded, with the interpreter's lock held."""
+    program = (
+        "import ctypes, sys\n"
+        "from pathlib import Path\n"
+        "from pipeline.distributed import heartbeat\n"
+        "from pipeline.distributed.exit_record import start_recording\n"
+        "from pipeline.distributed.timing import Phases\n"
+        "from pipeline.distributed.world import World\n"
+        "heartbeat.LEAVE_SECONDS = 0.5\n"
+        "heartbeat.collectives_trace = lambda: ctypes.PyDLL(None).sleep(600)\n"  # does not release the lock
+        "world, run = World(size=2), Path(sys.argv[1])\n"
+        "start_recording(run, rank=0)\n"
+        "phases = Phases(world.device)\n"
+        "beats = heartbeat.Heartbeat(run, world=world, phases=phases, timeout_seconds=60)\n"
+        "beats._leave('rank 1 is gone.')\n"
+    )
+    (tmp_path / "heartbeats").mkdir()
+    call = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "Rank 0 on " in done.stderr
+    assert [(end.code, end.reason) for end in read_ends(tmp_path / "heartbeats")] == [(76, "rank 1 is gone.")]
 
 
 def test_work_inside_a_phase_is_progress() -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pipeline.distributed.launcher_watch import Process, find_launchers
+from pipeline.distributed.launch import Process, find_launchers
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -154,14 +154,17 @@ def test_tcp_between_nodes_with_infiniband_is_broken(tmp_path: Path) -> None:
         (["mlx5_0"], "Socket", "broken"),
         (["mlx5_1"], "IB", "good"),
         ([], "Socket", "good"),
+        (["mlx5_2"], "unknown", "note"),  # NCCL's log has no such line
+        (["mlx5_down"], "Socket", "note"),
     ):
-        folder = tmp_path / f"{network}-{len(names)}"
+        folder = tmp_path / f"{network}-{''.join(names)}"
         for name in names:
             port = folder / name / "ports" / "1"
             port.mkdir(parents=True)
-            (port / "state").write_text("4: ACTIVE\n")
+            (port / "state").write_text("1: DOWN\n" if name == "mlx5_down" else "4: ACTIVE\n")
             (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-        finding = check_transport(log.format(network), "2 processes agree", network=adapters(folder))
+        said = "" if network == "unknown" else log.format(network)
+        finding = check_transport(said, "2 processes agree", network=adapters(folder))
         assert finding.status == status
         assert f"NET/{network}" in finding.found
         assert all(name in finding.found for name in names)

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.distributed import peers
 from pipeline.distributed.exit_record import ExitRecord, read_ends
-from pipeline.distributed.peers import PeerWatch
+from pipeline.distributed.peers import PeerWatch, StartWatch
+from pipeline.distributed.world import World
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
 from tests.launch import run
@@ -21,6 +23,9 @@ class Clock:
     now = 0.0
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
 
@@ -119,6 +124,30 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(tmp_path: Path, clock: Cl
     assert watch.look() == ""
 
 
+def test_a_rank_that_comes_late_to_a_start_or_is_through_is_not_dead(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two stages, rank 0 may wait for an upload."""
+    store = dist.HashStore()
+    monkeypatch.setattr(World, "store", lambda _: store)
+    watch, other = (StartWatch(World(rank=rank, size=2), lost_after=45.0) for rank in range(2))
+
+    def looks(text: str | None) -> list[bool]:
+        if text is not None:
+            other.beat(text)
+        found = []
+        for _ in range(12):
+            clock.now += 5
+            found.append(bool(watch.look()))
+        return found
+
+    assert not any(looks(None))
+    assert not any(looks(""))
+    assert looks("node1, number 7") == [False] * 10 + [True] * 2
+    other.end(2, "no memory")
+    assert "rank 1 (" in watch.look() + watch.look()
+
+
 NAMED = {
     "error": "rank {} .* ended with 2: a shard is damaged",
     "abort": "rank {} .* ended with 134: SIGABRT; the stacks are in .*fatal-0000{}.txt: .*remote process exited "
@@ -143,7 +172,7 @@ def test_all_ranks_end_when_one_is_lost_in_a_collective(ranks: int, how: str, vi
     ends = {end.rank: end for end in read_ends(tmp_path / "heartbeats")}
     for rank in set(range(ranks)) - {victim}:
         assert ends[rank].code == 76, done.stderr
-        assert f"Rank {rank}: " in done.stderr
+        assert f"Rank {rank} on " in done.stderr
         assert re.search(NAMED[how].format(victim, victim), ends[rank].reason), ends[rank]
         stacks = (tmp_path / "heartbeats" / f"stacks-{rank:05d}.txt").read_text()
         assert "lost_rank.py" in stacks, "where the training thread waited"
@@ -151,3 +180,21 @@ def test_all_ranks_end_when_one_is_lost_in_a_collective(ranks: int, how: str, vi
     outcome = diagnose(read_evidence(tmp_path))[0]
     assert SAID[how].format(victim) in outcome.found
     assert how != "abort" or "SIGKILL" not in outcome.found
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "said"),
+    [
+        ("error", 3, r"rank 3 \(.*, process \d+\) ended with 2: UserError: its GPU has no free memory"),
+        ("error", 0, "store is gone, and with it rank 0|rank 0 .* its GPU has no free memory"),
+        ("killed", 2, r"rank 2 without a heartbeat for \d+ s.* Its last one: .*, process \d+, number \d+"),
+        ("killed", 0, "the ranks' store is gone, and with it rank 0"),
+        ("frozen", 0, "the ranks' store does not answer: rank 0, its node"),
+    ],
+)
+def test_all_ranks_end_when_one_is_lost_at_the_start(how: str, victim: int, said: str) -> None:
+    """Regression test: before the first step, the others waited in NCCL until its time limit."""
+    done = run("tests.dist.lost_rank", "start", how, str(victim), ranks=4, check=False, timeout=120)
+    for rank in set(range(4)) - {victim}:
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"Rank {rank} on ")]
+        assert re.search(said, line), line

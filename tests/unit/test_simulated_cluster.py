@@ -16,8 +16,8 @@ from jobs.plan import command
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
+from pipeline.planning.run_costs import SimulatedRanks, simulate_objective
 from pipeline.planning.run_plan import RunPlan, plan_run
-from pipeline.planning.simulated_ranks import SimulatedRanks, simulate_objective
 from pipeline.training.recipe import load_recipe
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "jobs" / "recipes").glob("*.yaml"))

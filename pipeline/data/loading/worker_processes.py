@@ -18,8 +18,7 @@ from typing import NoReturn
 
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.worker import Tokenize, allow_open_files
-from pipeline.distributed.exit_record import record_exit
-from pipeline.distributed.heartbeat import EXIT_STALLED
+from pipeline.distributed.exit_record import EXIT_STALLED, record_exit
 from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.distributed.workers import preload, start_forkserver
 from pipeline.distributed.world import World, ranks_here

@@ -107,7 +107,6 @@ def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(
         refused += any(isinstance(value, str) for value in found.values())
         partial = {key: value for key, value in found.items() if isinstance(value, dict) and value != whole[key]}
         assert not partial or path.suffix in TEXT, (number, path, partial)
-        assert all("likely a fault" not in str(value) for value in found.values())
     assert refused > rounds // 4
     assert read_all(open_suite(suite)) == whole
 

@@ -8,14 +8,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.evaluation.datasets.hub_tables import ParquetTable, open_cached, open_saved, parquet_files
-from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, find_csv
+from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, as_text, find_csv
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
@@ -80,10 +83,15 @@ def check_split(table: Table, split: str) -> None:
     Raises:
         TaskError: A row is of another split.
     """
-    if "split" not in table.columns:
-        return
-    for row, value in enumerate(table.values("split")):
-        if isinstance(value, str) and value.strip().lower() != split.lower():
+    column = next((name for name in table.columns if name.lower() == "split"), None)
+    names = table.class_names(column) if column else ()
+    for row, value in enumerate(table.values(column) if column else ()):
+        if isinstance(value, int) and 0 <= value < len(names):
+            value = names[value]
+        if (
+            isinstance(value, str | bytes)
+            and as_text(value, where=table.row_name(row)).strip().lower() != split.lower()
+        ):
             raise TaskError(
                 f"{table.row_name(row)} is of the split {value!r}, and {split!r} is scored: remove the rows of other "
                 "splits, or set split if all rows are of another."
@@ -162,11 +170,13 @@ def association_rows(table: Table, folder: Path) -> TaskData:
     # In a CSV the candidates' names are those of the images.
     possible = ("candidate_images", "candidates") if isinstance(table, CsvTable) else ("candidate_images",)
     column = _column(table, possible, folder)
+    _check_copies(table, [name for name in table.columns if name == "candidates" or name not in possible])
     places: list[Place] = []
     by_digest: dict[bytes, int] = {}
     instances = []
     for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
-        _check_instance(table.row_name(row), own, str(cue or ""), truth)
+        cue = as_text(cue, where=table.row_name(row))
+        _check_instance(table.row_name(row), own, cue, truth)
         if table.images_in(column, row) != len(own):
             raise TaskError(
                 f"{table.row_name(row)} has {table.images_in(column, row)} images, but {len(own)} candidates. The row "
@@ -181,7 +191,7 @@ def association_rows(table: Table, folder: Path) -> TaskData:
                 places.append(place)
             positions.append(by_digest[digest])
         associated = tuple(bool(value) for value in np.isin(own, truth))
-        instances.append(Instance(str(cue), tuple(positions), associated))
+        instances.append(Instance(cue, tuple(positions), associated))
     images = TableImages(table, column, _some(places, folder))
     files = (*table.files, *table.image_files(column))
     return TaskData(folder, table.layout, images, files, instances=tuple(instances))
@@ -190,7 +200,7 @@ def association_rows(table: Table, folder: Path) -> TaskData:
 def labelled_rows(table: Table, folder: Path, columns: LabelColumns) -> TaskData:
     """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
     column, label = (_column(table, (name,), folder) for name in (columns.image, columns.label))
-    values = [_label(value) for value in table.values(label)]
+    values = [_label(value, table.row_name(row)) for row, value in enumerate(table.values(label))]
     empty = next((row for row, value in enumerate(values) if not value), None)
     if empty is not None:
         raise TaskError(f"{table.row_name(empty)} has no {label}.")
@@ -212,13 +222,13 @@ def labelled_rows(table: Table, folder: Path, columns: LabelColumns) -> TaskData
     )
 
 
-def _label(value: Any) -> str:
-    """A label as text; whole numbers that are stored as floats are written without a fraction, and NaN is none."""
-    if isinstance(value, str):  # a CSV's numbers are text
-        return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", value.strip())
+def _label(value: Any, where: str) -> str:
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
     if isinstance(value, float):
         return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
-    return "" if value is None else str(value).strip()
+    # A CSV's numbers are text.
+    text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
 
 
 def _is_number(label: str) -> bool:
@@ -281,7 +291,9 @@ def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
     found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
     for counts in (name for name, of in STATED_COUNTS.items() if of == column and name in table.columns):
         for row, (own, count) in enumerate(zip(found, table.values(counts), strict=True)):
-            if str(count).strip() and len(own) != int(float(count)):
+            with suppress(ValueError):
+                count = float(count)
+            if str(count).strip() and len(own) != count:
                 raise TaskError(f"{table.row_name(row)} has {len(own)} {column}, but its {counts} says {count}.")
     return found
 
@@ -305,6 +317,15 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
             f"{where} has {len(candidates)} candidates{twice}, but WinoGAViL's instances have "
             f"{', '.join(map(str, CANDIDATES))}. The row is damaged: fetch the table again."
         )
+
+
+def _check_copies(table: Table, columns: Sequence[str]) -> None:
+    """No two rows are the same in all columns, the instance's number included."""
+    seen: dict[str, int] = {}
+    for row, values in enumerate(zip(*(table.values(name) for name in columns), strict=True)):
+        first = seen.setdefault(repr(values), row)
+        if first != row:
+            raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
 
 
 def _some(places: list[Place], folder: Path) -> list[Place]:

@@ -215,6 +215,7 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
     try:
         unchanged = Unchanged(path for _, path in files_of(entry))
         data = _open(entry, entry.folder, blank_class)
+        unchanged.check(data.files)  # notes those that are elsewhere, before any process hashes them
         data = replace(data, images=CheckedImages(data.images, unchanged), unchanged=unchanged)
     except OSError as error:
         raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error

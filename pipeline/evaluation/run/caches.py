@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import TaskError
-from pipeline.evaluation.identity import ROOT, code_digest, package_versions
+from pipeline.evaluation.identity import ROOT, code_digest
 from pipeline.files import replacing
+from pipeline.versions import versions
 
 Transform = Callable[[Any], Tensor]
 DECODERS = ("pipeline.evaluation.run.images",)
@@ -70,8 +71,8 @@ class PixelCache:
     """
 
     def __init__(self, folder: Path, *, data: str, micro_batch: int) -> None:
-        packages = {name: package_versions()[name] for name in ("pillow", "torchvision", "open_clip_torch")}
         self._folder = folder
+        packages = versions(("pillow", "torchvision", "open_clip_torch", "numpy"))
         self._facts = [data, micro_batch, packages, code_digest(ROOT, DECODERS)]
 
     def load(self, preprocessing: str, number: int) -> np.ndarray | None:

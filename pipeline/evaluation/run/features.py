@@ -18,8 +18,7 @@ from pipeline.evaluation.datasets.task_data import ImageSource, TaskError
 from pipeline.evaluation.identity import PACKAGES, code_version, model_config_digest
 from pipeline.evaluation.protocol import Outcomes, Protocol
 from pipeline.evaluation.protocols.texts import TextSide, check_finite
-from pipeline.evaluation.run.caches import PixelCache, load_array, store_array
-from pipeline.evaluation.run.images import ImagePass, preprocessing_key
+from pipeline.evaluation.run.images import ImagePass, PixelCache, load_array, preprocessing_key, store_array
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.versions import versions

@@ -266,7 +266,9 @@ BREAKS = {
     "a npy is an npz": Break("wilds/fmow", npz_as_npy, ".npy is damaged"),
     "a zip has damaged images": Break("misc/winogavil", damage_deflated, "images.zip is damaged (Error -3"),
     "a count of WinoGAViL is NaN": Break(
-        "misc/winogavil", lambda f: edit_csv(f, lambda rows: rows[2].update(num_candidates="nan")), "says nan"
+        "misc/winogavil",
+        lambda f: edit_csv(f, lambda rows: [row.update(num_candidates="nan") for row in rows]),
+        "has 5 candidates, but its num_candidates says nan",
     ),
     "a row of WinoGAViL is repeated": Break(
         "misc/winogavil", lambda f: edit_csv(f, lambda rows: rows.append(rows[2])), "are the same, which would count"

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
 
 Place = tuple[int, int | None]
@@ -133,7 +135,7 @@ def as_list(value: Any, *, where: str) -> list[str]:
     """
     if value is None:
         return []
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | np.ndarray):
         return [as_text(item, where=where) for item in value]
     text = as_text(value, where=where)
     if not text.strip().startswith("["):

@@ -1,4 +1,9 @@
-"""Tasks stored as `wds_*_test` folders: tars read by position, so that no sample is skipped or read twice unnoticed."""
+"""Tasks stored as `wds_*_test` folders: tars read by position, so that no sample is skipped or read twice unnoticed.
+
+The package webdataset reads them, too, but in one direction, and it takes a tar that was cut between members or
+overwritten with zeros for one with fewer samples, a link for nothing, and a sample that occurs twice for two: a score
+over what it found would look like any other.
+"""
 
 from __future__ import annotations
 

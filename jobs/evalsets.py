@@ -46,8 +46,8 @@ def command(
 
 
 def _lock(folder: Path, *, others: bool) -> int:
+    from data_prep.evalsets.fetch_sets import record_suite
     from pipeline.errors import UserError
-    from pipeline.evaluation.datasets.record_suite import record_suite
 
     if others:
         raise UserError("--lock records what is in FOLDER and fetches nothing: give it without the other options.")

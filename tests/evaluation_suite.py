@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.task import Task
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
 
 SAMPLES, SHARDS = 22, 2
 MODES = ("RGB", "RGBA", "L", "P", "RGB", "CMYK")

@@ -1,23 +1,58 @@
-"""The files of one evaluation set: from the hub at a recorded commit, or from a local copy."""
+"""Where the evaluation sets are published, and the files of one: from the hub at a recorded commit, or a local copy."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from data_prep.evalsets.hub_sets import HubSet
 from data_prep.sources.hub import in_a_line
 from pipeline.errors import UserError
+from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
 from pipeline.evaluation.datasets.suite import Entry, find_folders, index_folders, open_task
 from pipeline.evaluation.datasets.suite_facts import relative_name
 from pipeline.files import path_below, replacing, sha256_of
 
 Files = Mapping[str, Mapping[str, Any]]
 """Size (`bytes`) and `sha256` of files, by name within a set's folder."""
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """One task's data on the hub."""
+
+    task: Task
+    repo: str
+    patterns: tuple[str, ...] = ("*.txt", "*.tar")
+    """The files of the repository that belong to the task."""
+    revision: str = "main"
+    """The branch whose newest commit is fetched when no commit has been recorded yet."""
+
+    @property
+    def key(self) -> str:
+        return self.task.key
+
+    @property
+    def folder(self) -> str:
+        """The folder's name below the suite's."""
+        return official_folder(self.key)
+
+
+def _published(task: Task) -> HubSet:
+    if task.protocol == "retrieval":
+        # The hub's own conversion: the repository itself holds a loading script, which `datasets` no longer runs.
+        name = task.key.removeprefix("retrieval/")
+        return HubSet(task, f"nlphuji/{name}", patterns=("*.parquet",), revision="refs/convert/parquet")
+    if task.protocol == "association":
+        return HubSet(task, "nlphuji/winogavil", patterns=("*.csv", "*.zip"))
+    return HubSet(task, f"djghosh/{official_folder(task.key)}")
+
+
+HUB_SETS: dict[str, HubSet] = {task.key: _published(task) for task in DATACOMP}
 
 
 def fetch_from_mirror(chosen: HubSet, target: Path, mirror: Path, known: dict[str, Any] | None) -> dict[str, Any]:

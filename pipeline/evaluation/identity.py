@@ -11,9 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.metadata
 import json
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +23,7 @@ from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
 from pipeline.evaluation.datasets.task_data import TaskData, file_facts, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.files import sha256_of, write_text
+from pipeline.versions import version_of, versions
 
 if TYPE_CHECKING:
     from pipeline.evaluation.run.session import EvaluationConfig, Session
@@ -33,7 +32,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SCORED_BY = ("pipeline.evaluation", "pipeline.model")
 """The packages that compute scores. Their code, and all code of this project that they import, is part of a score."""
-PACKAGES = ("torch", "torchvision", "open_clip_torch", "pillow", "numpy", "pyarrow", "datasets")
+PACKAGES = (
+    *("torch", "torchvision", "open_clip_torch", "timm", "transformers", "tokenizers", "ftfy", "regex"),
+    *("pillow", "numpy", "pandas", "pyarrow", "datasets"),
+)
+"""What computes towers, tokens, pixels and rows, beside Python; not all architectures need all of them."""
 SETTINGS = ("blank_class", "micro_batch", "precision")
 """The settings of `EvaluationConfig` that can change a score."""
 TASK_FIELDS = ("protocol", "main_metric", "fields", "group", "secondary_groups")
@@ -50,8 +53,7 @@ def conditions(model: EvaluationModel, session: Session) -> dict[str, Any]:
         **{name: getattr(session.config, name) for name in SETTINGS},
         "device": session.compute.name(),
         "code": code_version(),
-        "python": platform.python_version(),
-        "packages": package_versions(),
+        "packages": versions(PACKAGES),
     }
 
 
@@ -117,12 +119,7 @@ def model_config_digest(model: EvaluationModel) -> str:
 @functools.cache
 def code_version() -> str:
     """Version of this project, and a digest of all of its code that scores depend on."""
-    return f"{importlib.metadata.version('neuclip')} {code_digest(ROOT)}"
-
-
-@functools.cache
-def package_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    return f"{version_of('neuclip')} {code_digest(ROOT)}"
 
 
 def code_digest(root: Path, packages: Sequence[str] = SCORED_BY) -> str:

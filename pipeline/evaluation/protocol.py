@@ -20,7 +20,7 @@ from pipeline.config import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.evaluation.datasets.task import Task
+    from pipeline.evaluation.datasets.datacomp import Task
     from pipeline.evaluation.datasets.task_data import TaskData
     from pipeline.evaluation.protocols.texts import TextSide
 

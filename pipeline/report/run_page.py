@@ -158,7 +158,7 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
         return []
     inputs = [score.inputs for score in run.latest.scores]
     found = [("checkpoint", run.latest.checkpoint)]
-    for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code", "python"):
+    for key in ("checkpoint", "architecture", "device", "precision", "micro_batch", "code"):
         values = {str(one[key])[:40] for one in inputs if key in one}
         if values:
             found.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.run.results import ANOTHER_SUITE, TaskScore, is_intact, is_named_after, part_of, read_tree
+from pipeline.evaluation.run.results import (
+    ANOTHER_SUITE,
+    TaskScore,
+    is_intact,
+    is_named_after,
+    part_of,
+    read_outcomes,
+    read_tree,
+)
 from pipeline.files import path_below
 
 SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
@@ -29,6 +37,8 @@ class Score(TaskScore):
     path: Path
     official: bool = False
     """Whether the sample counts are those of the official data."""
+    outcomes_digest: str | None = None
+    """SHA-256 of the per-sample outcomes; version 0.1 recorded none."""
 
     @property
     def label(self) -> str:
@@ -40,12 +50,8 @@ class Score(TaskScore):
         return self.score / self.chance if self.chance else None
 
     def outcomes(self) -> dict[str, np.ndarray] | None:
-        """Per-sample outcomes, from which every metric can be recomputed; None if they were not stored."""
-        path = self.path.with_suffix(".outcomes.npz")
-        if not path.is_file():
-            return None
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        """Per-sample outcomes, from which every metric can be recomputed; None if missing or changed."""
+        return read_outcomes(self.path, self.outcomes_digest)
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,7 @@ def _score(tree: Mapping[str, Any], path: Path) -> Score | None:
         inputs=tree.get("inputs", {}),
         path=path,
         official=bool(tree.get("official")),
+        outcomes_digest=tree.get("outcomes"),
     )
 
 

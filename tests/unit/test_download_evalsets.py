@@ -19,11 +19,10 @@ from click.testing import CliRunner
 
 from data_prep.evalsets import fetch_sets
 from data_prep.evalsets.fetch_sets import SetSource, check_evalsets, fetch_evalsets
-from data_prep.evalsets.hub_sets import HUB_SETS, HubSet
+from data_prep.evalsets.set_sources import HUB_SETS, HubSet
 from jobs.evalsets import command
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.task import Task, folder_names
+from pipeline.evaluation.datasets.datacomp import TASKS, Task, folder_names
 from tests.evaluation_suite import write_cache, write_classification
 from tests.hub import COMMIT, Hub
 from tests.web import serve

@@ -163,6 +163,27 @@ def edit_groups(folder: Path, value: float) -> None:
     rewrite_tar(folder / "test/0.tar", change)
 
 
+def npz_as_npy(folder: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, row=np.array([1, 2, 3]))
+    rewrite_tar(folder / "test/0.tar", lambda name, body: buffer.getvalue() if name == "s0000003.npy" else body)
+
+
+def damage_deflated(folder: Path) -> None:
+    """Compress the images, then damage the compressed data of all of them."""
+    path = folder / "images.zip"
+    with zipfile.ZipFile(path) as archive:
+        images = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in images.items():
+            archive.writestr(name, body + bytes(4096))
+        places = [(member.header_offset + 30 + len(member.filename), member) for member in archive.infolist()]
+    whole = bytearray(path.read_bytes())
+    for place, _ in places:
+        whole[place] = 0x07  # a block of a type that does not exist
+    path.write_bytes(whole)
+
+
 def add_candidate(row: dict[str, str]) -> None:
     names = json.loads(row["candidates"])
     names.append(next(name for name in (f"thing{k}" for k in range(16)) if name not in names))
@@ -241,6 +262,17 @@ BREAKS = {
     "a group is NaN": Break("wilds/fmow", lambda f: edit_groups(f, float("nan")), "must be whole and not negative"),
     "a group is 0.5": Break("wilds/fmow", lambda f: edit_groups(f, 0.5), "must be whole and not negative"),
     "a group is -1": Break("wilds/fmow", lambda f: edit_groups(f, -1), "must be whole and not negative"),
+    "a group has no int64": Break("wilds/fmow", lambda f: edit_groups(f, 1e300), "must be whole and not negative"),
+    "a npy is an npz": Break("wilds/fmow", npz_as_npy, ".npy is damaged"),
+    "a zip has damaged images": Break("misc/winogavil", damage_deflated, "images.zip is damaged (Error -3"),
+    "a count of WinoGAViL is NaN": Break(
+        "misc/winogavil",
+        lambda f: edit_csv(f, lambda rows: [row.update(num_candidates="nan") for row in rows]),
+        "has 5 candidates, but its num_candidates says nan",
+    ),
+    "a row of WinoGAViL is repeated": Break(
+        "misc/winogavil", lambda f: edit_csv(f, lambda rows: rows.append(rows[2])), "are the same, which would count"
+    ),
     "a row is repeated": Break(FLICKR, lambda f: edit_rows(f, lambda rows: rows.append(rows[2])), "would count twice"),
     "a row is of another split": Break(FLICKR, say_split, "is of the split 'train', and 'test' is scored"),
     "an association of WinoGAViL is unknown": Break(

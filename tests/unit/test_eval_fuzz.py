@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.evalsets.fetch_sets import record_suite
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.record_suite import record_suite
 from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import decode
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.evaluation.run.lock import SuiteLock
-from pipeline.evaluation.run.results import read_outcomes, read_result
+from pipeline.evaluation.run.results import SuiteLock, read_outcomes, read_result
 from pipeline.evaluation.watch.candidates import Candidates
 from pipeline.report.stored_scores import read_evaluations
 from tests.evaluation_suite import write_association, write_cache, write_classification, write_retrieval
@@ -107,7 +106,6 @@ def test_damaged_data_raises_only_documented_errors_and_loses_no_sample(
         refused += any(isinstance(value, str) for value in found.values())
         partial = {key: value for key, value in found.items() if isinstance(value, dict) and value != whole[key]}
         assert not partial or path.suffix in TEXT, (number, path, partial)
-        assert all("likely a fault" not in str(value) for value in found.values())
     assert refused > rounds // 4
     assert read_all(open_suite(suite)) == whole
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -18,14 +19,14 @@ from pipeline.evaluation import evaluate, protocol
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
 from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.identity import ROOT, code_digest, imported_modules
-from pipeline.evaluation.run import images
+from pipeline.evaluation.run import evaluator, images
 from pipeline.evaluation.run.results import TaskResult, _digest
 from pipeline.evaluation.run.summary import aggregate
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
 from tests.evaluation_suite import write_classification
-from tests.own_tasks import write_class_folders
+from tests.own_tasks import write_class_folders, write_csv
 
 PLUGIN = '''
 """The median rank of the right class, as a share of the classes: a protocol of a user's own."""
@@ -237,6 +238,42 @@ def test_data_replaced_during_an_evaluation_gets_no_score(
     evaluated(model, suite, tmp_path / "expected", "cifar10", micro_batch=4)
     score = json.loads((output / "cifar10.json").read_text())["metrics"]
     assert score == json.loads((tmp_path / "expected/cifar10.json").read_text())["metrics"]
+
+
+def test_an_image_elsewhere_that_is_replaced_after_it_was_hashed_gets_no_score(
+    model: EvaluationModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: files outside the task's folder were noted only after they had been hashed."""
+    write_csv(tmp_path / "other", "kind")
+    rows = (
+        (tmp_path / "other/items.csv")
+        .read_text()
+        .replace("\n", "\n../other/pictures/")
+        .removesuffix("../other/pictures/")
+    )
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite/items.csv").write_text(rows)
+    (tmp_path / "suite/tasks.yaml").write_text("mine: {csv: items.csv, image: file, label: kind}")
+    victim, hashed = tmp_path / "other/pictures/4.jpg", evaluator.file_digests
+    (victim,) = (path for path in victim.parent.iterdir() if path.stem == "4")
+
+    def replaced(files: Iterable[Path], folder: Path) -> dict[str, str]:
+        found = hashed(files, folder)
+        victim.write_bytes(next(path for path in victim.parent.iterdir() if path.stem == "5").read_bytes())
+        return found
+
+    monkeypatch.setattr(evaluator, "file_digests", replaced)
+    (found,) = evaluate(model, suite=tmp_path / "suite", output=tmp_path / "out", config=QUICK)
+    assert f"{victim.name} was changed while it was evaluated" in found.failures["mine"]
+
+
+def test_reports_do_not_use_outcomes_that_were_changed(model: EvaluationModel, suite: Path, tmp_path: Path) -> None:
+    evaluated(model, suite, tmp_path / "out", "mnist")
+    (found,) = read_evaluations(tmp_path, lambda step: step, [])
+    assert found.scores[0].outcomes() is not None
+    outcomes = tmp_path / "out/mnist.outcomes.npz"
+    np.savez_compressed(outcomes, target=np.zeros(20, int), prediction=np.zeros(20, int), rank=np.zeros(20, int))
+    assert found.scores[0].outcomes() is None
 
 
 def run(*arguments: object) -> Result:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, recall_score, top_k_accuracy_score
 
-from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS
-from pipeline.evaluation.datasets.task import Task, folder_names
+from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS, Task, folder_names
 from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
 from pipeline.evaluation.protocols import association, classification, groups, retrieval
 from pipeline.evaluation.protocols.texts import TextSide
@@ -233,7 +232,7 @@ def test_custom_tasks_are_in_no_aggregate() -> None:
     assert len(DATACOMP) == 38
 
 
-@pytest.mark.parametrize("module", ["datacomp", "suite", "record_suite"])
+@pytest.mark.parametrize("module", ["datacomp", "suite"])
 def test_table_and_readers_do_not_import_torch(module: str) -> None:
     """`data_prep` uses them, too, and must start without importing torch."""
     code = f"import sys, pipeline.evaluation.datasets.{module}; print('torch' in sys.modules)"

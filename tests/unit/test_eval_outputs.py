@@ -29,7 +29,7 @@ from pipeline.evaluation.datasets.suite import open_suite
 from pipeline.evaluation.datasets.task_data import FileImages, TaskData, TaskError, decode, plain
 from pipeline.evaluation.protocols.retrieval import write_examples
 from pipeline.evaluation.run import images
-from pipeline.evaluation.run.caches import store_array
+from pipeline.evaluation.run.images import store_array
 from pipeline.evaluation.run.session import attempt
 from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
@@ -266,7 +266,7 @@ def test_arrays_on_a_full_disk_name_the_reason(monkeypatch: pytest.MonkeyPatch) 
     def onto_full(path: Path) -> Iterator[Path]:
         yield full
 
-    monkeypatch.setattr("pipeline.evaluation.run.caches.replacing", onto_full)
+    monkeypatch.setattr("pipeline.evaluation.run.images.replacing", onto_full)
     with pytest.raises(OSError, match="No space left"):
         store_array(full, np.zeros((300, 300)), "a key")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,36 @@ def test_parquet_of_other_splits_and_rows_without_values_are_refused(tmp_path: P
     write_parquet(tmp_path / "c/ds/test.parquet", caption=[["a", None], ["b", "c"]])
     with pytest.raises(TaskError, match=r"row 0 of .* has an empty caption"):
         opened(tmp_path / "c", "mine: {dataset: ds, caption: caption}")
+
+
+WRONG_CELLS: dict[str, tuple[str, list[object], str]] = {
+    "numbers as captions": ("caption", [1, 2], "row 0 of .* holds 1, which is not text"),
+    "tokens as captions": ("caption", [[49406, 320], [49406, 530]], "holds 49406, which is not text"),
+    "records as captions": ("caption", [{"raw": "a"}, {"raw": "b"}], "holds {'raw': 'a'}, which is not text"),
+    "bytes that are not UTF-8": ("caption", [b"a", b"\xff"], "row 1 of .* holds text that is not UTF-8"),
+    "a list in a list": ("label", [[0], [1]], r"holds \[0\], which is not text"),
+    "thousands of brackets": ("caption", ["a", "[" * 9_999], "row 1 of .* should be a list"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CELLS)
+def test_cells_that_are_no_text_are_not_scored_as_text(name: str, tmp_path: Path) -> None:
+    """Regression test: a column of bytes was scored as numbers (captions) or as "b'cat'" (class names)."""
+    column, values, message = WRONG_CELLS[name]
+    write_parquet(tmp_path / "ds/test.parquet", **{column: values})
+    with pytest.raises(TaskError, match=message):
+        opened(tmp_path, f"mine: {{dataset: ds, {column}: {column}}}")
+
+
+def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path: Path) -> None:
+    columns = {"kind": [b"cat", b"dog"], "number": [Decimal("1.00"), Decimal("0.00")]}
+    write_parquet(tmp_path / "ds/test.parquet", caption=[b"one", b"two"], **columns)
+    assert opened(tmp_path, "mine: {dataset: ds, caption: caption}").captions == (("one",), ("two",))
+    assert opened(tmp_path, "mine: {dataset: ds, label: kind}").classnames == ("cat", "dog")
+    assert opened(tmp_path, "mine: {dataset: ds, label: number}").classnames == ("0", "1")
+    write_parquet(tmp_path / "ds/test.parquet", caption=["one", "two"], Split=[b"test", b"train"])
+    with pytest.raises(TaskError, match="is of the split b'train', and 'test' is scored"):
+        opened(tmp_path, "mine: {dataset: ds, caption: caption}")
 
 
 def test_a_task_with_one_class_has_no_score(tmp_path: Path, model: EvaluationModel) -> None:

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.suite_facts import check_digests, file_digests
-from pipeline.evaluation.datasets.task import Task
 from pipeline.evaluation.datasets.task_data import TaskError, decode
 from pipeline.evaluation.datasets.webdataset import open_webdataset, read_members
 from pipeline.evaluation.protocols import classification

@@ -68,7 +68,6 @@ SHARED = {
     # Evaluation sets are counted by the reader that will evaluate them.
     "pipeline.evaluation.datasets.suite",
     "pipeline.evaluation.datasets.suite_facts",
-    "pipeline.evaluation.datasets.task",
 }
 
 # Libraries that only these modules or folders import.

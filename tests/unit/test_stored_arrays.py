@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.evaluation.run.caches import load_array, store_array
+from pipeline.evaluation.run.images import load_array, store_array
 from pipeline.evaluation.run.results import OUTCOMES_SUFFIX, read_outcomes
 from pipeline.files import sha256_of
 

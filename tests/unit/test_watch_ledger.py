@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,30 @@ def test_heartbeats_keep_a_lease(tmp_path: Path) -> None:
         lease._beat(count)
     assert not observer.in_doubt(NAME)
     assert observer.claim(NAME) is None
+
+
+@pytest.mark.parametrize("skew", [-1e9, 1e9])
+def test_clocks_of_other_machines_and_their_settings_do_not_matter(
+    skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both clocks of the observer are decades away, and it would beat more often than the owner does."""
+    lease, clock = Ledger(tmp_path, ttl=600, clock=Clock()).claim(NAME), Clock()
+    assert lease is not None
+    kill(lease)
+    clock.now += skew
+    monkeypatch.setattr(module.time, "time", lambda: 1.8e9 + skew)
+    monkeypatch.setattr(module.time, "gmtime", lambda gmtime=time.gmtime: gmtime(1.8e9 + skew))
+    observer = watcher(tmp_path, clock=clock)
+    for count in range(1, 4):
+        assert observer.claim(NAME) is None
+        clock.now += 599
+        assert observer.claim(NAME) is None, "it is alive until its own ttl has passed"
+        lease._beat(count)
+    assert observer.claim(NAME) is None
+    clock.now += 601
+    successor = observer.claim(NAME)
+    assert successor is not None
+    kill(successor)
 
 
 def test_only_one_watcher_takes_over_and_a_resumed_one_cannot_overwrite(tmp_path: Path) -> None:

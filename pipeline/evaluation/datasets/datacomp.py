@@ -1,4 +1,4 @@
-"""The 38 tasks of the DataComp benchmark as one table, and the aggregates over them. Imports no torch.
+"""What a task is, the 38 tasks of the DataComp benchmark as one table, and the aggregates over them. Imports no torch.
 
 Keys, names, sizes, class counts and metrics are the benchmark's (Gadre et al., 2023, section 3.5 and appendix).
 FairFace and UTKFace are in its list but have no score, so they are not here. Every other module takes sizes and class
@@ -7,7 +7,52 @@ counts from this table, the download of the evaluation sets included.
 
 from __future__ import annotations
 
-from pipeline.evaluation.datasets.task import Task
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One evaluation task."""
+
+    key: str
+    """Unique name, for example `vtab/pets`."""
+    name: str
+    """Name in tables and reports."""
+    protocol: str = "classification"
+    """The name of a registered protocol."""
+    samples: int | None = None
+    """Official number of samples; None when there is no official number."""
+    classes: int | None = None
+    """Official number of classes."""
+    main_metric: str = "acc1"
+    """The metric that is the task's score."""
+    fields: tuple[str, ...] = ()
+    """Columns of the `.npy` beside every image; further columns may follow."""
+    group: str = ""
+    """The column whose worst group is the score."""
+    secondary_groups: tuple[str, ...] = ()
+    """Further columns whose groups are reported."""
+    folders: tuple[str, ...] = ()
+    """Further folder names under which the data is found."""
+
+    @property
+    def stem(self) -> str:
+        """The key as a file name; `/` and `-` stay apart, except in the benchmark's keys, which are distinct."""
+        return re.sub(r"[^\w.+-]", "-", self.key.replace("/", "-" if self.samples is not None else "--"))
+
+
+def official_folder(key: str) -> str:
+    """The folder that the benchmark's own download script gives a task: `wds_vtab-pets_test` for `vtab/pets`."""
+    return f"wds_{key.removeprefix('fairness/').replace('/', '-')}_test"
+
+
+def folder_names(task: Task) -> tuple[str, ...]:
+    """Every folder name under which a task's data is looked for, the benchmark's own first."""
+    short = task.key.split("/", 1)[-1]
+    official = task.key.removeprefix("fairness/").replace("/", "-")
+    packed = [official_folder(task.key), *(f"wds_{name}_test" for name in (task.stem, short))]
+    return tuple(dict.fromkeys([*packed, official, task.stem, short, task.key, *task.folders]))
 
 
 def _classes(key: str, name: str, samples: int, classes: int, main_metric: str = "acc1") -> Task:

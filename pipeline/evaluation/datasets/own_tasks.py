@@ -19,8 +19,11 @@ Paths are relative to the YAML file.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,9 @@ from pydantic import Field
 
 from pipeline.config import parse, read_yaml, section
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import TASKS
-from pipeline.evaluation.datasets.rows import (
-    LabelColumns,
-    check_split,
-    class_names,
-    find_table,
-    labelled_rows,
-    retrieval_rows,
-)
-from pipeline.evaluation.datasets.tables import CsvTable, Table
-from pipeline.evaluation.datasets.task import Task
+from pipeline.evaluation.datasets.datacomp import TASKS, Task
+from pipeline.evaluation.datasets.rows import check_repeated, check_split, column_of, find_table, retrieval_rows, some
+from pipeline.evaluation.datasets.tables import CsvTable, Place, Table, TableImages, as_text
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, FileImages, TaskData, TaskError, plain
 from pipeline.evaluation.protocol import PROTOCOLS
 
@@ -47,6 +42,7 @@ TASKS_NAME = "tasks.yaml"
 HUB = ".hub"
 """Beside a `tasks.yaml`: what was fetched from the hub."""
 KEY = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*$")
+MOST_CLASSES = 1_000_000
 TEMPLATES = ("a photo of a {c}.",)
 
 
@@ -173,8 +169,7 @@ def open_own(own: OwnTask, place: Path, *, base: Path) -> TaskData:
     check_split(table, own.split)
     if own.caption:
         return retrieval_rows(table, folder, image=own.image, caption=own.caption)
-    columns = LabelColumns(own.image, own.label or "", tuple(own.templates), own.classnames)
-    return labelled_rows(table, folder, columns)
+    return _labelled_rows(table, folder, own)
 
 
 def _class_folders(own: OwnTask, folder: Path) -> TaskData:
@@ -200,7 +195,7 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
             raise TaskError(f"{class_folder} holds {what} ({', '.join(IMAGE_SUFFIXES)}): give images only.")
         paths += files
         labels += [label] * len(files)
-    names = class_names([path.name for path in classes], own.classnames, where=str(folder))
+    names = _class_names([path.name for path in classes], own.classnames, where=str(folder))
     return TaskData(
         folder,
         "class folders",
@@ -210,6 +205,94 @@ def _class_folders(own: OwnTask, folder: Path) -> TaskData:
         classnames=names,
         templates=tuple(own.templates),
     )
+
+
+def _labelled_rows(table: Table, folder: Path, own: OwnTask) -> TaskData:
+    """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
+    column, label = (column_of(table, (name,), folder) for name in (own.image, own.label or ""))
+    values = [_label(value, table.row_name(row)) for row, value in enumerate(table.values(label))]
+    empty = next((row for row, value in enumerate(values) if not value), None)
+    if empty is not None:
+        raise TaskError(f"{table.row_name(empty)} has no {label}.")
+    stored = table.class_names(label)
+    found, labels = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
+    classnames = _class_names(found, own.classnames, stored=stored, where=str(folder))
+    places: list[Place] = [(row, None) for row in range(len(table))]
+    images = TableImages(table, column, some(places, folder))
+    check_repeated(images, labels)
+    return TaskData(
+        folder,
+        table.layout,
+        images,
+        (*table.files, *table.image_files(column)),
+        columns=(column, label),
+        labels=np.array(labels, dtype=np.int64),
+        classnames=classnames,
+        templates=tuple(own.templates),
+    )
+
+
+def _label(value: Any, where: str) -> str:
+    """A label as text; whole numbers that are stored with a fraction are written without it, and NaN is none."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
+    # A CSV's numbers are text.
+    text = str(value) if isinstance(value, int | Decimal | date) else as_text(value, where=where)
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text.strip())
+
+
+def _is_number(label: str) -> bool:
+    """Whether a label is a number or stands for a missing one, and is no name."""
+    try:
+        float(label)
+    except ValueError:
+        return label.lower() in ("none", "null", "na", "n/a", "<na>")
+    return True
+
+
+def _labels(
+    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
+) -> tuple[list[str], list[int]]:
+    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
+
+    Raises:
+        TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
+    """
+    if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
+        names = sorted(set(values))
+        if any(re.fullmatch(r"-?[0-9]+", name) for name in names) and all(map(_is_number, names)):
+            row = next(row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value))
+            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class, as the other labels are.")
+        position = {name: number for number, name in enumerate(names)}
+        return names, [position[value] for value in values]
+    most = len(stored) or MOST_CLASSES
+    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
+    if wrong is not None:
+        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
+        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
+    labels = [int(value) for value in values]
+    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
+
+
+def _class_names(
+    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
+) -> tuple[str, ...]:
+    """A name for every label, from what the user gave, or the data set, or the labels themselves.
+
+    Raises:
+        TaskError: The given names do not fit the labels.
+    """
+    defaults = dict(zip(labels, stored, strict=False)) or {label: label.replace("_", " ") for label in labels}
+    if given is None:
+        return tuple(defaults[label] for label in labels)
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(labels) - set(stored))
+        if unknown:
+            raise TaskError(f"{where}: classnames has {unknown[0]!r}, but the classes are {', '.join(labels[:20])}.")
+        return tuple(str(given.get(label, given.get(defaults[label], defaults[label]))) for label in labels)
+    if len(given) != len(labels):
+        raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
+    return tuple(map(str, given))
 
 
 def _fetch(own: OwnTask, place: Path) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pipeline.evaluation.datasets.hub_tables import ParquetTable, open_cached, open_saved, parquet_files
-from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, find_csv
+from pipeline.evaluation.datasets.tables import CsvTable, Needs, Place, Table, TableImages, as_list, as_text, find_csv
 from pipeline.evaluation.datasets.task_data import Instance, TaskData, TaskError
 
 CAPTIONS = ("caption", "captions", "raw", "sentences")
 IMAGES = ("image", "filename")
-MOST_CLASSES = 1_000_000
 CSV_NEEDS: dict[str, Needs] = {
     "retrieval": (IMAGES, CAPTIONS),
     "association": (("candidates",), ("cue",), ("associations",)),
@@ -29,17 +25,6 @@ CANDIDATES = (5, 6, 10, 12)
 """How many candidates WinoGAViL's instances have; its scores are means over these numbers."""
 STATED_COUNTS = {"num_candidates": "candidates", "num_associations": "associations"}
 """WinoGAViL's columns that say how many names a list must have."""
-
-
-@dataclass(frozen=True)
-class LabelColumns:
-    """Which columns of a table make a classification task, and its prompts."""
-
-    image: str
-    label: str
-    templates: tuple[str, ...]
-    names: Mapping[str, str] | Sequence[str] | None = None
-    """Class names by label, or in the order of the labels; None takes those of the data set, or the labels."""
 
 
 def find_table(folder: Path, *, needs: Needs, split: str = "test") -> Table:
@@ -80,10 +65,15 @@ def check_split(table: Table, split: str) -> None:
     Raises:
         TaskError: A row is of another split.
     """
-    if "split" not in table.columns:
-        return
-    for row, value in enumerate(table.values("split")):
-        if isinstance(value, str) and value.strip().lower() != split.lower():
+    column = next((name for name in table.columns if name.lower() == "split"), None)
+    names = table.class_names(column) if column else ()
+    for row, value in enumerate(table.values(column) if column else ()):
+        if isinstance(value, int) and 0 <= value < len(names):
+            value = names[value]
+        if (
+            isinstance(value, str | bytes)
+            and as_text(value, where=table.row_name(row)).strip().lower() != split.lower()
+        ):
             raise TaskError(
                 f"{table.row_name(row)} is of the split {value!r}, and {split!r} is scored: remove the rows of other "
                 "splits, or set split if all rows are of another."
@@ -121,8 +111,8 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
         image: The column of images; by default one of the names in use.
         caption: The column of captions, one or a list in every row.
     """
-    texts = table.values(_column(table, (caption,) if caption else CAPTIONS, folder))
-    column = _column(table, (image,) if image else IMAGES, folder)
+    texts = table.values(column_of(table, (caption,) if caption else CAPTIONS, folder))
+    column = column_of(table, (image,) if image else IMAGES, folder)
     captions: list[list[str]] = []
     places: list[Place] = []
     by_name: dict[str, int] = {}
@@ -143,7 +133,7 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
             raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
         else:
             captions[by_name[name]] += own
-    found = TableImages(table, column, _some(places, folder))
+    found = TableImages(table, column, some(places, folder))
     check_repeated(found, [tuple(own) for own in captions])
     return TaskData(
         folder,
@@ -158,15 +148,17 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
 def association_rows(table: Table, folder: Path) -> TaskData:
     """WinoGAViL. Candidate images repeat from instance to instance: equal bytes are one image, encoded once."""
     lists = {name: _lists(table, name, folder) for name in ("candidates", "associations")}
-    cues = table.values(_column(table, ("cue",), folder))
+    cues = table.values(column_of(table, ("cue",), folder))
     # In a CSV the candidates' names are those of the images.
     possible = ("candidate_images", "candidates") if isinstance(table, CsvTable) else ("candidate_images",)
-    column = _column(table, possible, folder)
+    column = column_of(table, possible, folder)
+    _check_copies(table, [name for name in table.columns if name == "candidates" or name not in possible])
     places: list[Place] = []
     by_digest: dict[bytes, int] = {}
     instances = []
     for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
-        _check_instance(table.row_name(row), own, str(cue or ""), truth)
+        cue = as_text(cue, where=table.row_name(row))
+        _check_instance(table.row_name(row), own, cue, truth)
         if table.images_in(column, row) != len(own):
             raise TaskError(
                 f"{table.row_name(row)} has {table.images_in(column, row)} images, but {len(own)} candidates. The row "
@@ -181,107 +173,21 @@ def association_rows(table: Table, folder: Path) -> TaskData:
                 places.append(place)
             positions.append(by_digest[digest])
         associated = tuple(bool(value) for value in np.isin(own, truth))
-        instances.append(Instance(str(cue), tuple(positions), associated))
-    images = TableImages(table, column, _some(places, folder))
+        instances.append(Instance(cue, tuple(positions), associated))
+    images = TableImages(table, column, some(places, folder))
     files = (*table.files, *table.image_files(column))
     return TaskData(folder, table.layout, images, files, instances=tuple(instances))
 
 
-def labelled_rows(table: Table, folder: Path, columns: LabelColumns) -> TaskData:
-    """A classification task: one image and one label in every row. Labels are numbers, or names of classes."""
-    column, label = (_column(table, (name,), folder) for name in (columns.image, columns.label))
-    values = [_label(value) for value in table.values(label)]
-    empty = next((row for row, value in enumerate(values) if not value), None)
-    if empty is not None:
-        raise TaskError(f"{table.row_name(empty)} has no {label}.")
-    stored = table.class_names(label)
-    found, labels = _labels(values, stored=stored, where=lambda row: f"{table.row_name(row)}, column {label}")
-    classnames = class_names(found, columns.names, stored=stored, where=str(folder))
-    places: list[Place] = [(row, None) for row in range(len(table))]
-    images = TableImages(table, column, _some(places, folder))
-    check_repeated(images, labels)
-    return TaskData(
-        folder,
-        table.layout,
-        images,
-        (*table.files, *table.image_files(column)),
-        columns=(columns.image, columns.label),
-        labels=np.array(labels, dtype=np.int64),
-        classnames=classnames,
-        templates=columns.templates,
-    )
-
-
-def _label(value: Any) -> str:
-    """A label as text; whole numbers that are stored as floats are written without a fraction, and NaN is none."""
-    if isinstance(value, str):  # a CSV's numbers are text
-        return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", value.strip())
-    if isinstance(value, float):
-        return "" if math.isnan(value) else str(int(value)) if value.is_integer() else str(value)
-    return "" if value is None else str(value).strip()
-
-
-def _is_number(label: str) -> bool:
-    """Whether a label is a number or stands for a missing one, and is no name."""
-    try:
-        float(label)
-    except ValueError:
-        return label.lower() in ("none", "null", "na", "n/a", "<na>")
-    return True
-
-
-def _labels(
-    values: Sequence[str], *, stored: Sequence[str], where: Callable[[int], str]
-) -> tuple[list[str], list[int]]:
-    """Every label there is, 0 to the highest number or the distinct names, and which of them each row has.
-
-    Raises:
-        TaskError: A number is negative, as in splits without labels, or too large to be the number of a class.
-    """
-    if not stored and not all(re.fullmatch(r"-?[0-9]+", value) for value in values):
-        names = sorted(set(values))
-        if any(re.fullmatch(r"-?[0-9]+", name) for name in names) and all(map(_is_number, names)):
-            row = next(row for row, value in enumerate(values) if not re.fullmatch(r"-?[0-9]+", value))
-            raise TaskError(f"{where(row)}: {values[row]} is not the number of a class, as the other labels are.")
-        position = {name: number for number, name in enumerate(names)}
-        return names, [position[value] for value in values]
-    most = len(stored) or MOST_CLASSES
-    wrong = next((row for row, value in enumerate(values) if not value.isdecimal() or int(value) >= most), None)
-    if wrong is not None:
-        hint = "-1 means that this split has no labels" if values[wrong] == "-1" else f"0 to {most - 1:,} are allowed"
-        raise TaskError(f"{where(wrong)}: {values[wrong][:40]} is not the number of a class ({hint}).")
-    labels = [int(value) for value in values]
-    return [str(number) for number in range(len(stored) or max(labels, default=-1) + 1)], labels
-
-
-def class_names(
-    labels: Sequence[str], given: Mapping[str, str] | Sequence[str] | None, *, stored: Sequence[str] = (), where: str
-) -> tuple[str, ...]:
-    """A name for every label, from what the user gave, or the data set, or the labels themselves.
-
-    Raises:
-        TaskError: The given names do not fit the labels.
-    """
-    defaults = dict(zip(labels, stored, strict=False)) or {label: label.replace("_", " ") for label in labels}
-    if given is None:
-        return tuple(defaults[label] for label in labels)
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(labels) - set(stored))
-        if unknown:
-            raise TaskError(f"{where}: classnames has {unknown[0]!r}, but the classes are {', '.join(labels[:20])}.")
-        return tuple(str(given.get(label, given.get(defaults[label], defaults[label]))) for label in labels)
-    if len(given) != len(labels):
-        raise TaskError(f"{where}: classnames has {len(given)} names, but the data has {len(labels)} classes.")
-    return tuple(map(str, given))
-
-
 def _lists(table: Table, column: str, folder: Path) -> list[list[str]]:
     """A column of lists; where another column says how long each must be, it is."""
-    values = table.values(_column(table, (column,), folder))
+    values = table.values(column_of(table, (column,), folder))
     found = [as_list(value, where=table.row_name(row)) for row, value in enumerate(values)]
     for counts in (name for name, of in STATED_COUNTS.items() if of == column and name in table.columns):
         for row, (own, count) in enumerate(zip(found, table.values(counts), strict=True)):
-            if str(count).strip() and len(own) != int(float(count)):
+            with suppress(ValueError):
+                count = float(count)
+            if str(count).strip() and len(own) != count:
                 raise TaskError(f"{table.row_name(row)} has {len(own)} {column}, but its {counts} says {count}.")
     return found
 
@@ -307,13 +213,22 @@ def _check_instance(where: str, candidates: Sequence[str], cue: str, truth: Sequ
         )
 
 
-def _some(places: list[Place], folder: Path) -> list[Place]:
+def _check_copies(table: Table, columns: Sequence[str]) -> None:
+    """No two rows are the same in all columns, the instance's number included."""
+    seen: dict[str, int] = {}
+    for row, values in enumerate(zip(*(table.values(name) for name in columns), strict=True)):
+        first = seen.setdefault(repr(values), row)
+        if first != row:
+            raise TaskError(f"{table.row_name(row)} and {table.row_name(first)} are the same, which would count twice.")
+
+
+def some(places: list[Place], folder: Path) -> list[Place]:
     if not places:
         raise TaskError(f"{folder} holds no rows at all.")
     return places
 
 
-def _column(table: Table, names: tuple[str, ...], folder: Path) -> str:
+def column_of(table: Table, names: tuple[str, ...], folder: Path) -> str:
     found = next((name for name in names if name in table.columns), None)
     if found is None:
         where, hint = folder, "This is another data set, or another version of it."

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config import suggest
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS
+from pipeline.evaluation.datasets.datacomp import DATACOMP, TASKS, Task, folder_names
 from pipeline.evaluation.datasets.own_tasks import (
     HUB,
     TASKS_NAME,
@@ -24,7 +24,6 @@ from pipeline.evaluation.datasets.own_tasks import (
 )
 from pipeline.evaluation.datasets.rows import open_rows
 from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
-from pipeline.evaluation.datasets.task import Task, folder_names
 from pipeline.evaluation.datasets.task_data import CheckedImages, TaskData, TaskError, Unchanged, plain
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 
@@ -215,6 +214,7 @@ def open_task(entry: Entry, *, blank_class: BlankClass = "keep") -> TaskData:
     try:
         unchanged = Unchanged(path for _, path in files_of(entry))
         data = _open(entry, entry.folder, blank_class)
+        unchanged.check(data.files)  # notes those that are elsewhere, before any process hashes them
         data = replace(data, images=CheckedImages(data.images, unchanged), unchanged=unchanged)
     except OSError as error:
         raise TaskError(f"{entry.task.key}: {entry.folder} cannot be read ({error.strerror}).") from error

@@ -14,8 +14,11 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
 
@@ -125,26 +128,41 @@ class TableImages:
 
 
 def as_list(value: Any, *, where: str) -> list[str]:
-    """A list that may be stored as text (JSON or Python), or one value on its own.
+    """A list of texts that may itself be stored as text (JSON or Python), or one text on its own.
 
     Raises:
-        TaskError: The text begins like a list, but is none; `where` says which row it is.
+        TaskError: The text begins like a list, but is none, or an item is no text; `where` says which row it is.
     """
     if value is None:
         return []
-    if not isinstance(value, str):
-        return ["" if item is None else str(item) for item in value]
-    text = value.strip()
-    if not text.startswith("["):
-        return [value]
-    try:
-        found = json.loads(text)
-    except ValueError:
+    if isinstance(value, list | tuple | np.ndarray):
+        return [as_text(item, where=where) for item in value]
+    text = as_text(value, where=where)
+    if not text.strip().startswith("["):
+        return [text]
+    found = None
+    for parse in (ast.literal_eval, json.loads):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: thousands of brackets
+            found = parse(text.strip())
+    if found is None:
+        raise TaskError(f"{where}: {text.strip()[:60]!r} should be a list, but is neither JSON nor Python.")
+    return [as_text(item, where=where) for item in found]
+
+
+def as_text(value: Any, *, where: str) -> str:
+    """A cell that must be text, also as UTF-8 in a column of bytes; empty where it is missing.
+
+    Raises:
+        TaskError: It is something else, whose characters would be scored as if a person had written them.
+    """
+    if isinstance(value, bytes):
         try:
-            found = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise TaskError(f"{where}: {text[:60]!r} should be a list, but is neither JSON nor Python.") from None
-    return ["" if item is None else str(item) for item in found]
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{where} holds text that is not UTF-8 ({error}).") from error
+    if value is not None and not isinstance(value, str):
+        raise TaskError(f"{where} holds {value!r:.60}, which is not text.")
+    return value or ""
 
 
 def locate(path: str, folder: Path) -> Path:
@@ -233,7 +251,7 @@ class CsvTable(Table):
             self._open[opened] = zipfile.ZipFile(archive)
         try:
             return self._open[opened].read(path_inside)
-        except (zipfile.BadZipFile, OSError) as error:
+        except Exception as error:  # a damaged archive raises a dozen types, zlib's and RuntimeError among them
             raise TaskError(f"{path_inside} in {archive} is damaged ({plain(error)}): fetch it again.") from error
 
 
@@ -288,7 +306,7 @@ def _zip_members(archives: Sequence[Path]) -> dict[str, tuple[Path, str]]:
     for archive in archives:
         try:
             names = zipfile.ZipFile(archive).namelist()
-        except (zipfile.BadZipFile, OSError) as error:
+        except Exception as error:
             raise TaskError(f"{archive} is damaged or cut short ({plain(error)}): fetch it again.") from error
         for name in names:
             path = Path(name)

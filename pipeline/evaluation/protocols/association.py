@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.evaluation.datasets.task import Task
+from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
 from pipeline.evaluation.protocols.texts import TextSide

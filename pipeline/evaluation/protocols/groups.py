@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.evaluation.datasets.task import Task
+from pipeline.evaluation.datasets.datacomp import Task
 
 
 def metrics(task: Task, found: Mapping[str, np.ndarray]) -> dict[str, float]:

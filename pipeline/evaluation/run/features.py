@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError
-from pipeline.evaluation.identity import code_version, model_config_digest, package_versions
+from pipeline.evaluation.identity import PACKAGES, code_version, model_config_digest
 from pipeline.evaluation.protocol import Outcomes, Protocol
 from pipeline.evaluation.protocols.texts import TextSide, check_finite
-from pipeline.evaluation.run.caches import PixelCache, load_array, store_array
-from pipeline.evaluation.run.images import ImagePass, preprocessing_key
+from pipeline.evaluation.run.images import ImagePass, PixelCache, load_array, preprocessing_key, store_array
 from pipeline.evaluation.run.session import Session
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.versions import versions
 
 
 def text_features(session: Session, model: EvaluationModel, side: TextSide) -> Tensor:
@@ -71,10 +71,10 @@ class ClassifierCache:
         return self._memory[key]
 
     def _key(self, model: EvaluationModel, side: TextSide) -> str:
-        versions = [code_version(), package_versions()]
+        software = [code_version(), versions(PACKAGES)]
         compute = self._session.compute
         settings = [compute.name(), compute.precision, self._session.config.micro_batch]
-        facts = [model.digest, model_config_digest(model), side.digest, settings, versions]
+        facts = [model.digest, model_config_digest(model), side.digest, settings, software]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

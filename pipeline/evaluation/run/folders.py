@@ -15,7 +15,7 @@ from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import TaskError, plain
 from pipeline.evaluation.identity import conditions
 from pipeline.evaluation.run.checkpoint import notes_on
-from pipeline.evaluation.run.lock import LOCK_NAME, SuiteLock
+from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
 from pipeline.model.evaluation_model import EvaluationModel

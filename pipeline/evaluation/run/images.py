@@ -1,10 +1,20 @@
-"""One pass over a task's images for several models: every image is read and decoded once, by loader workers."""
+"""One pass over a task's images for several models: every image is read and decoded once, by loader workers.
+
+Decoded images can be kept in a cache. A file of a cache holds an array, the digest of its key, and a checksum over
+both. The key says everything that the array was made of and from. A file that is damaged, or that was made for another
+key and renamed, is the same as none.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +24,17 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
 from pipeline.evaluation.compute import microbatches
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
-from pipeline.evaluation.run.caches import PixelCache, split_transform, to_tensors
+from pipeline.evaluation.identity import ROOT, code_digest
+from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
+from pipeline.versions import versions
 
+T = TypeVar("T")
 Transform = Callable[[Any], Tensor]
 WORKER_IMPORTS = ("pipeline.evaluation.run.images", "open_clip")
 """What the fork server imports, because new workers are started for every task."""
+DECODERS = ("pipeline.evaluation.run.images",)
+"""The modules that make pixels of encoded images; with what they import they are part of a cached image's key."""
 Batch = tuple[int, np.ndarray]
 """The number of a loader item, and the images in it."""
 
@@ -30,81 +45,62 @@ def preprocessing_key(model: EvaluationModel) -> str:
 
 
 class _Batches(Dataset[Any]):
-    """Item k: the stacked images of the k-th batch under every preprocessing, or the error for one of them."""
+    """Item k: the stacked images of the k-th batch under every preprocessing, or the error for one of them.
 
-    def __init__(self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch]) -> None:
-        self.source, self.transforms, self.batches = source, transforms, batches
+    With a cache of decoded images a batch is a micro-batch, and only uncached images are decoded.
+    """
+
+    def __init__(self, images: ImagePass, batches: list[Batch]) -> None:
+        self.source, self.cache, self.batches = images.source, images.cache, batches
+        self.transforms = dict(images.transforms)
+        if self.cache is not None:
+            self.parts = {key: split_transform(transform) for key, transform in self.transforms.items()}
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...] | str:
+        number, images = self.batches[index]
         try:
-            return self.tensors(*self.batches[index])
+            if self.cache is not None:
+                return self._cached(self.cache, number, images)
+            return tuple(map(torch.stack, self._prepared(images, self.transforms.values())))
         except TaskError as error:
             return str(error)  # an exception from a worker would be wrapped in its traceback
 
-    def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
-        """The images of one batch, one tensor per preprocessing."""
-        rows = []
-        for index in images:
-            image = self.decoded(int(index))
-            rows.append([transform(image) for transform in self.transforms.values()])
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    def _prepared(self, images: np.ndarray, functions: Iterable[Callable[[Any], T]]) -> Iterator[tuple[T, ...]]:
+        """The images of a batch, decoded once, under every function."""
+        functions, rows = list(functions), []
+        for index in map(int, images):
+            image = decode(self.source.read(index), name=self.source.name(index))
+            rows.append([function(image) for function in functions])
+        return zip(*rows, strict=True)
 
-    def decoded(self, index: int) -> Any:
-        return decode(self.source.read(index), name=self.source.name(index))
-
-
-class _CachedBatches(_Batches):
-    """Like `_Batches`, with a cache of decoded images; a batch is a micro-batch. Only uncached images are decoded."""
-
-    def __init__(
-        self, source: ImageSource, transforms: Mapping[str, Transform], batches: list[Batch], cache: PixelCache
-    ) -> None:
-        super().__init__(source, transforms, batches)
-        self.cache = cache
-        self.parts = {key: split_transform(transform) for key, transform in transforms.items()}
-
-    def tensors(self, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
-        loaded = {key: self.cache.load(key, number) for key in self.transforms}
+    def _cached(self, cache: PixelCache, number: int, images: np.ndarray) -> tuple[Tensor, ...]:
+        loaded = {key: cache.load(key, number) for key in self.transforms}
         found = {key: pixels for key, pixels in loaded.items() if pixels is not None}
         missing = [key for key in self.transforms if key not in found]
         if missing:
-            rows = []
-            for index in images:
-                image = self.decoded(int(index))
-                rows.append([self.parts[key][0](image) for key in missing])
-            for key, column in zip(missing, zip(*rows, strict=True), strict=True):
+            columns = self._prepared(images, (self.parts[key][0] for key in missing))
+            for key, column in zip(missing, columns, strict=True):
                 found[key] = np.stack(column)
-                self.cache.store(key, number, found[key])
+                cache.store(key, number, found[key])
         return tuple(to_tensors(self.parts[key][1], found[key]) for key in self.transforms)
 
 
+@dataclass(frozen=True)
 class ImagePass:
-    """The images of one task, preprocessed for every distinct key, in this process's micro-batches.
+    """The images of one task, preprocessed for every distinct key, in this process's micro-batches."""
 
-    Args:
-        source: The images.
-        transforms: Preprocessing by key.
-        micro_batch: M.
-        batch_size: Images per loader item.
-        workers: Processes that decode (0: this one).
-        cache: Where decoded images are kept.
-    """
-
-    def __init__(
-        self,
-        source: ImageSource,
-        transforms: Mapping[str, Transform],
-        *,
-        micro_batch: int,
-        batch_size: int,
-        workers: int,
-        cache: PixelCache | None = None,
-    ) -> None:
-        self._source, self._transforms, self._cache = source, dict(transforms), cache
-        self._micro_batch, self._batch_size, self._workers = micro_batch, batch_size, workers
+    source: ImageSource
+    transforms: Mapping[str, Transform]
+    """Preprocessing by key."""
+    micro_batch: int
+    batch_size: int
+    """Images per loader item."""
+    workers: int
+    """Processes that decode (0: this one)."""
+    cache: PixelCache | None = None
 
     def run(self, *, rank: int = 0, size: int = 1, pin: bool = False) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
@@ -112,9 +108,9 @@ class ImagePass:
         Raises:
             TaskError: An image cannot be read.
         """
-        numbers = range(rank, -(-len(self._source) // self._micro_batch), size)
-        items = self._items(numbers)
-        workers = min(self._workers, len(items))
+        numbers = range(rank, -(-len(self.source) // self.micro_batch), size)
+        items = _Batches(self, self._batches(numbers))
+        workers = min(self.workers, len(items))
         preload(*WORKER_IMPORTS)
         loader: DataLoader[Any] = DataLoader(
             items,
@@ -124,20 +120,18 @@ class ImagePass:
             multiprocessing_context=start_forkserver() if workers else None,
             worker_init_fn=_start_worker if workers else None,
         )
-        cut = microbatches(self._checked(loader), self._micro_batch)
+        cut = microbatches(self._checked(loader), self.micro_batch)
         for number, (valid, tensors) in zip(numbers, cut, strict=True):
-            yield number, valid, dict(zip(self._transforms, tensors, strict=True))
+            yield number, valid, dict(zip(self.transforms, tensors, strict=True))
 
-    def _items(self, numbers: range) -> _Batches:
-        m, n = self._micro_batch, len(self._source)
+    def _batches(self, numbers: range) -> list[Batch]:
+        m, n = self.micro_batch, len(self.source)
         pieces = [np.arange(k * m, min((k + 1) * m, n)) for k in numbers]
-        if self._cache is not None:
-            batches = list(zip(numbers, pieces, strict=True))
-            return _CachedBatches(self._source, self._transforms, batches, self._cache)
+        if self.cache is not None:
+            return list(zip(numbers, pieces, strict=True))
         mine = np.concatenate(pieces or [np.arange(0)])
-        starts = range(0, len(mine), self._batch_size)
-        batches = [(k, mine[start : start + self._batch_size]) for k, start in enumerate(starts)]
-        return _Batches(self._source, self._transforms, batches)
+        starts = range(0, len(mine), self.batch_size)
+        return [(k, mine[start : start + self.batch_size]) for k, start in enumerate(starts)]
 
     @staticmethod
     def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
@@ -149,3 +143,109 @@ class ImagePass:
 
 def _start_worker(number: int) -> None:
     live_with_parent()
+
+
+def load_array(path: Path, key: str) -> np.ndarray | None:
+    """The array that `store_array` wrote with this key; None when the file is missing, damaged, or of another key."""
+    try:
+        with path.open("rb") as file:
+            array: np.ndarray = np.load(file, allow_pickle=False)
+            seal = file.read()
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError):
+        # A damaged header may state any shape, or be no Python literal.
+        return None
+    return array if seal == _seal(array, key) else None
+
+
+def store_array(path: Path, array: np.ndarray, key: str) -> None:
+    """Write an array; a file of that name is complete or not there.
+
+    Raises:
+        OSError: The disk refuses it.
+    """
+    buffer = io.BytesIO()  # numpy's own error on a full disk does not say that the disk is full
+    np.save(buffer, array, allow_pickle=False)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(buffer.getbuffer())
+        file.write(_seal(array, key))
+
+
+def _seal(array: np.ndarray, key: str) -> bytes:
+    """The digest of the key, and that of key and array."""
+    own = hashlib.sha256(key.encode())
+    whole = hashlib.sha256(own.digest() + f"{array.dtype.str} {array.shape}".encode())
+    whole.update(np.ascontiguousarray(array).data)
+    return own.digest() + whole.digest()
+
+
+class PixelCache:
+    """The cached micro-batches of one task, as 8-bit pixels.
+
+    Args:
+        folder: `evaluation.cache`, for all tasks and suites.
+        data: Digest of the task's data.
+        micro_batch: Images per micro-batch.
+    """
+
+    def __init__(self, folder: Path, *, data: str, micro_batch: int) -> None:
+        self._folder = folder
+        packages = versions(("pillow", "torchvision", "open_clip_torch", "numpy"))
+        self._facts = [data, micro_batch, packages, code_digest(ROOT, DECODERS)]
+
+    def load(self, preprocessing: str, number: int) -> np.ndarray | None:
+        """[rows, H, W, 3] uint8, micro-batch `number` under a preprocessing; None when it is not there."""
+        path, key = self._place(preprocessing, number)
+        return load_array(path, key)
+
+    def store(self, preprocessing: str, number: int, pixels: np.ndarray) -> None:
+        """Write a micro-batch.
+
+        Raises:
+            TaskError: The disk refuses it.
+        """
+        path, key = self._place(preprocessing, number)
+        try:
+            store_array(path, pixels, key)
+        except OSError as error:
+            raise TaskError(
+                f"The cache {self._folder} cannot be written ({error.strerror}): free some space, or leave cache out."
+            ) from error
+
+    def _place(self, preprocessing: str, number: int) -> tuple[Path, str]:
+        key = json.dumps([*self._facts, preprocessing], sort_keys=True)
+        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self._folder / name / f"{number:06d}.npy", f"{key} {number}"
+
+
+class ToPixels:
+    """Image -> 8-bit pixels [H, W, 3]: the part of a preprocessing that is cached. Loading workers receive it pickled.
+
+    Args:
+        steps: The steps before `ToTensor`.
+    """
+
+    def __init__(self, steps: Callable[[Any], Any]) -> None:
+        self._steps = steps
+
+    def __call__(self, image: Any) -> np.ndarray:
+        return np.asarray(self._steps(image).convert("RGB"))
+
+
+def split_transform(transform: Any) -> tuple[ToPixels, Transform]:
+    """Split a preprocessing into image -> 8-bit pixels [H, W, 3] and pixels -> tensor; together they are bit-identical.
+
+    Raises:
+        TaskError: It is not open_clip's sequence with `ToTensor` in it.
+    """
+    from torchvision.transforms import Compose, ToTensor
+
+    steps = list(getattr(transform, "transforms", ()))
+    place = next((k for k, step in enumerate(steps) if isinstance(step, ToTensor)), None)
+    if place is None:
+        raise TaskError("The preprocessing of this model has no ToTensor step, so its images cannot be cached.")
+    return ToPixels(Compose(steps[:place])), Compose(steps[place:])
+
+
+def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:
+    """[rows, H, W, 3] uint8 -> [rows, 3, H, W] as the whole preprocessing returns it."""
+    return torch.stack([after(np.array(image)) for image in pixels])

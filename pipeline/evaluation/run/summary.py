@@ -15,8 +15,15 @@ from typing import Any
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
 from pipeline.evaluation.datasets.suite import Entry, Suite
 from pipeline.evaluation.identity import SETTINGS, misfit
-from pipeline.evaluation.run.lock import SuiteLock
-from pipeline.evaluation.run.results import ANOTHER_SUITE, TaskResult, is_named_after, part_of, read_result, read_tree
+from pipeline.evaluation.run.results import (
+    ANOTHER_SUITE,
+    SuiteLock,
+    TaskResult,
+    is_named_after,
+    part_of,
+    read_result,
+    read_tree,
+)
 from pipeline.files import write_text
 from pipeline.model.evaluation_model import EvaluationModel
 

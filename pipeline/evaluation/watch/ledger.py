@@ -11,9 +11,9 @@ only once. So each fact is one small file with its own name, written under a tem
         done.json          the outcome
 
 The lease with the highest number is valid, unless it has ended or its owner is dead: then exactly one watcher can take
-the next number. An owner is considered dead when its beat has not changed for `ttl` seconds of the *observer's*
-clock; clocks of different machines are never compared. An owner that was only suspended writes the same results again,
-byte for byte, and finds `done.json` there.
+the next number. An owner is considered dead when its beat has not changed for `ttl` seconds, the longer of its own and
+the observer's, of the *observer's* clock; clocks of different machines are never compared. An owner that was only
+suspended writes the same results again, byte for byte, and finds `done.json` there.
 
 The ledger is for scheduling only; the results themselves are authoritative. A watcher that finds a checkpoint done but
 its results missing, or `done.json` damaged, sets the outcome aside (`superseded-0001.json`), and the checkpoint is
@@ -189,8 +189,13 @@ class Ledger:
         if self._spent(folder, weights) >= self.attempts:
             self._abandon(name, folder, number, weights)
             return None
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex, "at": _now()}
-        owner["weights"] = weights
+        owner: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": uuid.uuid4().hex,
+            "at": _now(),
+        }
+        owner |= {"weights": weights, "ttl": self.ttl}
         path = folder / f"lease-{number + 1:04d}.json"
         if not create_once(path, json.dumps(owner, indent=1) + "\n"):
             return None
@@ -217,7 +222,8 @@ class Ledger:
         self._first.setdefault(beat, value)
         if beat not in self._seen or self._seen[beat][0] != value:
             self._seen[beat] = (value, now)
-        return now - self._seen[beat][1] >= self.ttl
+        own = _read_json(folder / f"lease-{number:04d}.json").get("ttl")  # it may beat less often than we would
+        return now - self._seen[beat][1] >= max(self.ttl, own if isinstance(own, int | float) else 0)
 
     def _abandon(self, name: str, folder: Path, number: int, weights: str) -> None:
         reasons = [_read_json(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]

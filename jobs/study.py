@@ -116,6 +116,7 @@ def run_units(
 
     left = [each for each in distinct(units) if not is_done(each, place)]
     click.echo(f"{len(units)} runs, {len(units) - len(left)} of them done or shared.")
+    left = without_missing_teachers(left)
     if not left:
         return {}
     check_data(left)
@@ -128,6 +129,15 @@ def run_units(
         prepared.append((each, write_spec(each, place, facts=facts, study=study, places=places)))
     at_once = 1 if study.alone else parallel
     return run_all(prepared, parallel=at_once, launcher=launcher, tell=click.echo)
+
+
+def without_missing_teachers(units: list[Unit]) -> list[Unit]:
+    """The runs whose teacher's features are there; the others are named: their teacher may be a run of this study."""
+    teachers = {unit.label: unit.run.data.teacher_features for unit in units}
+    missing = {label: where for label, where in teachers.items() if where and not Path(where).exists()}
+    for label, where in missing.items():
+        click.echo(f"Skipped: {label} needs {where}; a comment in the study's YAML file has the command that makes it.")
+    return [unit for unit in units if unit.label not in missing]
 
 
 def check_data(units: list[Unit]) -> None:

@@ -1,33 +1,50 @@
-"""`neuclip download --recipe icons`: shards with a manifest, a datasheet with every set's licence, and the suite."""
+"""`neuclip download --recipe icons`: shards with a manifest, a datasheet with the sets' licences, a held-out suite.
+
+The icons are a source of `data_prep/pairs`: listed once with everything that is needed to render them, then rendered
+shard by shard. The suite has the layout of the DataComp benchmark, which `neuclip evaluate` reads.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
+import json
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.ingest_report import DATASHEET_NAME, template
-from data_prep.icons import icon_source
-from data_prep.icons.held_out import HELD_OUT
-from data_prep.icons.icon_source import IconOptions, IconSource, open_icons
-from data_prep.icons.icon_suite import suite_folder, write_icon_suite
+from data_prep.evalsets.write_sets import SHARD_SIZE, write_retrieval, write_zeroshot
+from data_prep.icons import icon_list
+from data_prep.icons.icon_list import BLANK, HELD_OUT, NOT_RENDERED, TASKS, IconOptions, list_icons
+from data_prep.icons.icon_package import SetFacts, package_folder, read_sets
+from data_prep.pairs.listing import Listed, Listing, write_listing
 from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
+from data_prep.pairs.pair import Pair
 from data_prep.settings.icons_config import PACKAGE, IconsConfig
-from pipeline.data.shards.manifest_format import Manifest
-from pipeline.files import write_text
+from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from pipeline.errors import UserError
+from pipeline.evaluation.datasets.suite_facts import FACTS_NAME, read_facts
+from pipeline.files import write_json, write_text
+from pipeline.pixels import read_rgb
 
+SETS_NAME = "sets.json"
+TEMPLATES = ("{c}", "{c} icon")
 MEANINGS = {
-    icon_source.LICENCE: "the set's licence is not in source.licences",
-    icon_source.BRAND: "a set of logos, which are trademarks",
-    icon_source.HIDDEN: "the set has withdrawn it",
-    icon_source.NO_DRAWING: "the package has no drawing for it",
-    icon_source.DUPLICATE: "the same drawing as an earlier icon",
-    icon_source.NOT_RENDERED: "the renderer refused it",
-    icon_source.BLANK: "one colour only, such as white on white or the start of an animation",
+    icon_list.LICENCE: "the set's licence is not in source.licences",
+    icon_list.BRAND: "a set of logos, which are trademarks",
+    icon_list.HIDDEN: "the set has withdrawn it",
+    icon_list.NO_DRAWING: "the package has no drawing for it",
+    icon_list.DUPLICATE: "the same drawing as an earlier icon",
+    icon_list.NOT_RENDERED: "the renderer refused it",
+    icon_list.BLANK: "one colour only, such as white on white or the start of an animation",
     reasons.NO_CAPTION: "its name has no letters",
     HELD_OUT: "in the evaluation suite, or too much like an icon in it",
 }
@@ -72,7 +89,7 @@ def make_icons(config: IconsConfig, *, on_rows: Callable[[int, int], None] = lam
         processes=config.fetch.processes,
     )
     manifest = make_shards(pairs, on_rows=on_rows).manifest
-    suite = suite_folder(output)
+    suite = output.with_name(f"{output.name}-suite")  # beside the shards: every tar below their folder is one of them
     tasks = write_icon_suite(opened[0], suite)
     _write_datasheet(Folder(output), manifest, opened[0], tasks, suite)
     return IconsMade(manifest, tasks, suite)
@@ -123,3 +140,147 @@ def _licences(sets: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
     for one in sets:
         samples[one["facts"].licence] += one["samples"]
     return [(licence, kinds[licence], count) for licence, count in samples.most_common()]
+
+
+@dataclass(frozen=True)
+class IconSource:
+    """The icons in the order of a hash of their names, so that every shard holds all styles."""
+
+    listing: Listing
+    options: IconOptions
+    sets: Mapping[str, SetFacts]
+
+    @property
+    def rows(self) -> int:
+        return self.listing.rows
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        options = {**asdict(self.options), "licences": list(self.options.licences)}
+        renderer = f"resvg-py {importlib.metadata.version('resvg-py')}"
+        return {"kind": "icons", "package": PACKAGE, **options, "renderer": renderer, "digest": self.listing.digest}
+
+    def read(self, start: int, stop: int) -> Iterator[Pair]:
+        for row in self.listing.read(start, stop):
+            yield Pair(row.place, problem=row.problem, detail=row.detail) if row.problem else self.rendered(row)
+
+    def rendered(self, row: Listed) -> Pair:
+        """A listed icon with its picture, or why there is none."""
+        about = self.sets[row.place.partition(":")[0]]
+        try:
+            picture = render(row.image, self.options.icon_size)
+        except ValueError as error:
+            return Pair(row.place, problem=NOT_RENDERED, detail=str(error))
+        if picture is None:
+            return Pair(row.place, problem=BLANK)
+        facts = {"set": about.name, "author": about.author, "author_url": about.author_url}
+        facts |= {"licence": about.licence, "licence_url": about.licence_url}
+        return Pair(row.place, picture, row.captions, about=facts)
+
+
+def render(svg: str, size: int) -> bytes | None:
+    """An icon as a PNG of `size` x `size` pixels on white; None if all pixels are equal.
+
+    Raises:
+        ValueError: It is not SVG that can be rendered.
+    """
+    import resvg_py
+
+    png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
+    picture = read_rgb(png)
+    if not np.ptp(np.asarray(picture), axis=(0, 1)).any():
+        return None
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def open_icons(
+    source: str, options: IconOptions, *, listing: Path, stored: Listing | None, package: str | None
+) -> IconSource:
+    """List the icons of the package, or continue with the list of an interrupted run, which needs no package.
+
+    Args:
+        source: The package's name and version, for messages.
+        options: Which icons, and how.
+        listing: Where the list is stored.
+        stored: The list, if it has been made.
+        package: Local folder or archive; None fetches it.
+
+    Raises:
+        UserError: The package cannot be had or is damaged, or resvg-py is not installed.
+    """
+    try:
+        importlib.metadata.version("resvg-py")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            "Rendering icons needs resvg-py: pip install -c constraints.txt -e '.[icons]' in a copy of the repository, "
+            "or pip install resvg-py."
+        ) from error
+    names = listing.with_name(SETS_NAME)
+    if stored is None:
+        with package_folder(package, options.version, scratch=listing.parent) as folder:
+            sets = read_sets(folder)
+            write_json(names, {one.prefix: asdict(one) for one in sets}, durable=True)
+            stored = write_listing(listing, list_icons(folder, sets, options), root=folder, group_images=False)
+    known = {prefix: SetFacts(**facts) for prefix, facts in json.loads(names.read_text(encoding="utf-8")).items()}
+    return IconSource(stored, options, known)
+
+
+def write_icon_suite(source: IconSource, folder: Path) -> dict[str, dict[str, Any]]:
+    """Write the tasks `icons/...`; nothing is written if the folder has those of the same icons.
+
+    Retrieval tasks have a `manifest.json`, too: `validation.sources` can name their folders. `suite.json` is written
+    last. It has the counts and digests that every evaluation checks, and how many icons could not be rendered.
+
+    Returns:
+        The facts of each task.
+    """
+    facts_path, made_from = folder / FACTS_NAME, json.loads(json.dumps(source.facts))
+    if facts_path.is_file() and json.loads(facts_path.read_bytes()).get("source") == made_from:
+        return read_facts(folder)
+    facts_path.unlink(missing_ok=True)
+    held: dict[str, list[Listed]] = {}
+    for row in source.listing.read(0, source.rows):
+        if row.problem == HELD_OUT and row.detail:
+            held.setdefault(row.detail, []).append(row)
+    tasks = {}
+    for task in (task for task in TASKS if task in held):
+        place = folder / f"wds_icons-{task}_test"
+        if place.exists():
+            shutil.rmtree(place)
+        tasks[f"icons/{task}"] = _write_task(task, held[task], source, place)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(facts_path, {"source": made_from, "tasks": tasks})
+    return tasks
+
+
+def _write_task(task: str, rows: list[Listed], source: IconSource, place: Path) -> dict[str, Any]:
+    missing: Counter[str] = Counter()
+
+    def pictures() -> Iterator[tuple[str, bytes, str]]:
+        for row in rows:
+            pair = source.rendered(row)
+            if pair.problem:
+                missing[pair.problem] += 1
+            else:
+                assert isinstance(pair.image, bytes)
+                yield "png", pair.image, pair.captions[0]
+
+    classes: dict[str, Any] = {}
+    if task != "rare-phrases":
+        digests = write_retrieval(pictures(), place)
+        _write_manifest(place, digests, len(rows) - missing.total())
+    else:
+        names = sorted({row.captions[0] for row in rows})
+        labelled = ((suffix, image, names.index(caption)) for suffix, image, caption in pictures())
+        digests = write_zeroshot(labelled, place, classnames=names, templates=TEMPLATES)
+        classes = {"classes": len(names), "chance": 1 / len(names)}
+    return {"samples": len(rows) - missing.total(), **classes, "sha256": digests, "excluded": dict(missing)}
+
+
+def _write_manifest(place: Path, digests: dict[str, str], samples: int) -> None:
+    """Make the pairs of a retrieval task usable as `validation.sources`."""
+    rest = [min(SHARD_SIZE, samples - k * SHARD_SIZE) for k in range(len(digests))]
+    sizes = [(place / name).stat().st_size for name in digests]
+    make_manifest(zip(digests, rest, sizes, digests.values(), strict=True), root=place).save(place)

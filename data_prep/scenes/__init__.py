@@ -10,12 +10,19 @@
 Everything is a pure function of the config and the index of a scene, so nothing needs to be stored.
 """
 
-from data_prep.scenes.faults import ALWAYS_FAILS, Fault, count_faults, fault_of
+from data_prep.scenes.published import (
+    ALWAYS_FAILS,
+    Fault,
+    corpus_digest,
+    count_faults,
+    fault_of,
+    uid,
+    url,
+    write_url_table,
+)
+from data_prep.scenes.scene import HELD_OUT_START, FaultRates, ScenesConfig
 from data_prep.scenes.scene_suite import write_suite
-from data_prep.scenes.scenes_config import HELD_OUT_START, FaultRates, ScenesConfig
-from data_prep.scenes.server import serve_scenes, url
-from data_prep.scenes.url_table import uid, write_url_table
-from data_prep.scenes.version import corpus_digest
+from data_prep.scenes.server import serve_scenes
 
 __all__ = [
     "ALWAYS_FAILS",

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import click
 
-from data_prep.scenes.scenes_config import ScenesConfig
+from data_prep.scenes.published import write_url_table
+from data_prep.scenes.scene import ScenesConfig
 from data_prep.scenes.server import HOST, SERVE_STDIN, SceneServer, serve_scenes
-from data_prep.scenes.url_table import write_url_table
 from pipeline.config import parse
 from pipeline.errors import UserError
 

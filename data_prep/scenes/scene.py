@@ -1,22 +1,258 @@
-"""The content of a scene, independent of image and caption: a pure function of (config, index)."""
+"""Scenes: the settings of the built-in corpus, its random draws, the words for what is in a scene, and its content.
+
+Everything is a pure function of (config, index), independent of image and caption.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from data_prep.scenes.draws import Draws
-from data_prep.scenes.scenes_config import ScenesConfig
-from data_prep.scenes.vocabulary import (
-    BACKGROUNDS,
-    COLOURS,
-    COUNTS,
-    POSITIONS,
-    RELATIONS,
-    SHAPES,
-    SIZES,
-    TEXTURES,
-    THEMES,
+import pydantic
+from pydantic import Field
+
+from pipeline.config import section
+
+# Held-out indices start here, so that a larger corpus never overlaps with the evaluation sets.
+HELD_OUT_START = 10_000_000
+
+
+@section
+class FaultRates:
+    """Share of the URLs that misbehave, by kind (see `published.Fault`); what remains is served as published.
+
+    The defaults are of the order seen on aged web crawls; slow answers are rare, so that the demo does not wait long.
+    """
+
+    not_found: float = Field(default=0.030, ge=0, le=1)
+    """Answered with 404."""
+    forbidden: float = Field(default=0.008, ge=0, le=1)
+    """Answered with 403."""
+    gone: float = Field(default=0.004, ge=0, le=1)
+    """Answered with 410."""
+    truncated: float = Field(default=0.003, ge=0, le=1)
+    """A JPEG that stops half-way and was published like this: its hash is right, only decoding fails."""
+    incomplete: float = Field(default=0.004, ge=0, le=1)
+    """The connection closes before the announced length."""
+    html: float = Field(default=0.008, ge=0, le=1)
+    """200 with a web page instead of an image."""
+    wrong_hash: float = Field(default=0.006, ge=0, le=1)
+    """A good image of another scene than the published one."""
+    oversize: float = Field(default=0.0005, ge=0, le=1)
+    """A valid JPEG of huge dimensions."""
+    disconnect: float = Field(default=0.002, ge=0, le=1)
+    """The connection closes without an answer."""
+    transient: float = Field(default=0.010, ge=0, le=1)
+    """503 to the first request, then the image."""
+    slow: float = Field(default=0.010, ge=0, le=1)
+    """The image, after a delay of up to `slow_seconds`."""
+    stall: float = Field(default=0.0005, ge=0, le=1)
+    """No answer for `stall_seconds`, which exceeds the client's time-out."""
+    noai: float = Field(default=0.002, ge=0, le=1)
+    """The image, with the header `X-Robots-Tag: noai`: its owner does not want it used for training."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_sum(self) -> FaultRates:
+        total = sum(vars(self).values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"the fault rates sum to {total:g}, but each URL has at most one fault: keep the sum <= 1")
+        return self
+
+
+@section
+class ScenesConfig:
+    """The built-in corpus: training pairs, and evaluation sets of held-out scenes."""
+
+    pairs: int = Field(default=20_000, ge=1, lt=HELD_OUT_START)
+    """Training pairs, one URL each."""
+    seed: int = Field(default=0, ge=0)
+    """Every scene, image, caption and fault is a pure function of the seed and its index."""
+    image_size: int = Field(default=96, ge=16, le=1024)
+    """Side of the square images in pixels."""
+    jpeg_quality: int = Field(default=88, ge=30, le=95)
+    """Quality of the JPEG files."""
+    tail: float = Field(default=0.5, ge=0, le=3)
+    """Zipf exponent of the attributes' frequencies; 0: uniform."""
+    themed: float = Field(default=0.12, ge=0, le=1)
+    """Share of scenes drawn from a few stock motifs, the frequent semantics of the corpus."""
+    noise: float = Field(default=0.2, ge=0, le=1)
+    """Share of training captions that carry web noise."""
+    held_out: int = Field(default=1_000, ge=1)
+    """Images per zero-shot task."""
+    retrieval_pairs: int = Field(default=1_000, ge=2)
+    """Pairs of the retrieval set."""
+    faults: FaultRates = dataclasses.field(default_factory=FaultRates)
+    slow_seconds: float = Field(default=0.3, ge=0, le=60)
+    """Longest delay of a slow answer."""
+    stall_seconds: float = Field(default=20.0, ge=0, le=600)
+    """How long a stalled answer holds the connection; must exceed the client's time-out to count as a failure."""
+
+
+T = TypeVar("T")
+
+
+class Draws:
+    """A stream of draws named by `parts`, for example `Draws(seed, index, "caption")`.
+
+    Only `random.Random.random()` is used, the only method whose sequence Python guarantees to be stable.
+    """
+
+    def __init__(self, *parts: object) -> None:
+        name = "/".join(str(part) for part in parts)
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self._random = random.Random(int.from_bytes(digest, "big"))
+
+    def unit(self) -> float:
+        """Uniform in [0, 1)."""
+        return self._random.random()
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self._random.random()
+
+    def integer(self, stop: int) -> int:
+        """Uniform over 0 ... stop - 1."""
+        return int(self._random.random() * stop)
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[int(self._random.random() * len(options))]
+
+    def weighted(self, options: Sequence[T], weights: Sequence[float]) -> T:
+        """One option with probability proportional to its weight."""
+        left = self._random.random() * sum(weights)
+        for option, weight in zip(options, weights, strict=True):
+            left -= weight
+            if left < 0:
+                return option
+        return options[-1]
+
+    def zipf(self, options: Sequence[T], exponent: float) -> T:
+        """One of the options, which are in decreasing order of frequency: the k-th has weight k ** -exponent."""
+        return self.weighted(options, [(k + 1) ** -exponent for k in range(len(options))])
+
+    def favoured(self, options: Sequence[T], favour: float = 0.55) -> T:
+        """The first option (canonical word) with probability `favour`, otherwise any of the others (synonyms)."""
+        if len(options) == 1 or self.unit() < favour:
+            return options[0]
+        return options[1 + int(self._random.random() * (len(options) - 1))]
+
+    def shuffled(self, options: Sequence[T]) -> list[T]:
+        keyed = [(self._random.random(), k) for k in range(len(options))]
+        return [options[k] for _, k in sorted(keyed)]
+
+
+# Every table is in decreasing order of frequency: the first entries are the head of the distribution.
+# The first word of an entry is its class name in the evaluation sets, the others are synonyms that captions use.
+Colour = tuple[int, int, int]
+
+SHAPES: dict[str, tuple[str, ...]] = {
+    "circle": ("circle", "disc", "round shape", "ball"),
+    "square": ("square", "box", "block"),
+    "star": ("star", "five-pointed star", "starlet"),
+    "triangle": ("triangle", "wedge", "three-sided shape"),
+    "heart": ("heart", "love heart", "valentine"),
+    "ring": ("ring", "hoop", "band"),
+    "cross": ("cross", "plus sign", "plus"),
+    "crescent": ("crescent", "moon", "half moon"),
+    "diamond": ("diamond", "rhombus", "lozenge"),
+    "arrow": ("arrow", "pointer", "arrow sign"),
+}
+
+COLOURS: dict[str, tuple[Colour, tuple[str, ...]]] = {
+    "red": ((220, 32, 36), ("red", "crimson", "scarlet")),
+    "blue": ((36, 78, 222), ("blue", "azure", "royal blue")),
+    "yellow": ((248, 218, 42), ("yellow", "lemon", "golden")),
+    "green": ((28, 148, 60), ("green", "emerald", "leaf green")),
+    "white": ((247, 247, 244), ("white", "ivory", "snow-white")),
+    "orange": ((247, 134, 22), ("orange", "tangerine", "amber")),
+    "black": ((24, 24, 28), ("black", "jet-black", "ebony")),
+    "purple": ((128, 46, 176), ("purple", "violet", "plum")),
+    "pink": ((250, 138, 192), ("pink", "rose", "blush")),
+    "brown": ((118, 70, 34), ("brown", "chestnut", "chocolate")),
+    "turquoise": ((44, 202, 196), ("turquoise", "cyan", "teal")),
+    "grey": ((128, 130, 136), ("grey", "gray", "ash grey")),
+}
+
+BACKGROUNDS: dict[str, tuple[str, ...]] = {
+    "sky": ("in a cloudy sky", "in the clouds", "against a blue sky", "up in the sky"),
+    "grass": ("on grass", "in a meadow", "on a green lawn", "on the lawn"),
+    "night": ("in the night sky", "at night", "under the stars", "in outer space"),
+    "sand": ("on sand", "in the desert", "on a sandy beach", "on the dunes"),
+    "brick": ("on a brick wall", "against red bricks", "in front of a brick wall", "on the bricks"),
+    "water": ("on water", "in the sea", "over ocean waves", "in the pool"),
+    "wood": ("on a wooden table", "on wood", "on wooden boards", "on a plank floor"),
+    "snow": ("on snow", "in the snow", "on a snowy field", "on white snow"),
+}
+
+TEXTURES: dict[str, tuple[str, ...]] = {
+    "plain": ("plain", "solid", "uniform"),
+    "striped": ("striped", "stripy", "banded"),
+    "spotted": ("spotted", "dotted", "polka-dot"),
+    "hollow": ("hollow", "outlined", "empty"),
+    "checkered": ("checkered", "chequered", "chessboard"),
+    "two-tone": ("two-tone", "half-and-half", "split"),
+}
+
+SIZES: dict[str, tuple[str, ...]] = {
+    "large": ("large", "big", "huge"),
+    "medium": ("medium-sized", "mid-sized", "average-sized"),
+    "small": ("small", "little", "tiny"),
+}
+
+COUNTS: dict[int, tuple[str, ...]] = {
+    1: ("a single", "one", "a lone"),
+    2: ("two", "a pair of", "2"),
+    3: ("three", "3", "a trio of"),
+    4: ("four", "4", "a set of four"),
+    5: ("five", "5", "a group of five"),
+}
+
+# Centre (x, y) of the object as a share of the image's side, and the words.
+POSITIONS: dict[str, tuple[tuple[float, float], tuple[str, ...]]] = {
+    "centre": ((0.50, 0.50), ("in the centre", "in the middle", "at the center")),
+    "left": ((0.26, 0.50), ("on the left side", "at the left edge", "on the left")),
+    "right": ((0.74, 0.50), ("on the right side", "at the right edge", "on the right")),
+    "top": ((0.50, 0.26), ("at the top", "at the upper edge", "up top")),
+    "bottom": ((0.50, 0.74), ("at the bottom", "at the lower edge", "down below")),
+    "top left": ((0.26, 0.26), ("in the top left corner", "in the upper left", "top left")),
+    "bottom right": ((0.74, 0.74), ("in the bottom right corner", "in the lower right", "bottom right")),
+    "top right": ((0.74, 0.26), ("in the top right corner", "in the upper right", "top right")),
+    "bottom left": ((0.26, 0.74), ("in the bottom left corner", "in the lower left", "bottom left")),
+}
+
+# Relations of the first object to the second. Class names are undirected ("next to"), because an image does not show
+# which of its two objects a class prompt names first; captions can also be directed.
+RELATIONS: dict[str, tuple[str, ...]] = {
+    "beside": ("next to", "to the left of", "beside", "left of"),
+    "above": ("above", "over", "higher than"),
+    "inside": ("inside", "within", "enclosed by"),
+    "before": ("in front of", "overlapping", "partly covering"),
+}
+
+# Frequent motifs: (shape, colour, background, texture).
+THEMES: tuple[tuple[str, str, str, str], ...] = (
+    ("star", "yellow", "night", "plain"),
+    ("heart", "red", "wood", "plain"),
+    ("circle", "orange", "sky", "plain"),
+    ("circle", "white", "grass", "spotted"),
+    ("ring", "red", "water", "striped"),
+    ("square", "brown", "sand", "checkered"),
 )
+
+GENERIC = ("shape", "object", "thing")
+
+
+def words(table: dict, key: object) -> tuple[str, ...]:
+    """The names of `key` in any table above, canonical first."""
+    entry = table[key]
+    return entry[1] if isinstance(entry[1], tuple) else entry
+
 
 PLAIN = 0.3  # share of items that are plain, before a texture is drawn for the others
 

@@ -23,17 +23,19 @@ from typing import Any
 from data_prep.evalsets.write_sets import write_retrieval, write_zeroshot
 from data_prep.scenes.caption import curated
 from data_prep.scenes.render import jpeg
-from data_prep.scenes.scene import Scene, describe
-from data_prep.scenes.scenes_config import HELD_OUT_START, ScenesConfig
-from data_prep.scenes.vocabulary import (
+from data_prep.scenes.scene import (
     BACKGROUNDS,
     COLOURS,
     COUNTS,
+    HELD_OUT_START,
     POSITIONS,
     RELATIONS,
     SHAPES,
     SIZES,
     TEXTURES,
+    Scene,
+    ScenesConfig,
+    describe,
     words,
 )
 

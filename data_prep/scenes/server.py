@@ -1,7 +1,7 @@
 """A small web server on 127.0.0.1 that serves the corpus with the failures of the real web.
 
-`GET /scenes/<seed>/<index>.jpg` renders the scene on request; its fault is determined by (seed, index), see `faults`.
-The server runs in its own process, exits with its parent, and reports request counts under `/stats`.
+`GET /scenes/<seed>/<index>.jpg` renders the scene on request, with the fault that `published` has for it. The server
+runs in its own process, exits with its parent, and reports request counts under `/stats`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 
-from data_prep.scenes.draws import Draws
-from data_prep.scenes.faults import Fault, fault_of, served
-from data_prep.scenes.scenes_config import ScenesConfig
+from data_prep.scenes.published import Fault, fault_of, served
+from data_prep.scenes.scene import Draws, ScenesConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 
@@ -69,11 +68,6 @@ def serve_scenes(config: ScenesConfig, *, port: int = 0) -> Iterator[str]:
             process.kill()
             process.wait()
         process.stdout.close()
-
-
-def url(base: str, config: ScenesConfig, index: int) -> str:
-    """The URL of a scene's image."""
-    return f"{base}/scenes/{config.seed}/{index}.jpg"
 
 
 class SceneServer:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.bench.batches import make_data
-from jobs.bench.harness import show
+from jobs.bench.harness import make_data, show
 from jobs.bench.train import OPTIMIZER, head, open_clip_train, ours, step_parser
 from pipeline.distributed.world import start_world
 

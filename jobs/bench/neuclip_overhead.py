@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.bench.batches import SEED, make_data
-from jobs.bench.harness import Value, alternate, ratios, seconds, show
+from jobs.bench.harness import SEED, Value, alternate, make_data, ratios, seconds, show
 from jobs.bench.train import Rounds, head, ours, prototypes_of, step_parser
 from pipeline.distributed.world import World, start_world
 

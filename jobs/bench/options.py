@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from jobs.bench.batches import make_data
-from jobs.bench.harness import Child, alternate, ratios, seconds, show
+from jobs.bench.harness import Child, alternate, make_data, ratios, seconds, show
 from jobs.bench.train import head, ours, step_parser
 from pipeline.distributed.world import start_world
 from pipeline.metrics.mfu import known_peak, training_flops

@@ -11,8 +11,7 @@ from statistics import median
 
 import torch
 
-from jobs.bench.batches import CAPTIONS, SEED, Data, make_data
-from jobs.bench.harness import ratios, show
+from jobs.bench.harness import CAPTIONS, SEED, Data, make_data, ratios, show
 from jobs.bench.train import Rounds, head, step_parser, step_seconds
 from pipeline.distributed.world import start_world
 from pipeline.model.towers import ModelConfig, Towers, build_towers

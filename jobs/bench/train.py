@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.bench.batches import CAPTIONS, SEED, Data, make_data, pinned
-from jobs.bench.harness import alternate, parser, place, ratios, seconds, show
+from jobs.bench.harness import CAPTIONS, SEED, Data, alternate, make_data, parser, pinned, place, ratios, seconds, show
 from pipeline.data.loading.decode import normalize
 from pipeline.distributed.world import World, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine

@@ -160,12 +160,12 @@ def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> 
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
-    """An arm against the baseline, per seed.
+    """An arm against the baseline, per seed; `kind` is a key of `PAIRED` or of `COLUMNS`.
 
     `saving` is the baseline's value over the arm's. Other kinds are the arm's value minus the baseline's, `extra_time`
     as a percentage of the baseline's step time.
     """
-    column = COLUMNS[PAIRED[kind][0]]
+    column = COLUMNS[PAIRED[kind][0] if kind in PAIRED else kind]
     before = {o.seed: o.result for o in _of(outcomes, setting, baseline)}
     differences = []
     for outcome in _of(outcomes, setting, arm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,12 @@ class Spread:
     """
 
     values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """The values; None if there are none."""
+        found = tuple(values)
+        return cls(found) if found else None
 
     @property
     def mean(self) -> float:
@@ -94,8 +100,7 @@ def significant(compared: Mapping[Name, Spread]) -> set[Name]:
 
 def difference(own: Mapping[Name, float], other: Mapping[Name, float]) -> Spread | None:
     """Paired differences of values by seed, over the seeds that both have; None if there is none."""
-    both = [seed for seed in own if seed in other]
-    return Spread(tuple(own[seed] - other[seed] for seed in both)) if both else None
+    return Spread.of(own[seed] - other[seed] for seed in own if seed in other)
 
 
 def shown(value: Spread | None, form: str, unit: str = "") -> str:

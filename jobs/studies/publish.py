@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import io
+import itertools
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, paired, spread
-from jobs.studies.paired import as_lines, shown
-from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
+from jobs.studies.paired import LEVEL, Spread, as_lines, holm, shown
+from pipeline.cores import usable_cores
 from pipeline.report.run_page import render as render_page
+from pipeline.versions import source_commit
 
+DATA_NAME = "results.json"
+COMPARED = {"held_out_loss": "+.3f", "average": "+.2f", "retrieval": "+.2f", "imagenet": "+.2f", "saving": ".2f"}
+"""Columns that are compared with the baseline, and the formats of their differences."""
+COMPARED_NOTE = (
+    " The last table has every paired difference in a score with its 95% interval; p is corrected for the number of "
+    "comparisons on the page by Holm's method, and significant at 5%."
+)
 KEPT = (
     "commit",
     "batch_size",
@@ -103,6 +117,7 @@ def _how(study: Study, data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> 
         provenance(data, reproduces=study.reproduces, results=[outcome.result for outcome in outcomes])
         + " Figures are means ± standard deviation over seeds; differences are paired by seed. Errors and variances of "
         "normalizers are means over the intermediate checkpoints, without the last one."
+        + (COMPARED_NOTE if _comparisons(study, data["size"], outcomes) else "")
     )
 
 
@@ -114,6 +129,36 @@ def _tables(study: Study, size: str, outcomes: Sequence[Outcome]) -> Iterator[tu
         there = {arm: arms[arm] for arm in arms if any(o.setting == setting and o.arm == arm for o in outcomes)}
         if there:
             yield variant.title or setting, table(study, outcomes, setting=setting, arms=there, baseline=baseline)
+    if rows := _comparisons(study, size, outcomes):
+        yield f"Comparisons with {baseline}", rows
+
+
+def _comparisons(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Every score and saving against the baseline, over two seeds or more; empty if there is none."""
+    at_size = size_of(study, size)
+    baseline = at_size.baseline or study.baseline
+    compared: dict[tuple[str, str, str], Spread] = {}
+    for setting, column in itertools.product(at_size.settings, study.columns):
+        for arm in arms_of(study, size) if column in COMPARED else ():
+            found = paired(outcomes, setting, arm, kind=column, baseline=baseline)
+            if arm != baseline and found is not None and found.t is not None:
+                equal = float(column == "saving")  # a ratio is compared with 1
+                compared[setting, column, arm] = Spread(tuple(value - equal for value in found.values))
+    adjusted = holm({name: one.p for name, one in compared.items() if one.p is not None})
+    clear = sum(p <= LEVEL for p in adjusted.values())
+    rows = [
+        [f"{len(adjusted)} comparisons, {clear} significant", "difference", "95% interval", "t", "p", "p, corrected"]
+    ]
+    heading = ""
+    for (setting, column, arm), one in compared.items():
+        if setting != heading:
+            rows.append([f"**{at_size.settings[setting].title or setting}**"])
+            heading = setting
+        base, form, half = float(column == "saving"), COMPARED[column], one.half_width or 0.0
+        ends = " to ".join(f"{base + one.mean + sign * half:{form}}" for sign in (-1, 1))
+        tests = (f"{one.t:+.1f}", f"{one.p:.2g}", f"{adjusted[setting, column, arm]:.2g}")
+        rows.append([f"{_title(column, baseline)}: `{arm}`", f"{base + one.mean:{form}}", ends, *tests])
+    return rows if compared else []
 
 
 def table(
@@ -160,3 +205,79 @@ def _cell(outcomes: Sequence[Outcome], setting: str, arm: str, column: str, base
 
 def _compact(outcome: Outcome) -> dict[str, Any]:
     return {**asdict(outcome), "result": {key: outcome.result[key] for key in KEPT if key in outcome.result}}
+
+
+def write_data(folder: Path, *, study: str, size: str, command: str, versions: Mapping[str, str], **rest: Any) -> None:
+    """Write `folder/results.json`; `rest` are the fields that only this kind of study has."""
+    data = {
+        "study": study,
+        "size": size,
+        "command": command,
+        "date": date.today().isoformat(),
+        "commit": source_commit(),
+        "machine": {"cpu": cpu_name(), "cores": usable_cores(), "system": platform.system()},
+        "versions": versions,
+        **rest,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA_NAME).write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def read_data(folder: Path) -> dict[str, Any]:
+    """Read `folder/results.json`."""
+    return json.loads((folder / DATA_NAME).read_text(encoding="utf-8"))
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write each text under its file name. Returns their paths."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def provenance(data: Mapping[str, Any], *, reproduces: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences on the size, command, machine, versions and finished runs of a study, for its page.
+
+    Args:
+        data: The content of `results.json`.
+        reproduces: What the study is modelled on.
+        results: The finished runs' results.
+    """
+    packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
+    # Results record their commit; older ones have only that of their publication, or none.
+    commits = sorted({commit for result in results if (commit := result.get("commit", data.get("commit")))})
+    commit = f" from commit {_listed(commits)}" if commits else ""
+    return (
+        f"Size `{data['size']}`; modelled on {reproduces}. Made with `{data['command']}` on {data['date']}{commit}, "
+        f"{data['machine']['cores']} cores of {data['machine']['cpu']}; {packages}. "
+        f"{len(results)} of {data['units']} runs are finished."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
+
+
+def csv_of(header: Sequence[str], rows: Iterable[tuple[Sequence[Any], Sequence[float | None], Sequence[Any]]]) -> str:
+    """CSV of rows given as (labels, figures, more labels); a figure that is None becomes an empty cell."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(header)
+    for labels, figures, more in rows:
+        writer.writerow([*labels, *("" if value is None else f"{value:.6g}" for value in figures), *more])
+    return stream.getvalue()
+
+
+def figure_title(file: str) -> str:
+    """The title of a figure, from its file name."""
+    return file.removesuffix(".svg").replace("-", " ")
+
+
+def cpu_name() -> str:
+    """The model name of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "an unnamed CPU"

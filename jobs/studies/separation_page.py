@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jobs.studies.paired import LEVEL, Spread, as_lines, difference, shown, shown_difference, significant
-from jobs.studies.results_data import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
+from jobs.studies.publish import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from jobs.studies.separation import ARMS, BASELINE, BASELINES, NAME, REPRODUCES, SHARED, TAU, TITLE
 from jobs.studies.study_figures import STYLE, as_svg
 from pipeline.versions import versions
@@ -64,18 +65,12 @@ def render(folder: Path) -> list[Path]:
 
 def values_of(results: Results, *, pairs: int, batch: int, arm: str, measure: str) -> dict[int, float]:
     """A measure of one arm at one setting, by seed."""
-    found = {}
-    for result in results:
-        run = result["run"]
-        if (run["pairs"], run["batch"], run["arm"]) == (pairs, batch, arm) and result.get(measure) is not None:
-            found[run["seed"]] = result[measure]
-    return found
-
-
-def gain_of(results: Results, *, pairs: int, batch: int, arm: str, to: str) -> Spread | None:
-    """Paired differences of held-out NCE between `arm` and the arm `to`, over their common seeds."""
-    own, other = (values_of(results, pairs=pairs, batch=batch, arm=each, measure="nce") for each in (arm, to))
-    return difference(dict(sorted(own.items())), other)
+    runs = {
+        result["run"]["seed"]: result.get(measure)
+        for result in sorted(results, key=lambda one: one["run"]["seed"])
+        if tuple(result["run"][key] for key in ("pairs", "batch", "arm")) == (pairs, batch, arm)
+    }
+    return {seed: value for seed, value in runs.items() if value is not None}
 
 
 Cell = tuple[int, int, str, str]
@@ -83,29 +78,29 @@ Cell = tuple[int, int, str, str]
 
 
 def comparisons(results: Results) -> dict[Cell, Spread]:
-    """Every comparison of the page's tables; the two arms that are compared with each other count once."""
-    found = {}
+    """Every comparison of the page's tables, paired by seed; two arms that are compared with each other count once."""
+    found: dict[Cell, Spread] = {}
     for pairs, batch, _ in settings_of(results):
-        for arm in ARMS:
-            for other in BASELINES:
-                gain = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=other)
-                if gain is not None and arm != other and (pairs, batch, other, arm) not in found:
-                    found[pairs, batch, arm, other] = gain
+        nce = {arm: values_of(results, pairs=pairs, batch=batch, arm=arm, measure="nce") for arm in ARMS}
+        for arm, other in itertools.product(ARMS, BASELINES):
+            gain = difference(nce[arm], nce[other])
+            if gain is not None and arm != other and (pairs, batch, other, arm) not in found:
+                found[pairs, batch, arm, other] = gain
     return found
 
 
-def clear_cells(found: Mapping[Cell, Spread]) -> set[Cell]:
-    """The comparisons that are significant after Holm's correction over all of them, in both directions."""
-    clear = significant(found)
-    return clear | {(pairs, batch, other, arm) for pairs, batch, arm, other in clear}
+def both_ways(found: Mapping[Cell, Spread]) -> dict[Cell, Spread]:
+    """The comparisons, and each of them the other way round."""
+    turned = {(p, b, other, arm): Spread(tuple(-v for v in one.values)) for (p, b, arm, other), one in found.items()}
+    return turned | dict(found)
 
 
 def shared_errors(results: Results, *, pairs: int, batch: int, arm: str) -> list[float]:
     """In-use errors of a method on the shared trajectory, one per seed."""
-    runs = [
-        r for r in results if r["run"]["arm"] == SHARED and (r["run"]["pairs"], r["run"]["batch"]) == (pairs, batch)
-    ]
-    return [r["arms"][arm]["error_in_use"] for r in runs if arm in r["arms"]]
+    arms = (
+        r["arms"] for r in results if [r["run"][key] for key in ("arm", "pairs", "batch")] == [SHARED, pairs, batch]
+    )
+    return [found[arm]["error_in_use"] for found in arms if arm in found]
 
 
 def settings_of(results: Results) -> list[tuple[int, int, float]]:
@@ -126,21 +121,21 @@ def as_markdown(data: Mapping[str, Any], drawn: Sequence[str]) -> str:
     """The generated page: how the study was run, a table per setting, and the figures."""
     results: Results = data["runs"]
     compared = comparisons(results)
-    clear = clear_cells(compared)
+    clear = significant(compared)
     how = (
         provenance(data, reproduces=REPRODUCES, results=results)
         + f" All methods of a seed share initial weights and batches; temperature {TAU} is fixed. Measures are means "
         "± standard deviation over seeds; differences from other arms are paired by seed, mean ± standard error (t), "
         f"bold where they are significant at {LEVEL:.0%} after Holm's correction over all {len(compared)} comparisons "
-        f"of this page ({sum(cell in clear for cell in compared)} are). {PAIRS_NOTE[_drawn_per_seed(results)]} Errors "
-        "are mean squared errors of "
+        f"of this page ({len(clear)} are). {PAIRS_NOTE[all('data_seed' in one['run'] for one in results)]} Errors are "
+        "mean squared errors of "
         "log-normalizers over the whole dataset, at 16 steps of each run; on the shared trajectory all methods see the "
         "same features. This page is generated from `results.json` by `neuclip study separation`; do not edit it."
     )
     lines = [f"# {TITLE}", "", how]
     for pairs, batch, epochs in settings_of(results):
         lines += ["", f"## {pairs:,} pairs, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}, batch {batch}", ""]
-        lines += _table(results, pairs=pairs, batch=batch, clear=clear)
+        lines += _table(results, pairs=pairs, batch=batch, compared=both_ways(compared), clear=clear)
     for file in drawn:
         lines += ["", f"![{figure_title(file)}]({file})"]
     return "\n".join(lines) + "\n"
@@ -153,101 +148,78 @@ PAIRS_NOTE = {
 }
 
 
-def _drawn_per_seed(results: Results) -> bool:
-    return all("data_seed" in result["run"] for result in results)
-
-
-def _table(results: Results, *, pairs: int, batch: int, clear: set[Cell]) -> list[str]:
+def _table(results: Results, *, pairs: int, batch: int, compared: Mapping[Cell, Spread], clear: set[Cell]) -> list[str]:
     against = [f"NCE against `{other}`" for other in BASELINES]
     rows = [["", "seeds", *(m.title for m in MEASURES.values()), *against, "error, shared trajectory"]]
     for arm in ARMS:
         found = {key: values_of(results, pairs=pairs, batch=batch, arm=arm, measure=key) for key in MEASURES}
         if not found["nce"]:
             continue
-        cells = [shown(_spread(found[key].values()), measure.form) for key, measure in MEASURES.items()]
+        cells = [shown(Spread.of(found[key].values()), measure.form) for key, measure in MEASURES.items()]
         for other in BASELINES:
-            gain = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=other) if arm != other else None
-            is_clear = (pairs, batch, arm, other) in clear
+            gain = compared.get((pairs, batch, arm, other))
+            is_clear = (pairs, batch, arm, other) in clear or (pairs, batch, other, arm) in clear
             cells.append(shown_difference(gain, "+.3f", error=gain.standard_error if gain else None, is_clear=is_clear))
         shared = shared_errors(results, pairs=pairs, batch=batch, arm=arm) if arm != "oracle" else ()
-        rows.append([f"`{arm}`", str(len(found["nce"])), *cells, shown(_spread(shared), ".3f")])
+        rows.append([f"`{arm}`", str(len(found["nce"])), *cells, shown(Spread.of(shared), ".3f")])
     return as_lines(rows)
-
-
-def _spread(values: Iterable[float]) -> Spread | None:
-    found = Spread(tuple(values))
-    return found if found.values else None
 
 
 def draw(results: Results) -> dict[str, str]:
     """File name -> SVG: gain in held-out NCE and in-use error over the batch size, one panel per dataset size."""
     import matplotlib
 
-    if not results:
-        return {}
+    gains = both_ways(comparisons(results))
+
+    def gain(pairs: int, batch: int, arm: str) -> Spread | None:
+        found = gains.get((pairs, batch, arm, BASELINE))
+        return None if found is None else Spread(tuple(-value for value in found.values))
+
+    def error(pairs: int, batch: int, arm: str) -> Spread | None:
+        return Spread.of(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values())
+
+    def shared(pairs: int, batch: int, arm: str) -> Spread | None:
+        return Spread.of(shared_errors(results, pairs=pairs, batch=batch, arm=arm))
+
+    title = f"NCE below openclip's, nats\n(logarithmic outside ±{LINEAR})"
+    figures: dict[str, tuple[Value, str, Scale]] = {
+        "nce-gain.svg": (gain, title, "differences"),
+        "error-in-use.svg": (error, MEASURES["error_in_use"].title, "log"),
+    }
+    if any(result["run"]["arm"] == SHARED for result in results):
+        figures["error-shared.svg"] = (shared, "error in use, one trajectory", "log")
     with matplotlib.rc_context(STYLE):
-        found = {
-            "nce-gain.svg": _panels(
-                results,
-                _gain_points,
-                f"NCE below openclip's, nats\n(logarithmic outside ±{LINEAR})",
-                scale="differences",
-            ),
-            "error-in-use.svg": _panels(results, _error_points, MEASURES["error_in_use"].title, scale="log"),
-        }
-        if any(result["run"]["arm"] == SHARED for result in results):
-            found["error-shared.svg"] = _panels(results, _shared_points, "error in use, one trajectory", scale="log")
-    return found
+        settings = settings_of(results)
+        return {file: _panels(settings, *what) for file, what in figures.items()} if results else {}
 
 
 Scale = Literal["log", "differences"]
 """Of a vertical axis; "differences" is linear from -`LINEAR` to +`LINEAR` and logarithmic outside."""
 LINEAR = 0.1
 GAIN_TICKS = (-0.8, -0.4, -0.2, -0.1, -0.05, 0, 0.05, 0.1)
-Point = tuple[float, float | None]
-"""Mean over seeds and standard error."""
+Value = Callable[[int, int, str], Spread | None]
+"""The values over seeds of (pairs, batch, arm)."""
 
 
-def _gain_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    found = gain_of(results, pairs=pairs, batch=batch, arm=arm, to=BASELINE)
-    return None if found is None else (-found.mean, found.standard_error)
-
-
-def _error_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    return _point(values_of(results, pairs=pairs, batch=batch, arm=arm, measure="error_in_use").values())
-
-
-def _shared_points(results: Results, pairs: int, batch: int, arm: str) -> Point | None:
-    return _point(shared_errors(results, pairs=pairs, batch=batch, arm=arm))
-
-
-def _point(values: Iterable[float]) -> Point | None:
-    found = _spread(values)
-    return None if found is None else (found.mean, found.standard_error)
-
-
-def _panels(
-    results: Results, point: Callable[[Results, int, int, str], Point | None], title: str, *, scale: Scale
-) -> str:
+def _panels(settings: Sequence[tuple[int, int, float]], value: Value, title: str, scale: Scale) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = settings_of(results)
-    sizes = sorted({pairs for pairs, batch, _ in settings if any(point(results, pairs, batch, arm) for arm in ARMS)})
+    sizes = sorted({pairs for pairs, batch, _ in settings if any(value(pairs, batch, arm) for arm in ARMS)})
     figure = Figure(figsize=(1.6 + 2.7 * len(sizes), 3.4), layout="constrained")
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for axes, pairs in zip(panels, sizes, strict=True):
         batches = sorted({batch for p, batch, _ in settings if p == pairs})
         for number, arm in enumerate(ARMS):
-            found = [(batch, point(results, pairs, batch, arm)) for batch in batches]
-            present = [(batch, value) for batch, value in found if value is not None]
+            found = [(batch, value(pairs, batch, arm)) for batch in batches]
+            present = [(batch, one) for batch, one in found if one is not None]
             if not present:
                 continue
             axes.errorbar(
                 [batch * 1.02 ** (number - 4) for batch, _ in present],  # offset, so that error bars do not overlap
-                [value[0] for _, value in present],
-                yerr=[value[1] or 0.0 for _, value in present],
+                [one.mean for _, one in present],
+                yerr=[one.standard_error or 0.0 for _, one in present],
                 label=arm,
                 color=palette[(2 * number + number // 10) % 20],
                 marker="o",

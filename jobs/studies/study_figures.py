@@ -27,6 +27,11 @@ STYLE: Any = {
 DOT = "#2b6cb0"
 
 
+def _drawn(study: Study, size: str, outcomes: Sequence[Outcome]) -> list[str]:
+    """The arms that have runs, in the order of the study."""
+    return [arm for arm in arms_of(study, size) if any(outcome.arm == arm for outcome in outcomes)]
+
+
 def draw(study: Study, size: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
     """File name -> SVG of all figures of a study."""
     import matplotlib
@@ -47,7 +52,7 @@ def _final(study: Study, size: str, outcomes: Sequence[Outcome]) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    column, settings, arms = study.columns[0], size_of(study, size).settings, list(arms_of(study, size))
+    column, settings, arms = study.columns[0], size_of(study, size).settings, _drawn(study, size, outcomes)
     figure = Figure(figsize=(min(9.0, 1.2 + 3.6 * len(settings)), 0.9 + 0.24 * len(arms)), layout="constrained")
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for axes, (setting, variant) in zip(panels, settings.items(), strict=True):
@@ -72,7 +77,7 @@ def _against(study: Study, size: str, outcomes: Sequence[Outcome], cost: str) ->
     """The study's first column over `cost`: means with standard deviations of both; one panel per setting."""
     from matplotlib.figure import Figure
 
-    column, settings, arms = study.columns[0], size_of(study, size).settings, list(arms_of(study, size))
+    column, settings, arms = study.columns[0], size_of(study, size).settings, _drawn(study, size, outcomes)
     look = _looks(arms)
     figure = Figure(figsize=(1.9 + 3.6 * len(settings), 3.0), layout="constrained")
     panels = figure.subplots(1, len(settings), squeeze=False)[0]
@@ -103,7 +108,7 @@ def _curves(study: Study, size: str, outcomes: Sequence[Outcome], column: str, c
     from matplotlib.figure import Figure
 
     settings = {name: variant for name, variant in size_of(study, size).settings.items() if name in curved}
-    arms = list(arms_of(study, size))
+    arms = _drawn(study, size, outcomes)
     rows = [[a for a in names if a in arms] for names in study.groups.values()] or [arms]
     rows = [names for names in rows if names]
     look = _looks(arms)

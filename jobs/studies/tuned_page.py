@@ -116,8 +116,7 @@ def table(
 
 
 def spread(rows: Lines, measure: str, form: str) -> str:
-    values = tuple(float(line[measure]) for line in rows if line[measure])
-    return shown(Spread(values) if values else None, form)
+    return shown(Spread.of(float(line[measure]) for line in rows if line[measure]), form)
 
 
 def tuning(lines: Lines, *, arms: Sequence[str]) -> list[str]:

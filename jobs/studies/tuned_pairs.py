@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from data_prep.icons.held_out import share_of
+from data_prep.icons.icon_list import IconOptions, list_icons, share_of
 from data_prep.icons.icon_package import package_folder, read_sets
-from data_prep.icons.icon_source import IconOptions, list_icons
 from data_prep.settings.icons_config import HeldOutConfig, IconSourceConfig
 from pipeline.pixels import open_image
 

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from jobs.studies.hierarchy import (
+from jobs.studies.towers import (
+    Course,
     Hierarchy,
-    descend,
     draw_pairs,
     exact_log_normalizers,
-    lr_scale,
+    make_objective,
     make_towers,
     orders,
+    retrieval,
+    squared_error,
 )
-from jobs.studies.separation_run import retrieval, squared_error
 from jobs.studies.tuned_near import QUEUE, NearPlus
-from pipeline.objectives import build_objective
 from pipeline.objectives.softmax import SoftmaxObjective
 
 GALLERY = 250
@@ -112,7 +112,7 @@ def train(
     """Train two towers and evaluate them on the held-out pairs.
 
     Returns:
-        `nce`, `mrr`, `recall_at_1` (see `separation_run.retrieval`); `error_batch` and `error_in_use`, mean squared
+        `nce`, `mrr`, `recall_at_1` (see `towers.retrieval`); `error_batch` and `error_in_use`, mean squared
         errors of the batch's own and the method's log-normalizers at the end; `tau` at the end; `cpu_seconds`.
     """
     data = load(setting, seed=seed, tuning=tuning, folder=folder)
@@ -122,34 +122,24 @@ def train(
         towers.parameters(), lr=values["lr"], betas=(0.9, 0.98), weight_decay=0.05, fused=True
     )
     near = NearPlus(arm, setting, values, seed=seed) if arm.startswith("near_") else None
-    objective = near or build_objective(
-        {"drift_check_every": 0, **settings_of(arm, setting, values)},
-        dim=setting.dim,
-        batch_size=setting.batch,
-        dataset_size=setting.pairs,
-        total_steps=setting.steps,
-        seed=seed,
-    )
+    objective = near or make_objective(settings_of(arm, setting, values), setting, seed=seed)
     batches = near.batches() if near else orders(setting.pairs, setting.batch, seed=seed)
+    course = Course(data.training, towers, optimizer, batches, steps=setting.steps)
     began = time.process_time()
-    for step in range(setting.steps):
-        ids = next(batches)
-        scale = lr_scale(step, setting.steps)
-        image, text = towers["image"](data.training[0][ids]), towers["text"](data.training[1][ids])
-        loss = objective.loss(image, text, sample_ids=ids)
-        descend(optimizer, loss, lr=values["lr"] * scale)
-        objective.commit(lr_scale=scale)
+    for step in course.walk():
+        course.descend(objective.loss(step.image, step.text, sample_ids=step.ids), scale=step.scale)
+        objective.commit(lr_scale=step.scale)
     seconds = time.process_time() - began
-    return {"cpu_seconds": seconds, **measure(towers, data, objective, setting, seed=seed)}
+    return {"cpu_seconds": seconds, **measure(course, data.held_out, objective, setting, seed=seed)}
 
 
 @torch.no_grad()
 def measure(
-    towers: nn.ModuleDict, data: TunedPairs, objective: Any, setting: TunedSetting, *, seed: int
+    course: Course, held_out: tuple[Tensor, Tensor], objective: Any, setting: TunedSetting, *, seed: int
 ) -> dict[str, Any]:
     """The measures of `train` at the end of a run."""
-    image, text = (towers[side](x) for side, x in zip(("image", "text"), data.training, strict=True))
-    held = [towers[side](x) for side, x in zip(("image", "text"), data.held_out, strict=True)]
+    image, text = course.embed(*course.pairs)
+    held = course.embed(*held_out)
     tau = math.exp(-objective.logit_parameters()[0])
     rows = torch.randperm(setting.pairs, generator=torch.Generator().manual_seed(seed + 77))[:CHECKED]
     exact = exact_log_normalizers(image, text, tau=tau, rows=rows)

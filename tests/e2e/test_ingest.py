@@ -21,10 +21,9 @@ from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.statistics import take_census
 from data_prep.ingest import PartDone, download
 from data_prep.rebuild import rebuild
-from data_prep.scenes.faults import Fault, count_faults, fault_of
-from data_prep.scenes.scenes_config import ScenesConfig
+from data_prep.scenes.published import Fault, count_faults, fault_of, write_url_table
+from data_prep.scenes.scene import ScenesConfig
 from data_prep.scenes.server import serve_scenes
-from data_prep.scenes.url_table import write_url_table
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.data.shards.caption_field import CaptionField

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.scenes import ScenesConfig, corpus_digest, version
+from data_prep.scenes import ScenesConfig, corpus_digest, published
 from jobs.demo import keep_or_clear
 
 SCENES = ScenesConfig(pairs=1000)
@@ -66,9 +66,9 @@ def test_code_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = corpus_digest(SCENES)
     package = tmp_path / "scenes"
     package.mkdir()
-    for path in Path(version.__file__).parent.glob("*.py"):
+    for path in Path(published.__file__).parent.glob("*.py"):
         (package / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(version, "__file__", str(package / "version.py"))
+    monkeypatch.setattr(published, "__file__", str(package / "published.py"))
     assert corpus_digest(SCENES) == before, "the location of the code must not change the digest"
     (package / "render.py").write_text("# other pictures\n")
     assert corpus_digest(SCENES) != before

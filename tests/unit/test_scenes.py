@@ -23,10 +23,9 @@ from PIL import Image
 from data_prep.scenes import ALWAYS_FAILS, Fault, FaultRates, ScenesConfig, count_faults, fault_of, serve_scenes
 from data_prep.scenes import url as scene_url
 from data_prep.scenes.caption import curated, web
-from data_prep.scenes.faults import published, sha256
+from data_prep.scenes.published import published, sha256, write_url_table
 from data_prep.scenes.render import draw, jpeg
 from data_prep.scenes.scene import describe
-from data_prep.scenes.url_table import write_url_table
 from pipeline.config import parse
 from pipeline.errors import UserError
 

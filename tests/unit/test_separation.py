@@ -12,17 +12,17 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from jobs.studies import separation, separation_page
-from jobs.studies.hierarchy import Hierarchy, draw_pairs, exact_log_normalizers, make_towers
-from jobs.studies.paired import holm, quantile, two_sided_p
-from jobs.studies.separation_run import Course, SeparationSetting, measure, oracle_loss, train, watch
+from jobs.studies.paired import holm, quantile, significant, two_sided_p
+from jobs.studies.separation import SeparationSetting, course_of, measure, train, watch
+from jobs.studies.towers import Hierarchy, draw_pairs, exact_log_normalizers, make_towers, oracle_loss
 
 SMALL = SeparationSetting(pairs=128, batch=16, epochs=2, held_out=64, anchors=32, checks=4)
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")
 
 
 def test_every_seed_has_pairs_of_its_own() -> None:
-    one, other = (Course(SMALL, seed=seed) for seed in (0, 1))
-    assert not torch.equal(one.image, other.image)
+    one, other = (course_of(SMALL, seed=seed) for seed in (0, 1))
+    assert not torch.equal(one.pairs[0], other.pairs[0])
 
 
 def test_pairs_depend_only_on_their_seed_and_share_their_classes() -> None:
@@ -46,7 +46,7 @@ def test_exact_normalizers_equal_the_definition() -> None:
 
 
 def test_all_methods_of_a_seed_share_weights_and_batches() -> None:
-    one, two, other = (Course(SMALL, seed=seed) for seed in (5, 5, 6))
+    one, two, other = (course_of(SMALL, seed=seed) for seed in (5, 5, 6))
     weights, same, different = (parameters_to_vector(course.towers.parameters()) for course in (one, two, other))
     assert torch.equal(weights, same)
     assert not torch.equal(weights, different)
@@ -100,14 +100,14 @@ def test_every_arm_trains_and_the_shared_trajectory_is_that_of_the_oracle() -> N
 
 
 def test_a_perfect_model_gets_perfect_scores() -> None:
-    course = Course(SMALL, seed=0)
+    course = course_of(SMALL, seed=0)
 
     class Perfect(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.eye(len(x), max(SMALL.pairs, SMALL.held_out))[: len(x)]
 
     course.towers = torch.nn.ModuleDict({"image": Perfect(), "text": Perfect()})
-    found = measure(course)
+    found = measure(course, SMALL, seed=0)
     assert found["mrr"] == found["recall_at_1"] == 100
     assert found["nce"] == pytest.approx(0, abs=1e-6)
     assert found["gcl"] == pytest.approx(2 * -1.0, rel=1e-5)  # log g = -1 / tau on both sides
@@ -133,6 +133,16 @@ def test_a_stopped_study_resumes_and_the_page_is_rendered_from_the_data(tmp_path
     assert page.count("| `neuclip_u1` | 2 |") == 1
 
 
+PAGE = {
+    "size": "desk",
+    "command": "c",
+    "date": "2026",
+    "units": 32,
+    "versions": {},
+    "machine": {"cores": 2, "cpu": "x"},
+}
+
+
 def result(arm: str, seed: int, nce: float) -> dict:
     run = {"pairs": 512, "epochs": 1, "batch": 8, "arm": arm, "seed": seed}
     return {"run": run, "nce": nce, "mrr": 1.0, "gcl": 0.0, "chi2": 1.0, "error_in_use": 0.1, "error_cold": 0.2}
@@ -145,14 +155,14 @@ def test_differences_between_arms_are_paired_by_seed() -> None:
         result("neuclip", 1, 1.5),
         result("neuclip", 0, 0.7),
     ]
-    found = separation_page.gain_of(results, pairs=512, batch=8, arm="neuclip", to="openclip")
-    assert found is not None
+    found = separation_page.both_ways(separation_page.comparisons(results))[512, 8, "neuclip", "openclip"]
     assert found.values == pytest.approx((-0.3, -0.5))
     assert found.standard_error == pytest.approx(0.1)
     assert found.t == pytest.approx(-4.0)
-    lone = separation_page.gain_of(results[:1] + results[3:], pairs=512, batch=8, arm="neuclip", to="openclip")
-    assert lone is not None
-    assert lone.t is None
+    turned = separation_page.both_ways(separation_page.comparisons(results))[512, 8, "openclip", "neuclip"]
+    assert turned.values == pytest.approx((0.3, 0.5))
+    lone = separation_page.both_ways(separation_page.comparisons(results[:1] + results[3:]))
+    assert lone[512, 8, "neuclip", "openclip"].t is None
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31])
@@ -182,6 +192,10 @@ def test_only_what_survives_the_correction_is_bold() -> None:
     compared = separation_page.comparisons(results)
     weak = [(512, 8, arm, "openclip") for arm in noise]
     assert all(compared[cell].p == pytest.approx(0.035, abs=0.001) for cell in weak)
-    clear = separation_page.clear_cells(compared)
-    assert clear >= {(512, 8, "neuclip", "openclip"), (512, 8, "openclip", "neuclip")}
+    clear = significant(compared)
+    assert {(512, 8, "neuclip", "openclip"), (512, 8, "openclip", "neuclip")} & clear
     assert not clear & set(weak)
+    page = separation_page.as_markdown({**PAGE, "runs": results}, [])
+    (row,) = (line for line in page.splitlines() if line.startswith("| `neuclip` |"))
+    (back,) = (line for line in page.splitlines() if line.startswith("| `openclip` |"))
+    assert row.count("**") == back.count("**") == 2, "bold in both directions"

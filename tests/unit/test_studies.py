@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import scipy.stats
 
-from jobs.studies import results_data, separation_page, study_figures
+from jobs.studies import separation_page, study_figures
 from jobs.studies.declare import SIZES, distinct, load_study, size_of, study_names, units_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, curve, paired, spread
 from jobs.studies.paired import Spread, shown
-from jobs.studies.publish import as_csv, as_markdown, render
+from jobs.studies.publish import as_csv, as_markdown, provenance, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from jobs.studies.unit import cost_of
+from jobs.study import without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -104,6 +106,38 @@ def test_wrong_names_and_settings_are_rejected() -> None:
         load_study("method")
     with pytest.raises(UserError, match=r"methods, many-epochs, openclip: .*optimizer\.lr"):
         units_of("methods", size="desk", overrides=("optimizer.lrr=1",))
+
+
+def test_the_arms_of_cheap_that_were_not_run_are_declared_and_wait_for_their_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    units = {unit.arm: unit for unit in units_of("cheap", size="desk") if unit.seed == 0}
+    assert units["packed_texts"].run.model.text_batching == "packed"
+    assert {units[arm].run.objective.distill for arm in ("distilled", "distilled_self")} == {1.0}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "cheap-teacher-self").mkdir(parents=True)
+    ready = without_missing_teachers(list(units.values()))
+    assert {unit.arm for unit in units.values()} - {unit.arm for unit in ready} == {"distilled"}
+    assert "Skipped: cheap/wide/distilled/seed0 needs data/cheap-teacher;" in capsys.readouterr().out
+
+
+def test_comparisons_have_intervals_and_are_corrected_for_their_number() -> None:
+    """Two arms with three seeds against the third, in two measures: differences, t and p by scipy, and Holm's step."""
+    gains = {"neuclip": (0.10, 0.11, 0.12), "siglip": (0.01, -0.01, 0.02)}
+    outcomes = [outcome("openclip", seed, 0.3) for seed in range(3)]
+    outcomes += [outcome(arm, seed, 0.3 + gain[seed]) for arm, gain in gains.items() for seed in range(3)]
+    facts = {"size": "desk", "command": "c", "date": "2026", "units": 9}
+    data = {**facts, "versions": {}, "machine": {"cores": 2, "cpu": "x"}}
+    page = as_markdown(load_study("methods"), data, outcomes, [])
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if ": `" in line]
+    rows = {row[0]: row[1:] for row in table}
+    (average,) = (name for name in rows if name.startswith("average") and "neuclip" in name)
+    test = scipy.stats.ttest_1samp([100 * gain for gain in gains["neuclip"]], 0)
+    low, high = test.confidence_interval(0.95)
+    shown = [f"{11:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{test.statistic:+.1f}", f"{test.pvalue:.2g}"]
+    assert rows[average][:4] == shown
+    assert float(rows[average][4]) == pytest.approx(len(rows) * test.pvalue, rel=0.05), "the smallest of all p"
+    assert f"| {len(rows)} comparisons, " in page
 
 
 def test_a_unit_is_started_as_declared(tmp_path: Path) -> None:
@@ -241,5 +275,5 @@ def test_a_setting_whose_runs_were_measured_once_has_no_curve() -> None:
 def test_the_page_lists_the_commits_of_the_runs(commits: list[str], text: str) -> None:
     machine = {"cores": 2, "cpu": "x"}
     data = {"size": "desk", "command": "c", "date": "2026", "units": 3, "versions": {}, "machine": machine}
-    page = results_data.provenance(data, reproduces="y", results=[{"commit": commit} for commit in commits])
+    page = provenance(data, reproduces="y", results=[{"commit": commit} for commit in commits])
     assert text in page

@@ -1,32 +1,32 @@
-"""Icons as rows of pairs: listed once with everything that is needed to render them, then rendered shard by shard."""
+"""The icons of the package as rows: their captions, which are used, and which are held out for evaluation.
+
+Everything is chosen by hashes, without a seed. Three tasks are held out, in this order:
+
+- `unseen-sets-retrieval`: every icon of some authors, chosen until their icons are the wanted share of all. By author,
+  because the sets of an author are often one drawing in several weights.
+- `rare-phrases`: every icon with one of some rare captions, the classes of a zero-shot task.
+- `retrieval`: pairs with distinct captions. The other icons with the same author and caption, which are mostly the same
+  drawing in another style, are held out with them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import io
-import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_prep import reasons
-from data_prep.icons.held_out import HELD_OUT, Icon, hold_out, share_of
-from data_prep.icons.icon_package import SetFacts, package_folder, read_icon_set, read_sets
-from data_prep.pairs.listing import Listed, Listing, write_listing
-from data_prep.pairs.pair import Pair
-from data_prep.settings.icons_config import PACKAGE, HeldOutConfig
+from data_prep.icons.icon_package import SetFacts, read_icon_set
+from data_prep.pairs.listing import Listed
+from data_prep.settings.icons_config import HeldOutConfig
 from pipeline.errors import UserError
-from pipeline.files import write_json
-from pipeline.pixels import read_rgb
 
 LICENCE, BRAND, HIDDEN = "licence", "brand logos", "hidden"
 NO_DRAWING, DUPLICATE, NOT_RENDERED, BLANK = "no drawing", "duplicate drawing", "not rendered", "blank image"
-SETS_NAME = "sets.json"
 _SIDE = 16  # the side of an icon that states none, in the package's format
 
 
@@ -39,91 +39,6 @@ class IconOptions:
     fraction: float
     held_out: HeldOutConfig
     icon_size: int
-
-
-@dataclass(frozen=True)
-class IconSource:
-    """The icons in the order of a hash of their names, so that every shard holds all styles."""
-
-    listing: Listing
-    options: IconOptions
-    sets: Mapping[str, SetFacts]
-
-    @property
-    def rows(self) -> int:
-        return self.listing.rows
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        options = {**asdict(self.options), "licences": list(self.options.licences)}
-        renderer = f"resvg-py {importlib.metadata.version('resvg-py')}"
-        return {"kind": "icons", "package": PACKAGE, **options, "renderer": renderer, "digest": self.listing.digest}
-
-    def read(self, start: int, stop: int) -> Iterator[Pair]:
-        for row in self.listing.read(start, stop):
-            yield Pair(row.place, problem=row.problem, detail=row.detail) if row.problem else self.rendered(row)
-
-    def rendered(self, row: Listed) -> Pair:
-        """A listed icon with its picture, or why there is none."""
-        about = self.sets[row.place.partition(":")[0]]
-        try:
-            picture = render(row.image, self.options.icon_size)
-        except ValueError as error:
-            return Pair(row.place, problem=NOT_RENDERED, detail=str(error))
-        if picture is None:
-            return Pair(row.place, problem=BLANK)
-        facts = {"set": about.name, "author": about.author, "author_url": about.author_url}
-        facts |= {"licence": about.licence, "licence_url": about.licence_url}
-        return Pair(row.place, picture, row.captions, about=facts)
-
-
-def render(svg: str, size: int) -> bytes | None:
-    """An icon as a PNG of `size` x `size` pixels on white; None if all pixels are equal.
-
-    Raises:
-        ValueError: It is not SVG that can be rendered.
-    """
-    import resvg_py
-
-    png = resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
-    picture = read_rgb(png)
-    if not np.ptp(np.asarray(picture), axis=(0, 1)).any():
-        return None
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def open_icons(
-    source: str, options: IconOptions, *, listing: Path, stored: Listing | None, package: str | None
-) -> IconSource:
-    """List the icons of the package, or continue with the list of an interrupted run, which needs no package.
-
-    Args:
-        source: The package's name and version, for messages.
-        options: Which icons, and how.
-        listing: Where the list is stored.
-        stored: The list, if it has been made.
-        package: Local folder or archive; None fetches it.
-
-    Raises:
-        UserError: The package cannot be had or is damaged, or resvg-py is not installed.
-    """
-    try:
-        importlib.metadata.version("resvg-py")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(
-            "Rendering icons needs resvg-py: pip install -c constraints.txt -e '.[icons]' in a copy of the repository, "
-            "or pip install resvg-py."
-        ) from error
-    names = listing.with_name(SETS_NAME)
-    if stored is None:
-        with package_folder(package, options.version, scratch=listing.parent) as folder:
-            sets = read_sets(folder)
-            write_json(names, {one.prefix: asdict(one) for one in sets}, durable=True)
-            stored = write_listing(listing, list_icons(folder, sets, options), root=folder, group_images=False)
-    known = {prefix: SetFacts(**facts) for prefix, facts in json.loads(names.read_text(encoding="utf-8")).items()}
-    return IconSource(stored, options, known)
 
 
 def list_icons(folder: Path, sets: list[SetFacts], options: IconOptions) -> list[Listed]:
@@ -229,3 +144,97 @@ def caption_of(name: str, *, prefixes: Iterable[str], suffixes: Iterable[str], s
         name = rest
     words = " ".join(re.split(r"[-_\s]+", name.strip("-_ ")))
     return words if any(letter.isalpha() for letter in words) else ""
+
+
+HELD_OUT = "held out"
+RARE = range(4, 21)
+"""How many icons have a rare caption."""
+KNOWN_WORD = 20
+"""Captions that a word must occur in to be part of a rare caption: its words are known, the combination is not."""
+TASKS = ("retrieval", "unseen-sets-retrieval", "rare-phrases")
+
+
+@dataclass(frozen=True, slots=True)
+class Icon:
+    """A usable icon."""
+
+    place: str
+    """PREFIX:NAME."""
+    author: str
+    caption: str
+
+
+def share_of(text: str) -> float:
+    """A number in [0, 1) that depends on the text only."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def hold_out(icons: Sequence[Icon], wanted: HeldOutConfig) -> dict[str, str]:
+    """The held-out icons: place -> task, or "" for one that is in no task but must not be trained on.
+
+    Raises:
+        UserError: There are too few icons for what is wanted.
+    """
+    held: dict[str, str] = {}
+    authors = _authors(icons, wanted.sets)
+    unseen = [icon for icon in icons if icon.author in authors]
+    held |= dict.fromkeys((icon.place for icon in unseen), "")
+    held |= {icon.place: "unseen-sets-retrieval" for icon in _distinct(unseen, wanted.pairs)}
+    rest = [icon for icon in icons if icon.author not in authors]
+    phrases = _rare(rest, wanted.phrases)
+    held |= {icon.place: "rare-phrases" for icon in rest if icon.caption in phrases}
+    rest = [icon for icon in rest if icon.caption not in phrases]
+    captions = len({icon.caption for icon in rest})
+    if 2 * wanted.pairs > captions:
+        raise UserError(
+            f"held_out.pairs = {wanted.pairs:,}, but there are only {captions:,} distinct captions, and at least half "
+            "of them must be left for training: hold out fewer."
+        )
+    chosen = _distinct(rest, wanted.pairs)
+    alike = {(icon.author, icon.caption) for icon in chosen}
+    held |= {icon.place: "" for icon in rest if (icon.author, icon.caption) in alike}
+    return held | {icon.place: "retrieval" for icon in chosen}
+
+
+def _authors(icons: Iterable[Icon], share: float) -> set[str]:
+    """Authors whose icons are together at most this share of all, by their hashes; none has more than half of it."""
+    counts = Counter(icon.author for icon in icons)
+    room = share * counts.total()
+    largest = room / 2
+    chosen = set()
+    for author in sorted(counts, key=share_of):
+        if counts[author] <= min(room, largest):
+            room -= counts[author]
+            chosen.add(author)
+    return chosen
+
+
+def _rare(icons: Iterable[Icon], count: int) -> set[str]:
+    """Rare captions of two or more words, used by at least two authors."""
+    authors: dict[str, set[str]] = defaultdict(set)
+    times: Counter[str] = Counter()
+    for icon in icons:
+        times[icon.caption] += 1
+        authors[icon.caption].add(icon.author)
+    words = Counter(word for caption in times for word in set(caption.split()))
+    candidates = [
+        caption
+        for caption, number in times.items()
+        if number in RARE
+        and len(authors[caption]) > 1
+        and re.fullmatch(r"[a-z]+( [a-z]+)+", caption)
+        and all(words[word] >= KNOWN_WORD for word in caption.split())
+    ]
+    if len(candidates) < count:
+        raise UserError(f"held_out.phrases = {count:,}, but only {len(candidates):,} captions qualify: hold out fewer.")
+    return set(sorted(candidates, key=share_of)[:count])
+
+
+def _distinct(icons: Iterable[Icon], count: int) -> list[Icon]:
+    """The first icons with distinct captions, in the order of their hashes."""
+    first: dict[str, Icon] = {}
+    for icon in sorted(icons, key=lambda icon: share_of(icon.place)):
+        if len(first) == count:
+            break
+        first.setdefault(icon.caption, icon)
+    return list(first.values())

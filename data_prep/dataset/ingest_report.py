@@ -57,7 +57,8 @@ def write_report(
     facts = page_facts(folder, manifest, take_census(folder, manifest, caption), caption)
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)
-    with part_lock(folder, REPORT, wait=True) if folder.is_download else nullcontext():
+    is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
+    with part_lock(folder, REPORT, wait=True) if is_own else nullcontext():
         for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
             write_text(place / name, template(f"{name}.j2").render(facts), durable=True)
     return place / REPORT_NAME

@@ -68,7 +68,7 @@ class ShardWriter:
         self.is_published = False
         self._spool = (folder.staging / f"{shard:05d}.spool").open("w+b")
         self.live = folder.staging / f"{shard:05d}.live"
-        self._last_beat = 0.0
+        self._last_beat, self._stored = float("-inf"), 0
         self._beat()
 
     def write(self, img_str: bytes | None, key: str, caption: str | None, meta: dict[str, Any]) -> None:
@@ -124,8 +124,7 @@ class ShardWriter:
         else:
             self._failures[reason] += 1
         self._meta[number] = record
-        if time.monotonic() - self._last_beat > _HEARTBEAT_SECONDS:
-            self._beat()
+        self._beat()
 
     def _publish(self) -> None:
         rows = [self._meta[number] for number in sorted(self._meta)]
@@ -169,7 +168,8 @@ class ShardWriter:
         return heapq.merge(new, kept, key=lambda item: item[0])
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
-        for number, parts in self._samples(old):
+        for self._stored, (number, parts) in enumerate(self._samples(old), start=1):
+            self._beat()
             for suffix in sorted(parts):
                 yield f"{key_of(number)}.{suffix}", parts[suffix]
 
@@ -179,12 +179,15 @@ class ShardWriter:
         return {suffix: self._spool.read(length), "json": text.encode(), "txt": caption.encode()}
 
     def _beat(self) -> None:
+        if time.monotonic() - self._last_beat < _HEARTBEAT_SECONDS:
+            return
         self._last_beat = time.monotonic()
         state = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "samples": len(self._index),
             "failures": dict(self._failures),
+            "stored": self._stored,
         }
         with contextlib.suppress(OSError):  # only for display; serious errors are raised elsewhere
             write_text(self.live, json.dumps(state))

@@ -102,7 +102,7 @@ def _watch(
     Raises:
         Paused: Success collapsed.
     """
-    moved, attempted = time.monotonic(), -1
+    moved, activity = time.monotonic(), (-1, 0)
     while True:
         ended, began = engine.poll(), time.monotonic()
         monitor.poll()
@@ -114,8 +114,8 @@ def _watch(
         if reason:
             engine.stop()
             raise Paused(_pause(engine, monitor, reason, suspect_from=window.suspect_from))
-        if monitor.now.attempted != attempted:
-            moved, attempted = time.monotonic(), monitor.now.attempted
+        if monitor.activity != activity:
+            moved, activity = time.monotonic(), monitor.activity
         if time.monotonic() - moved > stall:
             return f"no progress for {stall:g} s"
         dead = monitor.dead_workers()

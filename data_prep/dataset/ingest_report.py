@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.journal import read_sessions
-from data_prep.dataset.locks import REPORT, part_lock
+from data_prep.dataset.sessions import REPORT, part_lock, read_sessions
 from data_prep.dataset.statistics import PARTS, SIDE_EDGES, WORD_EDGES, Census, Place, take_census
 from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig

@@ -16,11 +16,11 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.rules import digest_of, tool_versions
+from data_prep.dataset.manifest_writer import digest_of, tool_versions
 from data_prep.dataset.salvage import published_samples
 from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
-from data_prep.fetching.content import extension
+from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_text
 
@@ -168,7 +168,8 @@ class ShardWriter:
         return heapq.merge(new, kept, key=lambda item: item[0])
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
-        for self._stored, (number, parts) in enumerate(self._samples(old), start=1):
+        for number, parts in self._samples(old):
+            self._stored += 1
             self._beat()
             for suffix in sorted(parts):
                 yield f"{key_of(number)}.{suffix}", parts[suffix]

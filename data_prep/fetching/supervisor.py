@@ -27,6 +27,8 @@ _POLL_SECONDS = 0.25
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
+_ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.argv[1], int(sys.argv[2]))"
+"""Not `-m`: then the pickled classes would be those of `__main__`, which workers on other machines do not have."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class FetchEngine:
         job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "mode": mode}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "data_prep.fetching.fetch_process", str(job)],
+                [sys.executable, "-c", _ENGINE, str(job), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from data_prep.fetching.content import check_image, extension
+from data_prep.fetching.served_image import check_image, extension
 from data_prep.pairs.pair import MISSING_FILE
 from data_prep.reasons import FetchError
 from pipeline.pixels import ImageError, load, open_image, orientation, read_file, to_rgb, upright

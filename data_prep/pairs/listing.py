@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.pair import NOT_UTF8, not_utf8
+from data_prep.pairs.pair import NOT_UTF8, Pair, not_utf8
 from pipeline.files import replacing
 
 GROUP = 2_000
@@ -79,7 +79,7 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
     rows = map(_checked, rows)
     with (
         replacing(path, unique=False, durable=True) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+        pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
         for chunk in _chunks(_grouped(rows) if group_images else rows):
             plain = [_plain(row) for row in chunk]
@@ -136,3 +136,23 @@ def _chunks(rows: Iterable[Listed]) -> Iterator[list[Listed]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Rows whose images are files."""
+
+    listing: Listing
+    about: Mapping[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return self.listing.rows
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**self.about, "digest": self.listing.digest}
+
+    def read(self, start: int, stop: int) -> Iterator[Pair]:
+        for row in self.listing.read(start, stop):
+            yield Pair(row.place, row.image, row.captions, row.problem, row.detail)

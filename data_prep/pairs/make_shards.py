@@ -19,8 +19,8 @@ from typing import Any
 
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, tar_name, total_failures
-from data_prep.dataset.foreign_removal import PART, finish_removals, names_of_sample
-from data_prep.dataset.locks import part_lock
+from data_prep.dataset.removal import PART, finish_removals, names_of_sample
+from data_prep.dataset.sessions import part_lock
 from data_prep.pairs.convert import ImageOptions, convert, read_image
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
 from data_prep.pairs.listing import Listing

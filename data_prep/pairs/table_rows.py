@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.pairs.columns import choose_columns
 from data_prep.pairs.listing import Listed
-from data_prep.pairs.pair import MALFORMED_ROW, captions_in
+from data_prep.pairs.pair import MALFORMED_ROW, captions_in, choose_columns
 from pipeline.errors import UserError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")

@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 
 from data_prep.dataset import shard_commit
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.locks import shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.sessions import shared_lock, worker_lock
 from data_prep.dataset.shard_plan import Plan, make_plan, read_shard
 from data_prep.fetching.shard_writer import ShardWriter
 from data_prep.settings.download_config import SubsetConfig

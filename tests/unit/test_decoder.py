@@ -18,8 +18,7 @@ import pytest
 
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader
-from data_prep.fetching.decoder import Decoder
-from data_prep.fetching.image_converter import ImageConverter
+from data_prep.fetching.decoder import Decoder, ImageConverter
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, ImageConfig
 from pipeline.config import parse
@@ -29,8 +28,8 @@ from tests.web import Site, jpeg
 # A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
 DOOMED = """
 import os, sys, time
-from data_prep.fetching import decoder, image_converter
-convert = image_converter.ImageConverter._convert
+from data_prep.fetching import decoder
+convert = decoder.ImageConverter._convert
 def doomed(self, body, boxes):
     words = body[-200:].partition(b"DOOM ")[2].split()
     if words and not (len(words) > 1 and os.path.exists(words[1])):
@@ -38,7 +37,7 @@ def doomed(self, body, boxes):
             open(words[1], "w").close()
         os.kill(os.getpid(), 9) if words[0] == b"die" else time.sleep(600)
     return convert(self, body, boxes)
-image_converter.ImageConverter._convert = doomed
+decoder.ImageConverter._convert = doomed
 decoder.main(int(sys.argv[1]))
 """
 

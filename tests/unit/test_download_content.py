@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import reasons
-from data_prep.fetching.content import check_image, extension
+from data_prep.fetching.served_image import check_image, extension
 from data_prep.reasons import FetchError
 from tests.pair_files import dropped, make, write_csv, write_images
 from tests.web import encoded, jpeg

@@ -7,6 +7,7 @@ import gc
 import gzip
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,19 @@ def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
     check_ten(tmp_path / "out", outcome)
     assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
     assert stored(tmp_path / "out")[3][2] == {"captions": ["picture 3"], "source": "pairs.csv:5"}
+
+
+def test_names_of_devices_pipes_and_huge_files_are_not_read(table: Path, tmp_path: Path) -> None:
+    """Regression test: `/dev/zero` in a table took all memory of the machine, and a pipe waited for ever."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with (tmp_path / "huge.jpg").open("wb") as file:
+        file.truncate(2**31 + 1)
+    names = [f"{table.parent}/images/000.jpg", "/dev/null", f"{tmp_path}/pipe.jpg", f"{tmp_path}/huge.jpg"]
+    path = write_csv(table.parent / "odd.csv", [("image", "caption"), *((name, "x") for name in names)])
+    outcome = make(path, tmp_path / "out")
+    assert (outcome.manifest.n, outcome.manifest.failures) == (1, {"image file missing": 3})
+    assert [detail.rpartition(": ")[2] for _, _, detail in dropped(tmp_path / "out")] == [
+        "not a regular file", "not a regular file", "2,147,483,649 bytes, more than an image has"]  # fmt: skip
 
 
 @pytest.mark.parametrize("delimiter", ["\t", ";", "|"])

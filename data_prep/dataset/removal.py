@@ -19,7 +19,17 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, as_stored, load_config, names_of, read_lines, read_meta, tar_name
+from data_prep.dataset.dataset_folder import (
+    Folder,
+    as_stored,
+    content,
+    load_config,
+    names_of,
+    read_lines,
+    read_meta,
+    signed,
+    tar_name,
+)
 from data_prep.dataset.manifest_writer import local_manifest, write_manifest
 from data_prep.dataset.salvage import check_shard
 from data_prep.dataset.sessions import exclusive_lock, part_lock
@@ -28,7 +38,7 @@ from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, check_keys, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import flush, replacing, sha256_of, write_json, write_text
+from pipeline.files import flush, replacing, sha256_of, write_text
 
 
 @dataclass(frozen=True)
@@ -201,7 +211,7 @@ def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, 
             write_text(folder.removed, "".join(f"{name}\n" for name in sorted(known | found)), durable=True)
             flush(folder.root)
             for path, note in notes.items():
-                write_json(_beside(path, _NOTE), note, durable=True)
+                write_text(_beside(path, _NOTE), signed(note), durable=True)
                 flush(path.parent)
         except BaseException:
             for suffix in (_NOTE, _NEW):  # the notes first: without them, the next removal ignores the new shards
@@ -219,7 +229,7 @@ def finish_removals(folder: Folder) -> Manifest | None:
     """
     if not (folder.root / MANIFEST_NAME).is_file():
         return None
-    notes = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.root.rglob(f"*.tar{_NOTE}"))}
+    notes = {path: _read_note(path) for path in sorted(folder.root.rglob(f"*.tar{_NOTE}"))}
     for path in folder.root.rglob(f"*.tar{_NEW}"):
         if path.with_suffix(_NOTE) not in notes:
             path.unlink()  # not finished
@@ -233,6 +243,16 @@ def finish_removals(folder: Folder) -> Manifest | None:
     for path in notes:
         path.unlink()
     return manifest
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    try:
+        return content(path.read_bytes())
+    except ValueError as error:
+        raise UserError(
+            f"{path}, which says how to finish a removal, is damaged ({error}): copy the data set again from its "
+            "source, and repeat the removal."
+        ) from error
 
 
 def _changed_manifest(folder: Folder, changes: Mapping[str, Mapping[str, Any]]) -> Manifest:

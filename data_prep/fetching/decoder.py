@@ -184,6 +184,7 @@ def _pad(array: np.ndarray, size: int) -> np.ndarray:
     return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
 
 
+_START_SECONDS, _READY = 300.0, "ready"
 _ATTEMPTS = 2
 """A decoder may die or be late for other reasons than its image: too little memory, or a suspended job."""
 
@@ -213,7 +214,10 @@ class Decoder:
         failure = ""
         for _ in range(_ATTEMPTS):
             try:
-                self._start()
+                if not self._start():
+                    failure = f"{reasons.INTERNAL}: no decoder could be started"
+                    self.close()
+                    continue
                 self._connection.send((stream.getvalue(), boxes))
                 if self._connection.poll(self._seconds):
                     outcome: Outcome = self._connection.recv()
@@ -232,9 +236,14 @@ class Decoder:
             self._connection.close()
         self._process = None
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding.
+
+        Returns:
+            Whether it is ready.
+        """
         if self._process is not None and self._pid == os.getpid():  # a fork must not use its parent's
-            return
+            return True
         self._connection, other = Pipe()
         # Workers of a cluster find our packages in places that their children would not know.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -248,7 +257,11 @@ class Decoder:
                 env=environment,
             )
         self._pid = os.getpid()
-        self._connection.send((self._settings, self._has_boxes))
+        try:
+            self._connection.send((self._settings, self._has_boxes))
+            return self._connection.poll(_START_SECONDS) and self._connection.recv() == _READY
+        except (EOFError, OSError):
+            return False
 
 
 def main(descriptor: int) -> None:
@@ -256,6 +269,7 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         settings, has_boxes = connection.recv()
         convert = ImageConverter(**settings, blurrer=_blurrer() if has_boxes else None)
+        connection.send(_READY)
         while True:
             try:
                 body, boxes = connection.recv()

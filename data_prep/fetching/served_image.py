@@ -39,9 +39,10 @@ def check_image(body: bytes, *, content_type: str, max_pixels: int) -> None:
     except ImageError as error:
         detail = (content_type or "no content type") if error.reason == reasons.NOT_AN_IMAGE else error.detail
         raise FetchError(error.reason, detail) from error
-    if not is_whole(body, kind):
+    has_checksums = _has_checksums(body) if kind == "PNG" else True
+    if not is_whole(body, kind) or has_checksums is None:
         raise FetchError(reasons.TRUNCATED, f"{kind} of {len(body)} bytes without its end")
-    if kind == "PNG" and not _has_checksums(body):
+    if not has_checksums:
         raise FetchError(reasons.UNDECODABLE, "a part of this PNG does not have its checksum")
 
 
@@ -63,20 +64,23 @@ def is_whole(body: bytes, kind: str) -> bool:
     return True
 
 
-def _has_checksums(body: bytes) -> bool:
-    """Whether the pixels of a PNG, and what they need, have their checksums: libpng compares them, Pillow does not."""
+def _has_checksums(body: bytes) -> bool | None:
+    """Whether the pixels of a PNG, and what they need, have their checksums: libpng compares them, Pillow does not.
+
+    None if a part is longer than what is left of the file, or the last one is missing.
+    """
     place = 8
     while place + 12 <= len(body):
         end = place + 8 + int.from_bytes(body[place : place + 4], "big")
         if end + 4 > len(body):
-            return False
+            return None
         is_needed = not body[place + 4] & 0x20  # the name of a critical chunk begins with a capital letter
         if is_needed and zlib.crc32(memoryview(body)[place + 4 : end]) != int.from_bytes(body[end : end + 4], "big"):
             return False
         if body[place + 4 : place + 8] == b"IEND":
             return True
         place = end + 4
-    return False
+    return None
 
 
 def _is_whole_gif(body: bytes) -> bool:

@@ -54,6 +54,8 @@ def read_image(image: bytes | str) -> bytes:
         raise FetchError(MISSING_FILE, image) from error
     except OSError as error:
         raise FetchError(MISSING_FILE, f"{image}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte
+        raise FetchError(MISSING_FILE, f"{image!r}: {error}") from error
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:

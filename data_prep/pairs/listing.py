@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pairs.pair import NOT_UTF8, Pair, not_utf8
+from pipeline.errors import UserError
 from pipeline.files import replacing
 
 GROUP = 2_000
@@ -41,7 +42,22 @@ class Listing:
     digest: str
 
     def read(self, start: int, stop: int) -> Iterator[Listed]:
-        """The rows `[start, stop)`."""
+        """The rows `[start, stop)`.
+
+        Raises:
+            UserError: The list is damaged.
+        """
+        import pyarrow as pa
+
+        try:
+            yield from self._read(start, stop)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(
+                f"{self.path} is missing or damaged ({error}): delete {self.path.parent.parent} and run the same "
+                "command again."
+            ) from error
+
+    def _read(self, start: int, stop: int) -> Iterator[Listed]:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path, page_checksum_verification=True) as file:

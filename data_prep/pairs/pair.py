@@ -49,6 +49,8 @@ def choose_columns(
         UserError: A named column does not exist, none is found, or several match.
     """
     names = list(present)
+    if twice := sorted({name for name in (*(texts or ()), image, caption) if name and names.count(name) > 1}):
+        raise UserError(f"{where} has several columns called {twice[0]!r}: rename all but one of them.")
     found_image = image if image is not None else _find(names, IMAGE_NAMES)
     if found_image is None and (url := _find(names, URL_NAMES)):
         raise UserError(

@@ -129,9 +129,8 @@ def open_parquet(path: Path, *, image: str | None, caption: str | None) -> Parqu
     assert schema is not None
     texts = [
         name
-        for name in schema.names
-        if _is_text(schema.field(name).type)
-        or (pa.types.is_list(schema.field(name).type) and _is_text(schema.field(name).type.value_type))
+        for name, kind in zip(schema.names, schema.types, strict=True)
+        if _is_text(kind) or (pa.types.is_list(kind) and _is_text(kind.value_type))
     ]
     found = choose_columns(schema.names, image=image, caption=caption, where=str(path), texts=texts)
     return ParquetSource(root, *found, tuple(group for group in groups if group[2]))

@@ -54,7 +54,7 @@ class TarSource:
             return Pair(row.place, image, captions_in(text))
         try:
             return Pair(row.place, image, captions_in(json.loads(text).get(field)))
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
 
 
@@ -130,7 +130,7 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []
     if "json" in parts:
-        with contextlib.suppress(ValueError):  # a damaged one has no fields
+        with contextlib.suppress(ValueError, RecursionError):  # a damaged one has no fields
             tree = json.loads(parts["json"])
             fields = list(tree) if isinstance(tree, Mapping) else []
     offered = [name for name in parts if name not in FORMAT_SUFFIXES and name != "json"] + [

@@ -79,6 +79,25 @@ def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder, tmp_pat
     assert decoder(io.BytesIO(jpeg()))[5] is None
 
 
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("time.sleep(3); from data_prep.fetching.decoder import main; main(int(sys.argv[1]))", None),
+        ("pass", "internal error: no decoder could be started"),
+    ],
+)
+def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(
+    program: str, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: on a busy machine, images were lost as too slow to decode."""
+    monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
+    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig(decode_timeout=2))
+    try:
+        assert decoder(io.BytesIO(jpeg()))[5] == error
+    finally:
+        decoder.close()
+
+
 def test_a_decoder_ends_with_its_worker() -> None:
     """Also when the worker is killed, so that nothing is left to clean up."""
     program = (

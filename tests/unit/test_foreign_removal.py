@@ -121,7 +121,7 @@ def test_a_killed_removal_is_finished(build: Any, again: str, tmp_path: Path, mo
         return
     whole = build(tmp_path / "whole")
     remove(whole, NAMES)
-    places = [(removal, "flush"), (removal, "write_json"), (removal, "_publish_tar"),
+    places = [(removal, "flush"), (removal, "write_text"), (removal, "_publish_tar"),
               (Manifest, "save"), (Folder, "write_record")]  # fmt: skip
     for number, (where, name) in enumerate(places):
         for call in range(1, 5):
@@ -145,7 +145,7 @@ def test_a_killed_removal_is_finished(build: Any, again: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("build", [made, foreign])
-@pytest.mark.parametrize(("name", "call"), [("_rewrite", 2), ("flush", 3), ("write_json", 2), ("write_text", 1)])
+@pytest.mark.parametrize(("name", "call"), [("_rewrite_tar", 2), ("flush", 3), ("write_text", 3), ("write_text", 1)])
 def test_an_error_undoes_a_removal(
     build: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

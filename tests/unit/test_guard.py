@@ -180,7 +180,8 @@ def test_invalid_urls_are_reported_as_bad_urls(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     "lines",
     [b"no colon here\r\n", b"X-Robots-Tag : all\r\n", b": no name\r\n", b"\r\r\n", b"From here\r\n",
-     b"A: another kind of line break\x0b", b"A: continued\r\n ", b"A: many\r\n" * 101, b"A: " + bytes([65]) * 70_000 + b"\r\n"],
+     b"A: another kind of line break\x0b", b"A: continued\r\n ", b"A: many\r\n" * 101,
+     b"A: " + bytes([65]) * 70_000 + b"\r\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("status", [200, 302])
 def test_headers_that_cannot_be_parsed_give_no_sample(site: Site, lines: bytes, status: int) -> None:

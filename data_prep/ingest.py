@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
-from data_prep.dataset.journal import Journal
-from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock, worker_lock
-from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.manifest_writer import changes, rules_of, write_manifest
 from data_prep.dataset.removal import finish_removal
-from data_prep.dataset.rules import changes, rules_of
+from data_prep.dataset.sessions import Journal, exclusive_lock, part_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_parts, load_plan, make_plan, write_plan
-from data_prep.fetching import hash_check
+from data_prep.fetching import source_checks
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.reasons import is_transient
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
-from data_prep.sources import table_checks
 from data_prep.sources.hub import pin
 from data_prep.sources.table_identity import check_unchanged
 from pipeline.config import dump
@@ -55,7 +52,7 @@ def download(
         Paused: Success collapses, or the engine no longer makes progress.
         PartDone: Only shards of other workers are missing.
     """
-    table_checks.check_distributor(config.fetch)
+    source_checks.check_distributor(config.fetch)
     config, plan = prepare(config, on_note=on_note)
     folder = Folder(Path(config.output), config.fetch.worker)
     own_shards = range(config.fetch.worker, plan.shards, config.fetch.workers)
@@ -118,12 +115,12 @@ def prepare(
     plan_path = folder.plan / "plan.json"
     source = _as_planned(source, load_plan(folder)) if plan_path.exists() else pin(source)
     config = replace(config, source=source, output=str(folder.root))
-    table_checks.check_blur(config)
+    source_checks.check_blur(config)
     several = config.fetch.workers > 1
     with folder.made(), part_lock(folder, "plan", wait=several):
         is_new = not plan_path.exists()
         if is_new:
-            for note in [*table_checks.check_source(config), *hash_check.check_hashes(config)]:
+            for note in [*source_checks.check_source(config), *source_checks.check_hashes(config)]:
                 on_note(note)
         plan = make_plan(folder, source, config.subset, shard_size=config.fetch.shard_size, rules=rules_of(config))
         if not is_new and not check_unchanged(source, plan.files):

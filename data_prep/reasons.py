@@ -130,6 +130,8 @@ def of_exception(error: BaseException) -> FetchError:
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(cause, FetchError):
         return cause
+    if isinstance(cause, http.client.LineTooLong) or type(cause) is http.client.HTTPException:  # more than 100 headers
+        return FetchError(BAD_HEADERS, str(cause))
     kinds: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
         (TimeoutError, TIMEOUT),
         (socket.gaierror, DNS),

@@ -8,15 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.dataset.bookkeeping import Problem, changed_settings
 from data_prep.dataset.dataset_folder import Folder, load_config
-from data_prep.dataset.journal import read_sessions
-from data_prep.dataset.locks import exclusive_lock
-from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.manifest_writer import rules_of, write_manifest
 from data_prep.dataset.removal import finish_removal
-from data_prep.dataset.rules import rules_of
+from data_prep.dataset.sessions import exclusive_lock, read_sessions
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
+from data_prep.dataset.verification import Problem, changed_settings
 from data_prep.fetching.supervisor import Progress, fetch
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest

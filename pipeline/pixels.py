@@ -8,10 +8,14 @@ look slightly pale.
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
+import os
 import re
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
@@ -24,6 +28,9 @@ each of which takes as long as decoding the picture once."""
 ORDINARY_SCANS, MAX_SCANNED_PIXELS = 12, 2**31
 """Above that many scans, the limit of scans x pixels: 12 scans of the largest picture that Pillow opens."""
 
+_MAX_FILE_BYTES = 2**31
+"""The largest picture that Pillow opens has 1.4 GB with eight bytes per pixel."""
+
 NOT_AN_IMAGE = "not an image"
 UNSUPPORTED = "unsupported format"
 TOO_MANY_PIXELS = "too many pixels"
@@ -33,7 +40,7 @@ UNDECODABLE = "undecodable"
 
 # Formats that are recognised, to be refused by name.
 _REFUSED = {
-    rb"....ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)": "HEIC",
+    rb"....ftyp(?:hei[cmsx]|hev[cmsx]|mif[12]|msf1|miaf|avc[is])": "HEIC",
     rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL",
     rb"%!PS|\xc5\xd0\xd3\xc6": "EPS",
     rb"%PDF": "PDF",
@@ -71,6 +78,20 @@ class ImageError(ValueError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
+
+
+def read_file(path: str | Path) -> bytes:
+    """The bytes of an image's file, whose name may come from somebody else's table: a device's data never end.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is larger than any image.
+    """
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if about.st_size > _MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"{about.st_size:,} bytes, more than an image has", str(path))
+    return Path(path).read_bytes()
 
 
 def read_rgb(data: bytes, *, max_pixels: int | None = None) -> Image.Image:

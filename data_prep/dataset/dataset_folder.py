@@ -17,6 +17,8 @@ staging/                unfinished work; may be deleted when no process is runni
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shlex
 import shutil
@@ -27,14 +29,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset.signed_json import content, signed
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.config import parse, read_yaml
-from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.files import text_lines, write_text
 
+_OWN = "own_sha256"
 _HEX = re.compile(r"(?:[0-9a-fA-F]{32}|[0-9a-fA-F]{64}|[0-9a-fA-F]{128})")
 
 
@@ -75,6 +76,29 @@ def record_of(text: bytes) -> ShardRecord:
     except (TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
     return record
+
+
+def signed(tree: Mapping[str, Any]) -> str:
+    """The text of a JSON file with this content and its SHA-256, so that any changed byte is found."""
+    digest = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+    return json.dumps({**tree, _OWN: digest}, indent=1) + "\n"
+
+
+def content(text: bytes) -> dict[str, Any]:
+    """The content of a `signed` file; files of versions before 0.2 have no SHA-256, and are read as they are.
+
+    Raises:
+        ValueError: It is not a JSON object, or was changed.
+    """
+    try:
+        tree = json.loads(text)
+        if not isinstance(tree, dict):
+            raise ValueError("it is not a JSON object")
+        if tree.pop(_OWN, None) is not None and text != signed(tree).encode():
+            raise ValueError("it does not have its own SHA-256")
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return tree
 
 
 @dataclass(frozen=True)
@@ -291,34 +315,6 @@ def tar_name(shard: int) -> str:
 def key_of(row: int) -> str:
     """A sample's key, derived from its row in the plan: unique, and stable across retries."""
     return f"{row:010d}"
-
-
-def local_manifest(root: str | Path, *, allow_outside: bool = False) -> Manifest:
-    """Load the manifest of a local folder; `allow_outside` as for `load_manifest`.
-
-    Raises:
-        UserError: The folder or any of its shards is not on this machine.
-    """
-    if "://" in str(root):
-        raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
-    # Shards that are commands are refused below, for another reason.
-    manifest = load_manifest(root, allow_commands=True, allow_outside=allow_outside)
-    check_local(manifest)
-    return manifest
-
-
-def check_local(manifest: Manifest) -> None:
-    """Check that all shards of a manifest are local files.
-
-    Raises:
-        UserError: A shard is not on this machine.
-    """
-    remote = [shard.name for shard in manifest.shards if ":" in shard.name]  # a URL or `pipe:`
-    if remote:
-        raise UserError(
-            f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} are elsewhere, such as "
-            f"{remote[0]!r}; only local folders are checked. Copy the data set here, or check it where it was made."
-        )
 
 
 def names_of(row: Mapping[str, Any]) -> set[str]:

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, local_manifest, read_meta
+from data_prep.dataset.dataset_folder import Folder, read_meta
+from data_prep.dataset.manifest_writer import local_manifest
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import counted_errors

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.journal import read_sessions
-from data_prep.dataset.locks import REPORT, part_lock
+from data_prep.dataset.sessions import REPORT, part_lock, read_sessions
 from data_prep.dataset.statistics import PARTS, SIDE_EDGES, WORD_EDGES, Census, Place, take_census
 from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
@@ -57,7 +56,8 @@ def write_report(
     facts = page_facts(folder, manifest, take_census(folder, manifest, caption), caption)
     place = Path(output or folder.root)
     place.mkdir(parents=True, exist_ok=True)
-    with part_lock(folder, REPORT, wait=True) if folder.is_download else nullcontext():
+    is_own = folder.is_download and place.resolve() == folder.root.resolve()  # else the data set may be read-only
+    with part_lock(folder, REPORT, wait=True) if is_own else nullcontext():
         for name in (REPORT_NAME, DATASHEET_NAME) if folder.is_download else (REPORT_NAME,):
             write_text(place / name, template(f"{name}.j2").render(facts), durable=True)
     return place / REPORT_NAME

@@ -1,16 +1,70 @@
-"""The manifest of a finished data set: the contents and the origin of its shards."""
+"""The manifest of a finished data set, and the settings that all of its shards must have been made with."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, tar_name, total_failures
-from data_prep.dataset.rules import has_rules, versions_used
 from data_prep.dataset.shard_plan import Plan
 from data_prep.reasons import ALLOW_HINT, REFUSED_ADDRESS
-from pipeline.data.shards.manifest_format import Manifest, make_manifest
+from data_prep.settings.download_config import DownloadConfig
+from pipeline.config import to_tree
+from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.errors import UserError
+
+# Settings of how servers are requested, which may change between runs. (The user agent is not among them, because
+# opt-outs may address it.)
+_MANNERS = ("contact", "host_connections", "backoff", "max_backoff")
+_TOOLS = ("img2dataset", "opencv-python-headless", "albumentations", "pyarrow")
+
+
+def rules_of(config: DownloadConfig) -> dict[str, dict[str, Any]]:
+    """The sections of the configuration that determine the samples, without settings that may change between runs."""
+    guard = {name: value for name, value in to_tree(config.guard).items() if name not in _MANNERS}
+    return {"image": to_tree(config.image), "guard": guard}
+
+
+def digest_of(rules: Mapping[str, Any]) -> str:
+    """A digest of the rules."""
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def has_rules(record: ShardRecord, rules: Mapping[str, Any]) -> bool:
+    """Whether a shard was made with these rules; records and plans of versions before 0.2 do not say."""
+    return not record.rules or record.rules == (digest_of(rules) if rules else "")
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Describe the differences between two trees of sections."""
+    found = []
+    for section in sorted({*old, *new}):
+        before, after = old.get(section, {}), new.get(section, {})
+        found += [
+            f"{section}.{key} was {before.get(key)!r} and is now {after.get(key)!r}"
+            for key in sorted({*before, *after})
+            if before.get(key) != after.get(key)
+        ]
+    return found
+
+
+def tool_versions() -> dict[str, str]:
+    """Installed versions of the packages that determine a sample's bytes."""
+    return {name: importlib.metadata.version(name) for name in _TOOLS}
+
+
+def versions_used(records: Iterable[ShardRecord]) -> dict[str, str]:
+    """The versions that the shards of a set were made with; several of one package are joined by commas."""
+    used: dict[str, set[str]] = {name: set() for name in _TOOLS}
+    for record in records:
+        for name, version in record.tools.items():
+            used.setdefault(name, set()).add(version)
+    return {name: ", ".join(sorted(versions)) for name, versions in used.items() if versions}
 
 
 def write_manifest(folder: Folder, plan: Plan) -> Manifest:
@@ -90,3 +144,31 @@ def _facts(plan: Plan, records: list[ShardRecord]) -> dict[str, Any]:
         **plan.rules,
         "tools": versions_used(records),
     }
+
+
+def local_manifest(root: str | Path, *, allow_outside: bool = False) -> Manifest:
+    """Load the manifest of a local folder; `allow_outside` as for `load_manifest`.
+
+    Raises:
+        UserError: The folder or any of its shards is not on this machine.
+    """
+    if "://" in str(root):
+        raise UserError(f"{root} is not a folder on this machine: copy the data set here, or mount it, and check that.")
+    # Shards that are commands are refused below, for another reason.
+    manifest = load_manifest(root, allow_commands=True, allow_outside=allow_outside)
+    check_local(manifest)
+    return manifest
+
+
+def check_local(manifest: Manifest) -> None:
+    """Check that all shards of a manifest are local files.
+
+    Raises:
+        UserError: A shard is not on this machine.
+    """
+    remote = [shard.name for shard in manifest.shards if ":" in shard.name]  # a URL or `pipe:`
+    if remote:
+        raise UserError(
+            f"{len(remote):,} of {len(manifest.shards):,} shards of {manifest.root} are elsewhere, such as "
+            f"{remote[0]!r}; only local folders are checked. Copy the data set here, or check it where it was made."
+        )

@@ -1,25 +1,44 @@
-"""Permanently remove samples from a data set: opt-outs, duplicates, overlap with evaluation sets."""
+"""Permanently remove samples from a data set: opt-outs, duplicates, overlap with evaluation sets.
+
+Of a download, every shard is published anew as in shard_commit.py. Of shards that `neuclip download` did not make
+(those of `neuclip pairs`, and tars from elsewhere), each that changes is written beside the old one. After all of them,
+`removed.txt` names what is removed, and small files `SHARD.removal` say what the new shards are; only then are these
+renamed, the manifest is written and the small files are deleted. An error before the renames undoes this, except for
+`removed.txt`. A killed removal is undone or, for the shards with such a file, finished by the next one or by
+`neuclip pairs`. A removal needs the space of the shards that change.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, as_stored, load_config, names_of, read_lines, read_meta
-from data_prep.dataset.foreign_removal import remove_from_shards
-from data_prep.dataset.locks import exclusive_lock
-from data_prep.dataset.manifest_writer import write_manifest
+from data_prep.dataset.dataset_folder import (
+    Folder,
+    as_stored,
+    content,
+    load_config,
+    names_of,
+    read_lines,
+    read_meta,
+    signed,
+    tar_name,
+)
+from data_prep.dataset.manifest_writer import local_manifest, write_manifest
 from data_prep.dataset.salvage import check_shard
+from data_prep.dataset.sessions import exclusive_lock, part_lock
 from data_prep.dataset.shard_commit import publish, recover
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.settings.source_config import HASH_KINDS
-from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, check_keys, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import flush, write_text
+from pipeline.files import flush, replacing, sha256_of, write_text
 
 
 @dataclass(frozen=True)
@@ -144,3 +163,164 @@ def _rewrite(folder: Folder, shard: int, hit: set[int]) -> None:
             row.update(status="failed", reason=reasons.REMOVED)
     failures = Counter(record.failures) + Counter({reasons.REMOVED: len(hit)})
     publish(folder, replace(record, samples=record.samples - len(hit), failures=failures), members, rows)
+
+
+PART = "pairs"
+"""The part of the work that `neuclip pairs` and removals hold the lock of."""
+_NOTE, _NEW = ".removal", ".new"
+
+
+def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, int, Manifest]:
+    """Remove every sample whose key, SHARD:KEY, uid, URL or hash is in `names`.
+
+    Returns:
+        The names that were found, also by an earlier removal, the numbers of samples and shards, and the new manifest.
+
+    Raises:
+        UserError: There is no manifest, a shard is elsewhere, differs from it or has a key of several samples, no
+            sample would be left, or another process works in the folder.
+    """
+    with part_lock(folder, PART):
+        finish_removals(folder)
+        manifest = local_manifest(folder.root)
+        found, hits = set[str](), dict[str, set[str]]()
+        for shard in manifest.shards:
+            for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
+                if matching := names_of_sample(shard.name, key, parts) & names:
+                    found |= matching
+                    hits.setdefault(shard.name, set()).add(key)
+        samples = sum(map(len, hits.values()))
+        if samples >= manifest.n:
+            raise UserError(
+                f"The list names all {manifest.n:,} samples of {folder.root}: nothing would be left, and nothing was "
+                "changed. Delete the folder if that is what you mean."
+            )
+        changed = [shard for shard in manifest.shards if shard.name in hits]
+        check_keys(manifest, changed)
+        for shard in changed:
+            if shard.sha256 and sha256_of(manifest.url(shard)) != shard.sha256:
+                raise UserError(
+                    f"{shard.name} is not what the manifest says, and nothing was changed: `neuclip verify "
+                    f"{folder.root}` finds all damage."
+                )
+        known = folder.removed_names()
+        paths = {shard.name: Path(manifest.url(shard)) for shard in changed}
+        try:
+            notes = {path: _rewrite_tar(path, name, hits[name]) for name, path in paths.items()}
+            # Before the notes: a removal that is killed between two of them finds these names when it is repeated.
+            write_text(folder.removed, "".join(f"{name}\n" for name in sorted(known | found)), durable=True)
+            flush(folder.root)
+            for path, note in notes.items():
+                write_text(_beside(path, _NOTE), signed(note), durable=True)
+                flush(path.parent)
+        except BaseException:
+            for suffix in (_NOTE, _NEW):  # the notes first: without them, the next removal ignores the new shards
+                for path in paths.values():
+                    _beside(path, suffix).unlink(missing_ok=True)
+            raise
+        return found | (names & known), samples, len(changed), finish_removals(folder) or manifest
+
+
+def finish_removals(folder: Folder) -> Manifest | None:
+    """Finish removals that were killed; the caller holds the lock of `PART`.
+
+    Returns:
+        The new manifest; None if there was nothing to do.
+    """
+    if not (folder.root / MANIFEST_NAME).is_file():
+        return None
+    notes = {path: _read_note(path) for path in sorted(folder.root.rglob(f"*.tar{_NOTE}"))}
+    for path in folder.root.rglob(f"*.tar{_NEW}"):
+        if path.with_suffix(_NOTE) not in notes:
+            path.unlink()  # not finished
+    if not notes:
+        return None
+    for path, note in notes.items():
+        _publish_tar(folder, path.with_suffix(""), note)
+    manifest = _changed_manifest(folder, {note["name"]: note for note in notes.values()})
+    manifest.save(folder.root)
+    flush(folder.root)
+    for path in notes:
+        path.unlink()
+    return manifest
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    try:
+        return content(path.read_bytes())
+    except ValueError as error:
+        raise UserError(
+            f"{path}, which says how to finish a removal, is damaged ({error}): copy the data set again from its "
+            "source, and repeat the removal."
+        ) from error
+
+
+def _changed_manifest(folder: Folder, changes: Mapping[str, Mapping[str, Any]]) -> Manifest:
+    """The folder's manifest with some of its shards changed."""
+    before = local_manifest(folder.root)
+    entries, failures = [], Counter(before.failures)
+    for shard in before.shards:
+        new = changes.get(shard.name, {"samples": shard.samples, "bytes": shard.bytes, "sha256": shard.sha256})
+        failures[reasons.REMOVED] += shard.samples - new["samples"]
+        if new["samples"]:
+            entries.append((shard.name, new["samples"], new["bytes"], new["sha256"]))
+    return make_manifest(entries, root=folder.root, failures=+failures, facts=before.facts)
+
+
+def names_of_sample(shard: str, key: str, parts: Mapping[str, bytes]) -> set[str]:
+    """The names (key, SHARD:KEY, uid, URL, hashes) under which a sample can be removed."""
+    try:
+        tree = json.loads(parts.get("json", b"{}"))
+    except (ValueError, RecursionError):
+        tree = {}
+    fields = [tree.get(name) for name in ("uid", "url", *HASH_KINDS)] if isinstance(tree, dict) else []
+    return as_stored([key, f"{shard}:{key}", *(field for field in fields if isinstance(field, str))])
+
+
+def _rewrite_tar(path: Path, name: str, hit: set[str]) -> dict[str, Any]:
+    """Write the shard without some of its samples beside it, and return the note about it."""
+    kept = 0
+
+    def members() -> Iterator[tuple[str, bytes]]:
+        nonlocal kept
+        for key, parts in canonical_tar.intact_samples(path):
+            if key not in hit:
+                kept += 1
+                yield from ((f"{key}.{suffix}", payload) for suffix, payload in parts.items())
+
+    size, digest = canonical_tar.write(_beside(path, _NEW), members())
+    flush(path.parent)
+    return {"name": name, "samples": kept, "bytes": size, "sha256": digest, "removed": sorted(hit)}
+
+
+def _beside(shard: Path, suffix: str) -> Path:
+    return shard.with_name(shard.name + suffix)
+
+
+def _publish_tar(folder: Folder, tar: Path, note: Mapping[str, Any]) -> None:
+    """Put a new shard in the place of the old one, and correct the records of `neuclip pairs`; may be repeated."""
+    new = _beside(tar, _NEW)
+    if new.exists():
+        new.replace(tar)
+    if not note["samples"]:
+        tar.unlink(missing_ok=True)
+    flush(tar.parent)
+    number = next((shard for shard in folder.finished() if tar_name(shard) == note["name"]), None)
+    if number is None:
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    removed, rows = set(note["removed"]), read_meta(folder, number)
+    table = rows.to_pylist()
+    for row in table:
+        if row["key"] in removed:
+            row.update(status="failed", reason=reasons.REMOVED, error=None)
+    with replacing(folder.meta(number), durable=True) as temporary:
+        changed_rows = pa.Table.from_pylist(table, schema=rows.schema)
+        pq.write_table(changed_rows, temporary, compression="zstd", write_page_checksum=True)
+    flush(folder.meta(number).parent)
+    failures = Counter(row["reason"] for row in table if row["reason"])
+    size, digest = (note["bytes"], note["sha256"]) if note["samples"] else (0, "")
+    record = folder.read_record(number)
+    folder.write_record(replace(record, samples=note["samples"], bytes=size, sha256=digest, failures=failures))

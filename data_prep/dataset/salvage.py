@@ -18,7 +18,7 @@ from typing import Any
 from data_prep import reasons
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, tar_name
-from data_prep.dataset.rules import has_rules
+from data_prep.dataset.manifest_writer import has_rules
 from data_prep.dataset.shard_commit import STORED_HASH, difference, facts_text
 from data_prep.dataset.shard_plan import Plan
 from data_prep.settings.source_config import HASH_KINDS

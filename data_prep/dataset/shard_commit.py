@@ -198,7 +198,7 @@ def _write_meta(folder: Folder, shard: int, rows: list[dict[str, Any]]) -> str:
     names = [*(name for name in known if name in present), *sorted(present - set(known))]
     columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
+    pq.write_table(pa.table(columns), sink, compression="zstd", write_page_checksum=True)
     body = sink.getvalue()
     with replacing(folder.staged_meta(shard), unique=False, durable=True) as path:
         path.write_bytes(body)

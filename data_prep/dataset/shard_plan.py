@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from data_prep.dataset.dataset_folder import Folder
-from data_prep.dataset.signed_json import content, signed
+from data_prep.dataset.dataset_folder import Folder, content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
 from data_prep.sources.metadata_tables import read
 from data_prep.sources.subset import Subset
-from data_prep.sources.table_checks import check_rows
-from data_prep.sources.table_identity import check_unchanged, identity_of
+from data_prep.sources.table_identity import check_rows, check_unchanged, identity_of
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import flush, path_below, sha256_of, write_text
@@ -283,7 +281,7 @@ class _PlanWriter:
         if self._shard % _SHARDS_PER_PART == 0:
             self._close_part()
             self._path = self._folder.plan_part(self._shard // _SHARDS_PER_PART)
-            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
+            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd", write_page_checksum=True)
         self._file.write_table(table, row_group_size=self._shard_size)
         _update(self._sha256, table)
         self._rows += table.num_rows

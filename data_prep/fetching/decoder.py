@@ -1,5 +1,9 @@
-"""Decoding in a process of its own: an image that crashes it, or keeps it busy, costs its own row only.
+"""From the bytes as served to the image as stored: decoded, checked, resized, blurred, upright, encoded.
 
+`ImageConverter` replaces img2dataset's Resizer, and gives the same bytes for ordinary images (a test compares them).
+The original stores 16-bit images white, ignores EXIF orientation, and needs 80 bytes a pixel for transparent ones.
+
+`Decoder` runs it in a process of its own, so that an image that crashes it, or keeps it busy, costs its own row only.
 `python -m data_prep.fetching.decoder FD` is that process: it converts what comes over a connection, until it ends.
 """
 
@@ -15,10 +19,172 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+import cv2
+import numpy as np
+
 from data_prep import reasons
-from data_prep.fetching.image_converter import Boxes, ImageConverter, Outcome, failed
+from data_prep.fetching.served_image import Pixels, decode, extension, upright
+from data_prep.reasons import FetchError
 from data_prep.settings.download_config import FetchConfig, ImageConfig
 
+Boxes = list[list[float]]
+# Image, width, height, original width, original height, error: what img2dataset expects of its resizer.
+Outcome = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
+_QUALITY = {
+    "jpg": cv2.IMWRITE_JPEG_QUALITY,
+    "png": cv2.IMWRITE_PNG_COMPRESSION,
+    "webp": cv2.IMWRITE_WEBP_QUALITY,
+}
+# Mean difference of grey thumbnails, of 255, beyond which the encoded image no longer matches the decoded one. The
+# lowest JPEG quality stays below 20.
+_MOST_DIFFERENT = 32.0
+# Pixels; in narrower images, the blocks at the edges are a large share.
+_NARROW = 128
+
+
+class ImageConverter:
+    """img2dataset's resizer interface: called with a stream and boxes, returns an `Outcome`.
+
+    Args:
+        image: How images are stored.
+        max_pixels: Larger images are refused.
+        processes: Number of processes on this machine that may decode at the same time.
+        blurrer: Blurs boxes in an array, for sources that have them.
+    """
+
+    def __init__(
+        self,
+        image: ImageConfig,
+        *,
+        max_pixels: int,
+        processes: int = 1,
+        blurrer: Callable[..., np.ndarray] | None = None,
+    ) -> None:
+        self._image, self._max_pixels, self._processes, self._blurrer = image, max_pixels, processes, blurrer
+
+    def __call__(self, stream: io.BytesIO, boxes: Boxes | None = None) -> Outcome:
+        cv2.setNumThreads(1)
+        try:
+            return self._convert(stream.getvalue(), boxes)
+        except FetchError as error:
+            return failed(str(error))
+        except Exception as error:  # decoders raise many exception types for damaged files
+            is_memory = isinstance(error, MemoryError) or getattr(error, "code", 0) == cv2.Error.StsNoMem
+            reason = reasons.TOO_LITTLE_MEMORY if is_memory else reasons.UNDECODABLE
+            return failed(f"{reason}: {type(error).__name__} {error}")
+
+    def _convert(self, body: bytes, boxes: Boxes | None) -> Outcome:
+        pixels = decode(body, processes=self._processes)
+        height, width = pixels.array.shape[:2]
+        self._check_shape(height, width)
+        scaled = scale(pixels.array, self._image)
+        is_scaled = scaled is not pixels.array
+        if boxes is not None and self._blurrer is not None:  # boxes are relative to the whole image, not turned
+            scaled = self._blurrer(img=scaled, bbox_list=boxes)
+        resized = frame(scaled, self._image) if is_scaled else scaled
+        if pixels.orientation != 1:
+            resized = upright(resized, pixels.orientation)
+            if pixels.orientation >= 5:
+                height, width = width, height
+        stored_height, stored_width = resized.shape[:2]
+        stored = body if self._keeps(body, pixels, resized) else self._encode(resized)
+        return stored, stored_width, stored_height, width, height, None
+
+    def _check_shape(self, height: int, width: int) -> None:
+        if min(height, width) < self._image.min_size:
+            raise FetchError(reasons.TOO_SMALL, f"{width} x {height}")
+        if height * width > self._max_pixels:
+            raise FetchError(reasons.TOO_MANY_PIXELS, f"{width} x {height}")
+        if max(height, width) / min(height, width) > self._image.max_aspect_ratio:
+            raise FetchError(reasons.EXTREME_ASPECT, f"{width} x {height}")
+
+    def _keeps(self, body: bytes, pixels: Pixels, resized: np.ndarray) -> bool:
+        """Whether the served bytes can be stored: the image is unchanged and has the right format."""
+        unchanged = resized is pixels.array and not pixels.is_changed and pixels.orientation == 1
+        return unchanged and self._image.skip_reencode and extension(body, "") == self._image.encode_format
+
+    def _encode(self, array: np.ndarray) -> bytes:
+        kind = self._image.encode_format
+        if kind == "ppm" and array.ndim == 2:  # OpenCV would write grey pixels, which only Pillow reads
+            array = cv2.cvtColor(array, cv2.COLOR_GRAY2BGR)
+        quality = [_QUALITY[kind], self._image.encode_quality] if kind in _QUALITY else []
+        done, encoded = cv2.imencode(f".{kind}", array, quality)
+        if not done:
+            raise FetchError(reasons.NOT_ENCODED, f"{array.shape[1]} x {array.shape[0]} as {kind}")
+        check_resemblance(array, encoded, kind=kind)
+        return encoded.tobytes()
+
+
+def failed(error: str) -> Outcome:
+    """The outcome of an image that gives no sample; the text begins with the reason."""
+    return None, None, None, None, None, error
+
+
+def scale(array: np.ndarray, image: ImageConfig) -> np.ndarray:
+    """Scale as `image.resize_mode` says; the same array when the mode leaves this image as it is."""
+    if image.resize_mode == "no":
+        return array
+    height, width = array.shape[:2]
+    side = min(height, width) if image.resize_mode in ("keep_ratio", "center_crop") else max(height, width)
+    if side <= image.size and image.resize_only_if_bigger:
+        return array
+    factor = image.size / side
+    target = (max(1, round(width * factor)), max(1, round(height * factor)))
+    if target == (width, height):
+        return array.copy()  # not the same array: it counts as resized
+    method = cv2.INTER_AREA if side > image.size else cv2.INTER_LANCZOS4
+    return cv2.resize(array, target, interpolation=method)
+
+
+def frame(array: np.ndarray, image: ImageConfig) -> np.ndarray:
+    """The square of `image.size` that the modes `center_crop` and `border` store, from a scaled image."""
+    size = image.size
+    if image.resize_mode == "border":
+        return _pad(array, size)
+    if image.resize_mode != "center_crop":
+        return array
+    top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    return np.ascontiguousarray(array[top : top + size, left : left + size])
+
+
+def check_resemblance(array: np.ndarray, encoded: np.ndarray, *, kind: str = "jpg") -> None:
+    """Compare an image with its decoded encoding, using small grey thumbnails.
+
+    Args:
+        array: The image.
+        encoded: Its encoding.
+        kind: The format. OpenCV averages blocks of pixels when it decodes a JPEG at a smaller size, which include the
+            padding beyond the edges, so narrow images are decoded whole; of other formats it only takes every eighth
+            pixel, so they are, too.
+
+    Raises:
+        FetchError: not encoded.
+    """
+    is_reduced = kind == "jpg" and min(array.shape[:2]) >= _NARROW
+    small = cv2.imdecode(encoded, cv2.IMREAD_REDUCED_GRAYSCALE_8 if is_reduced else cv2.IMREAD_GRAYSCALE)
+    if small is None:
+        raise FetchError(reasons.NOT_ENCODED, "what was encoded cannot be decoded")
+    if not is_reduced:
+        size = (-(-small.shape[1] // 8), -(-small.shape[0] // 8))
+        small = cv2.resize(small, size, interpolation=cv2.INTER_AREA)
+    grey = cv2.cvtColor(array, cv2.COLOR_BGR2GRAY) if array.ndim == 3 else array
+    wanted = cv2.resize(grey, (small.shape[1], small.shape[0]), interpolation=cv2.INTER_AREA)
+    difference = float(cv2.norm(small, wanted, cv2.NORM_L1)) / small.size
+    if difference > _MOST_DIFFERENT:
+        raise FetchError(reasons.NOT_ENCODED, f"the encoded image differs by {difference:.0f} of 255 on average")
+
+
+def _pad(array: np.ndarray, size: int) -> np.ndarray:
+    height, width = array.shape[:2]
+    down, right = max(0, size - height), max(0, size - width)
+    if not down and not right:
+        return array
+    top, left = down // 2, right // 2
+    white = [255, 255, 255]
+    return cv2.copyMakeBorder(array, top, down - top, left, right - left, cv2.BORDER_CONSTANT, value=white)
+
+
+_START_SECONDS, _READY = 300.0, "ready"
 _ATTEMPTS = 2
 """A decoder may die or be late for other reasons than its image: too little memory, or a suspended job."""
 
@@ -48,7 +214,10 @@ class Decoder:
         failure = ""
         for _ in range(_ATTEMPTS):
             try:
-                self._start()
+                if not self._start():
+                    failure = f"{reasons.INTERNAL}: no decoder could be started"
+                    self.close()
+                    continue
                 self._connection.send((stream.getvalue(), boxes))
                 if self._connection.poll(self._seconds):
                     outcome: Outcome = self._connection.recv()
@@ -67,9 +236,14 @@ class Decoder:
             self._connection.close()
         self._process = None
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the process, if there is none; its start, slow on a busy machine, does not count as decoding.
+
+        Returns:
+            Whether it is ready.
+        """
         if self._process is not None and self._pid == os.getpid():  # a fork must not use its parent's
-            return
+            return True
         self._connection, other = Pipe()
         # Workers of a cluster find our packages in places that their children would not know.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -83,7 +257,11 @@ class Decoder:
                 env=environment,
             )
         self._pid = os.getpid()
-        self._connection.send((self._settings, self._has_boxes))
+        try:
+            self._connection.send((self._settings, self._has_boxes))
+            return self._connection.poll(_START_SECONDS) and self._connection.recv() == _READY
+        except (EOFError, OSError):
+            return False
 
 
 def main(descriptor: int) -> None:
@@ -91,6 +269,7 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection:
         settings, has_boxes = connection.recv()
         convert = ImageConverter(**settings, blurrer=_blurrer() if has_boxes else None)
+        connection.send(_READY)
         while True:
             try:
                 body, boxes = connection.recv()

@@ -1,30 +1,38 @@
 """img2dataset as the engine: its downloader, resizer and distributors, with our rows as input and our shards as output.
 
-Runs in its own process (`python -m data_prep.fetching.fetch_process job.json`), so that img2dataset's workers,
-prints and signal handlers do not affect the program that supervises it.
+Runs in its own process and process group (`main`), so that img2dataset's workers, prints and signal handlers do not
+affect the program that supervises it. It exits, with all its workers, when that program is gone for any reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, key_of, names_of
-from data_prep.dataset.locks import engine_lock
 from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
-from data_prep.dataset.shard_plan import Plan, read_shard
+from data_prep.dataset.sessions import engine_lock
+from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder, stand_ins
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
+from pipeline.config import parse
 
 with stand_ins("wandb", "webdataset"):
     from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
@@ -37,6 +45,7 @@ DISTRIBUTORS = {
 }
 # Shards per Spark job.
 _SPARK_SHARDS = 1000
+_WATCH_SECONDS = 0.5
 _LOOPBACK = "127.0.0.1"
 # Only shard names pass through Ray's store; by default it would take 30% of the machine's memory.
 _RAY_STORE_BYTES = 100_000_000
@@ -179,6 +188,24 @@ def _cluster(fetch: FetchConfig) -> Iterator[None]:
             ray.shutdown()
     else:
         yield
+
+
+def main(path: str, supervisor: int) -> None:
+    """Do the job in a JSON file, for as long as the process `supervisor`, which started this one, lives."""
+
+    def watch() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(_WATCH_SECONDS)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    # Spark's workers otherwise take whichever python3 comes first on the PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    tree: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    config = parse(DownloadConfig, tree["config"])
+    folder = Folder(Path(config.output), config.fetch.worker)
+    with engine_lock(folder):
+        run(Job(config, folder, load_plan(folder), tuple(tree["shards"]), mode=tree["mode"]))
 
 
 def _given(writer: ShardWriter, *_: Any) -> ShardWriter:

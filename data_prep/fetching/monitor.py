@@ -85,6 +85,16 @@ class Monitor:
         lasting = Counter({r: n for r, n in self._old[shard].failures.items() if not reasons.is_transient(r)})
         return Counts(max(0, record.samples - self._old[shard].samples), failures - lasting)
 
+    @property
+    def activity(self) -> tuple[int, int]:
+        """URLs done, and samples that are being stored: an engine in which neither changes makes no progress."""
+        return self.now.attempted, sum(state.get("stored", 0) for state in self._live.values())
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a worker has begun a shard."""
+        return bool(self._live)
+
     def dead_workers(self) -> list[int]:
         """Process ids on this machine that died while processing a shard."""
         here = socket.gethostname()

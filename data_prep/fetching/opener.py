@@ -18,10 +18,9 @@ from types import TracebackType
 from typing import Any
 
 from data_prep import reasons
-from data_prep.fetching.content import check_image
-from data_prep.fetching.deadline import Deadlines
-from data_prep.fetching.rules import check_response
-from data_prep.fetching.url_handlers import ascii_url, check_authority, director_for
+from data_prep.fetching.guard import check_response
+from data_prep.fetching.served_image import check_image
+from data_prep.fetching.url_handlers import Deadlines, ascii_url, check_authority, director_for
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import GuardConfig
 

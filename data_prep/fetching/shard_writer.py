@@ -16,11 +16,11 @@ from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, names_of
-from data_prep.dataset.rules import digest_of, tool_versions
+from data_prep.dataset.manifest_writer import digest_of, tool_versions
 from data_prep.dataset.salvage import published_samples
 from data_prep.dataset.shard_commit import STORED_HASH, facts_text, publish
 from data_prep.dataset.shard_plan import Plan
-from data_prep.fetching.content import extension
+from data_prep.fetching.served_image import extension
 from data_prep.settings.source_config import HASH_KINDS
 from pipeline.files import write_text
 
@@ -68,7 +68,7 @@ class ShardWriter:
         self.is_published = False
         self._spool = (folder.staging / f"{shard:05d}.spool").open("w+b")
         self.live = folder.staging / f"{shard:05d}.live"
-        self._last_beat = 0.0
+        self._last_beat, self._stored = float("-inf"), 0
         self._beat()
 
     def write(self, img_str: bytes | None, key: str, caption: str | None, meta: dict[str, Any]) -> None:
@@ -124,8 +124,7 @@ class ShardWriter:
         else:
             self._failures[reason] += 1
         self._meta[number] = record
-        if time.monotonic() - self._last_beat > _HEARTBEAT_SECONDS:
-            self._beat()
+        self._beat()
 
     def _publish(self) -> None:
         rows = [self._meta[number] for number in sorted(self._meta)]
@@ -170,6 +169,8 @@ class ShardWriter:
 
     def _members(self, old: set[int]) -> Iterator[tuple[str, bytes]]:
         for number, parts in self._samples(old):
+            self._stored += 1
+            self._beat()
             for suffix in sorted(parts):
                 yield f"{key_of(number)}.{suffix}", parts[suffix]
 
@@ -179,12 +180,15 @@ class ShardWriter:
         return {suffix: self._spool.read(length), "json": text.encode(), "txt": caption.encode()}
 
     def _beat(self) -> None:
+        if time.monotonic() - self._last_beat < _HEARTBEAT_SECONDS:
+            return
         self._last_beat = time.monotonic()
         state = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "samples": len(self._index),
             "failures": dict(self._failures),
+            "stored": self._stored,
         }
         with contextlib.suppress(OSError):  # only for display; serious errors are raised elsewhere
             write_text(self.live, json.dumps(state))

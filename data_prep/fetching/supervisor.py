@@ -27,6 +27,10 @@ _POLL_SECONDS = 0.25
 _POLL_SHARE = 20
 _GRACE_SECONDS = 10.0
 _PROBE_BYTES = 1 << 20
+_CLUSTER_SECONDS = 3600.0
+"""Spark and Ray start a cluster first, or wait for their turn in that of others: a restart would lose their place."""
+_ENGINE = "import sys; from data_prep.fetching.downloader import main; main(sys.argv[1], int(sys.argv[2]))"
+"""Not `-m`: then the pickled classes would be those of `__main__`, which workers on other machines do not have."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def fetch(
     discard_unfinished(folder, shards)
     # A retry requests rows that failed before, and a rebuild few rows: low success does not indicate a collapse.
     limits = config.monitor if mode == "fetch" else dataclasses.replace(config.monitor, min_success=0.0)
+    to_begin = limits.stall if config.fetch.distributor == "multiprocessing" else max(limits.stall, _CLUSTER_SECONDS)
     monitor, window = Monitor(folder, shards), SuccessWindow(limits)
     started, fruitless = time.monotonic(), 0
 
@@ -77,7 +82,7 @@ def fetch(
     while monitor.waiting:
         finished = len(monitor.finished)
         with FetchEngine(config, tuple(sorted(monitor.waiting)), mode=mode) as engine:
-            problem = _watch(engine, monitor, window, stall=limits.stall, show=show)
+            problem = _watch(engine, monitor, window, stall=limits.stall, to_begin=to_begin, show=show)
         discard_unfinished(folder, shards)
         monitor.poll()
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
@@ -92,9 +97,15 @@ def fetch(
 
 
 def _watch(
-    engine: FetchEngine, monitor: Monitor, window: SuccessWindow, *, stall: float, show: Callable[[], None]
+    engine: FetchEngine,
+    monitor: Monitor,
+    window: SuccessWindow,
+    *,
+    stall: float,
+    to_begin: float,
+    show: Callable[[], None],
 ) -> str:
-    """Follow one engine until it ends.
+    """Follow one engine until it ends, or makes no progress: for `stall` seconds, or `to_begin` before its first shard.
 
     Returns:
         How it ended.
@@ -102,7 +113,7 @@ def _watch(
     Raises:
         Paused: Success collapsed.
     """
-    moved, attempted = time.monotonic(), -1
+    moved, activity, limit = time.monotonic(), monitor.activity, to_begin
     while True:
         ended, began = engine.poll(), time.monotonic()
         monitor.poll()
@@ -114,10 +125,10 @@ def _watch(
         if reason:
             engine.stop()
             raise Paused(_pause(engine, monitor, reason, suspect_from=window.suspect_from))
-        if monitor.now.attempted != attempted:
-            moved, attempted = time.monotonic(), monitor.now.attempted
-        if time.monotonic() - moved > stall:
-            return f"no progress for {stall:g} s"
+        if monitor.activity != activity or (monitor.is_working and limit != stall):
+            moved, activity, limit = time.monotonic(), monitor.activity, stall
+        if time.monotonic() - moved > limit:
+            return f"no progress for {limit:g} s"
         dead = monitor.dead_workers()
         if dead:
             return f"worker process {dead[0]} died in the middle of a shard (out of memory?)"
@@ -175,7 +186,7 @@ class FetchEngine:
         job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "mode": mode}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "data_prep.fetching.fetch_process", str(job)],
+                [sys.executable, "-c", _ENGINE, str(job), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image
 
-from data_prep.fetching.content import check_image, extension
+from data_prep.fetching.served_image import check_image, extension
 from data_prep.pairs.pair import MISSING_FILE
 from data_prep.reasons import FetchError
-from pipeline.pixels import ImageError, load, open_image, orientation, to_rgb, upright
+from pipeline.pixels import ImageError, load, open_image, orientation, read_file, to_rgb, upright
 
 _STORED = ("JPEG", "PNG", "WEBP")  # formats that training reads; others are re-encoded
 
@@ -50,11 +49,13 @@ def read_image(image: bytes | str) -> bytes:
     if isinstance(image, bytes):
         return image
     try:
-        return Path(image).read_bytes()
+        return read_file(image)
     except FileNotFoundError as error:
         raise FetchError(MISSING_FILE, image) from error
     except OSError as error:
         raise FetchError(MISSING_FILE, f"{image}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte
+        raise FetchError(MISSING_FILE, f"{image!r}: {error}") from error
 
 
 def convert(body: bytes, options: ImageOptions) -> StoredImage:

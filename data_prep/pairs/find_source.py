@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.pairs import hub_dataset, image_files, parquet_source, table_rows, tar_rows
-from data_prep.pairs.listed_source import FileSource, TarSource
-from data_prep.pairs.listing import Listed, Listing, write_listing
+from data_prep.pairs import image_files, parquet_source, table_rows, tar_rows
+from data_prep.pairs.listing import FileSource, Listed, Listing, write_listing
 from data_prep.pairs.pair import PairSource
 from pipeline.errors import UserError
 
@@ -125,10 +124,10 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
         tars = tar_rows.tars_below(path)
         caption = tar_rows.find_caption(tars, wanted=options.caption)
         root = path if path.is_dir() else path.parent
-        return TarSource(listed(lambda: tar_rows.tar_rows(path, tars), root=root, group=False), caption)
+        return tar_rows.TarSource(listed(lambda: tar_rows.tar_rows(path, tars), root=root, group=False), caption)
     if kind == "parquet":
         return parquet_source.open_parquet(path, image=options.image, caption=options.caption)
-    return hub_dataset.open_dataset(
+    return parquet_source.open_dataset(
         source, split=options.split, subset=options.subset, revision=options.revision, image=options.image,
         caption=options.caption,
     )  # fmt: skip

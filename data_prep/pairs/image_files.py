@@ -46,10 +46,9 @@ class ImageFolder:
 
     def _lonely_texts(self) -> Iterator[Listed]:
         """Text files without an image, which may be images of another format or under another name."""
-        for root, below, files in os.walk(self.path, followlinks=True):
-            below.sort()
+        for root, files in _walk(self.path):
             images = {Path(name).stem for name in files if Path(name).suffix.lower() in SUFFIXES}
-            for name in sorted(files):
+            for name in files:
                 if Path(name).suffix.lower() in CAPTION_SUFFIXES and Path(name).stem not in images:
                     place = Path(root, name).relative_to(self.path).as_posix()
                     yield Listed(place, problem=MISSING_FILE, detail="no image of this name beside it")
@@ -57,11 +56,18 @@ class ImageFolder:
 
 def image_names(folder: Path) -> Iterator[str]:
     """Relative names of all image files below a folder, sorted folder by folder."""
-    for root, below, files in os.walk(folder, followlinks=True):
-        below.sort()
-        for name in sorted(files):
+    for root, files in _walk(folder):
+        for name in files:
             if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
                 yield Path(root, name).relative_to(folder).as_posix()
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders below a folder, links followed, with their files; links to a folder that they are in are left out."""
+    for root, below, files in os.walk(folder, followlinks=True):
+        here = Path(root).resolve()
+        below[:] = sorted(name for name in below if not here.is_relative_to((here / name).resolve()))
+        yield root, sorted(files)
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,10 @@ class CocoCaptions:
         tree = read_coco(self.path)
         captions: dict[Any, list[Any]] = {}
         lost = []
-        known = {image.get("id") for image in tree["images"]}
+        known = {_id(image.get("id")) for image in tree["images"]}
         for number, annotation in enumerate(tree["annotations"]):
-            if annotation.get("image_id") in known:
-                captions.setdefault(annotation["image_id"], []).append(annotation.get("caption"))
+            if (key := _id(annotation.get("image_id"))) in known:
+                captions.setdefault(key, []).append(annotation.get("caption"))
             else:
                 lost.append((number, annotation.get("image_id")))
         for number, image in enumerate(tree["images"]):
@@ -94,10 +100,15 @@ class CocoCaptions:
             if not isinstance(name, str):
                 yield Listed(place, problem=MALFORMED_ROW, detail="no file_name")
             else:
-                yield Listed(place, str(self.images / name), captions_in(captions.get(image.get("id"), [])))
+                yield Listed(place, str(self.images / name), captions_in(captions.get(_id(image.get("id")), [])))
         for number, image_id in lost:
             place = f"{self.path.name} annotations[{number}]"
             yield Listed(place, problem=MISSING_FILE, detail=f"no image has the id {image_id}")
+
+
+def _id(value: Any) -> Any:
+    """An id as a key; one that is a list or a mapping, as text."""
+    return repr(value) if isinstance(value, list | dict) else value
 
 
 def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -108,7 +119,7 @@ def read_coco(path: Path) -> dict[str, list[dict[str, Any]]]:
     """
     try:
         tree = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); tables with one object a line end in .jsonl.") from error
     parts = [tree.get(name) if isinstance(tree, dict) else None for name in ("images", "annotations")]
     if not all(isinstance(part, list) and all(isinstance(item, dict) for item in part) for part in parts):

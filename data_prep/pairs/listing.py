@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.pairs.pair import NOT_UTF8, not_utf8
+from data_prep.pairs.pair import NOT_UTF8, Pair, not_utf8
+from pipeline.errors import UserError
 from pipeline.files import replacing
 
 GROUP = 2_000
@@ -41,7 +42,22 @@ class Listing:
     digest: str
 
     def read(self, start: int, stop: int) -> Iterator[Listed]:
-        """The rows `[start, stop)`."""
+        """The rows `[start, stop)`.
+
+        Raises:
+            UserError: The list is damaged.
+        """
+        import pyarrow as pa
+
+        try:
+            yield from self._read(start, stop)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(
+                f"{self.path} is missing or damaged ({error}): delete {self.path.parent.parent} and run the same "
+                "command again."
+            ) from error
+
+    def _read(self, start: int, stop: int) -> Iterator[Listed]:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
@@ -79,7 +95,7 @@ def write_listing(path: Path, rows: Iterable[Listed], *, root: Path, group_image
     rows = map(_checked, rows)
     with (
         replacing(path, unique=False, durable=True) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+        pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
         for chunk in _chunks(_grouped(rows) if group_images else rows):
             plain = [_plain(row) for row in chunk]
@@ -136,3 +152,23 @@ def _chunks(rows: Iterable[Listed]) -> Iterator[list[Listed]]:
             chunk = []
     if chunk:
         yield chunk
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Rows whose images are files."""
+
+    listing: Listing
+    about: Mapping[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return self.listing.rows
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**self.about, "digest": self.listing.digest}
+
+    def read(self, start: int, stop: int) -> Iterator[Pair]:
+        for row in self.listing.read(start, stop):
+            yield Pair(row.place, row.image, row.captions, row.problem, row.detail)

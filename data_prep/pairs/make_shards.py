@@ -18,9 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dataset import canonical_tar
-from data_prep.dataset.dataset_folder import Folder, ShardRecord, key_of, read_meta, tar_name, total_failures
-from data_prep.dataset.foreign_removal import PART, finish_removals, names_of_sample
-from data_prep.dataset.locks import part_lock
+from data_prep.dataset.dataset_folder import (
+    Folder,
+    ShardRecord,
+    content,
+    key_of,
+    read_meta,
+    signed,
+    tar_name,
+    total_failures,
+)
+from data_prep.dataset.removal import PART, finish_removals, names_of_sample
+from data_prep.dataset.sessions import part_lock
 from data_prep.pairs.convert import ImageOptions, convert, read_image
 from data_prep.pairs.find_source import SourceOptions, kind_of, open_source
 from data_prep.pairs.listing import Listing
@@ -28,7 +37,7 @@ from data_prep.pairs.pair import Pair, PairSource, checked
 from data_prep.reasons import REMOVED, FetchError
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.files import flush, replacing, write_json
+from pipeline.files import flush, replacing, write_text
 
 DROPPED_NAME = "dropped.tsv"
 SMALLEST, LARGEST, SHARDS = 100, 10_000, 32
@@ -123,7 +132,7 @@ def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
     }  # fmt: skip
     stored = None
     if path.is_file():
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = _stored_plan(path)
         changed = [f"{key} was {tree['settings'].get(key)!r} and is now {value!r}" for key, value in settings.items()
                    if tree["settings"].get(key) != value]  # fmt: skip
         if changed:
@@ -137,8 +146,19 @@ def _plan(config: PairsConfig, folder: Folder) -> tuple[PairSource, int]:
         raise UserError(f"{config.source} has no rows: there is nothing to convert.")
     if not path.is_file():
         digest = source.facts["digest"] if listing.is_file() else None
-        write_json(path, {"settings": settings, "rows": source.rows, "digest": digest}, durable=True)
+        write_text(path, signed({"settings": settings, "rows": source.rows, "digest": digest}), durable=True)
     return source, config.shard_size or min(LARGEST, max(SMALLEST, source.rows // SHARDS))
+
+
+def _stored_plan(path: Path) -> dict[str, Any]:
+    try:
+        tree = content(path.read_bytes())
+        if not {"settings", "rows", "digest"} <= set(tree):
+            raise ValueError("it lacks a field")
+    except ValueError as error:
+        folder = path.parent.parent
+        raise UserError(f"{path} is damaged ({error}): delete {folder} and run the same command again.") from error
+    return tree
 
 
 def _where(source: str) -> str:

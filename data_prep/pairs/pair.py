@@ -1,16 +1,82 @@
-"""One pair of a source, and what every kind of source offers."""
+"""One pair of a source, what every kind of source offers, and which column holds the image and which the caption."""
 
 from __future__ import annotations
 
 import ast
 import io
 import json
+import re
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from data_prep import reasons
+from pipeline.config import suggest
+from pipeline.errors import UserError
+
+IMAGE_NAMES = (
+    "image", "image_path", "image_file", "image_name", "filepath", "file_path", "file_name", "filename", "path", "file",
+    "img", "img_path", "jpg", "jpeg", "png", "webp",
+)  # fmt: skip
+CAPTION_NAMES = (
+    "caption", "captions", "text", "texts", "txt", "title", "description", "alt_text", "alt", "sentence", "sentences",
+    "raw", "comment", "prompt", "label_text",
+)  # fmt: skip
+URL_NAMES = ("url", "image_url", "img_url", "urls", "link")
+
+
+def choose_columns(
+    present: Iterable[str],
+    *,
+    image: str | None,
+    caption: str | None,
+    where: str,
+    texts: Iterable[str] | None = None,
+    note: str = "",
+) -> tuple[str, str]:
+    """The columns of image and caption.
+
+    Args:
+        present: The existing columns.
+        image: The user's choice, or None to find it.
+        caption: The user's choice, or None to find it.
+        where: What the columns belong to, for messages.
+        texts: The columns that can hold a caption, if the source knows their types.
+        note: A further sentence for the message that no column is found.
+
+    Raises:
+        UserError: A named column does not exist, none is found, or several match.
+    """
+    names = list(present)
+    if twice := sorted({name for name in (*(texts or ()), image, caption) if name and names.count(name) > 1}):
+        raise UserError(f"{where} has several columns called {twice[0]!r}: rename all but one of them.")
+    found_image = image if image is not None else _find(names, IMAGE_NAMES)
+    if found_image is None and (url := _find(names, URL_NAMES)):
+        raise UserError(
+            f"{where} has URLs (column {url!r}) and no images: `neuclip download output=FOLDER source.table=FILE "
+            f"source.url={url}` fetches them and makes the shards."
+        )
+    allowed = [name for name in (names if texts is None else texts) if name != found_image]
+    found_caption = caption if caption is not None else _find(allowed, CAPTION_NAMES)
+    for kind, option, name in (("image", "--image", found_image), ("caption", "--caption", found_caption)):
+        if name is None:
+            raise UserError(
+                f"{where} has no column with a usual name for the {kind}: name it with {option}. "
+                f"Columns: {', '.join(names)}. {note}".rstrip()
+            )
+        if name not in names:
+            raise UserError(f"{where} has no column {name!r} ({option}). {suggest(name, tuple(names))}")
+    assert found_image is not None
+    assert found_caption is not None
+    return found_image, found_caption
+
+
+def _find(names: Sequence[str], usual: Sequence[str]) -> str | None:
+    """The column whose name comes first among the usual ones; "Image Path" and "image-path" are image_path."""
+    folded = {re.sub(r"[\s-]+", "_", name.strip().lower()): name for name in reversed(names)}
+    return next((folded[name] for name in usual if name in folded), None)
+
 
 MISSING_FILE = "image file missing"
 MALFORMED_ROW = "malformed row"

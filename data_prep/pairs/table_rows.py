@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.pairs.columns import choose_columns
 from data_prep.pairs.listing import Listed
-from data_prep.pairs.pair import MALFORMED_ROW, captions_in
+from data_prep.pairs.pair import MALFORMED_ROW, captions_in, choose_columns
 from pipeline.errors import UserError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -57,10 +56,7 @@ class PairTable:
         """Whether a line, split without regard to quotes, has one of the images at their place."""
         fields, place = line.strip("\r\n").split(delimiter), columns.index(self.image)
         found = [fields[i] for i in (place, place - len(columns)) if -len(fields) <= i < len(fields)]
-        try:
-            return any((self.images / name.strip().strip('"')).is_file() for name in found)
-        except OSError:  # too long for a name
-            return False
+        return any(_is_file(self.images / name.strip().strip('"')) for name in found)
 
 
 def open_table(
@@ -89,7 +85,7 @@ def open_table(
     folder = images if images is not None else path.parent
     table = PairTable(path, folder, *found, tuple(header))
     tried = [image_path(folder, row[found[0]].strip()) for row in head if isinstance(row.get(found[0]), str)]
-    if tried and not any(one.is_file() for one in tried):
+    if tried and not any(map(_is_file, tried)):
         raise UserError(
             f"None of the first {len(tried)} images of {path} exists, such as {tried[0]}: paths in column "
             f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
@@ -100,7 +96,14 @@ def open_table(
 def image_path(folder: Path, name: str) -> Path:
     """The path of a table's image, without the number of the caption that Flickr8k appends: `dog.jpg#0`."""
     numbered = _NUMBERED.match(name)
-    return folder / numbered[1] if numbered and not (folder / name).is_file() else folder / name
+    return folder / numbered[1] if numbered and not _is_file(folder / name) else folder / name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name
+        return False
 
 
 def _open(path: Path) -> TextIO:

@@ -1,4 +1,4 @@
-"""Listing the samples of webdataset tars, headers only."""
+"""The samples of webdataset tars: listed by their headers, then read one at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,75 @@ import contextlib
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from data_prep.pairs.columns import CAPTION_NAMES
-from data_prep.pairs.listed_source import read_sample
-from data_prep.pairs.listing import Listed
-from data_prep.pairs.pair import MALFORMED_ROW
+from data_prep.pairs.listing import Listed, Listing
+from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, Pair, captions_in
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Samples of webdataset tars, as found by their headers; payloads are read one sample at a time.
+
+    `caption` is the suffix of the caption's member, or `json:FIELD`.
+    """
+
+    listing: Listing
+    caption: str
+
+    @property
+    def rows(self) -> int:
+        return self.listing.rows
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "webdataset tars", "caption": self.caption, "digest": self.listing.digest}
+
+    def read(self, start: int, stop: int) -> Iterator[Pair]:
+        for row in self.listing.read(start, stop):
+            yield self._pair(row)
+
+    def _pair(self, row: Listed) -> Pair:
+        if row.problem:
+            return Pair(row.place, problem=row.problem, detail=row.detail)
+        try:
+            parts = read_sample(row.image, row.offset)
+        except (OSError, tarfile.TarError) as error:
+            return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
+        image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
+        suffix, colon, field = self.caption.partition(":")
+        if suffix not in parts:
+            return Pair(row.place, image)
+        text = parts[suffix].decode("utf-8", "surrogateescape")
+        if not colon:
+            return Pair(row.place, image, captions_in(text))
+        try:
+            return Pair(row.place, image, captions_in(json.loads(text).get(field)))
+        except (ValueError, AttributeError, RecursionError) as error:
+            return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
+
+
+def read_sample(path: str, offset: int) -> dict[str, bytes]:
+    """The members of the sample that begins at this byte of a tar, by suffix."""
+    parts: dict[str, bytes] = {}
+    key = None
+    with open(path, "rb") as file:
+        file.seek(offset)
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                stem, suffix = split_name(member.name)
+                if not member.isfile() or not suffix or not stem.rpartition("/")[2]:
+                    continue
+                if key is not None and stem != key:
+                    break
+                key = stem
+                payload = archive.extractfile(member)
+                parts[suffix] = payload.read() if payload else b""
+    return parts
 
 
 def tars_below(path: Path) -> list[Path]:
@@ -69,7 +130,7 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []
     if "json" in parts:
-        with contextlib.suppress(ValueError):  # a damaged one has no fields
+        with contextlib.suppress(ValueError, RecursionError):  # a damaged one has no fields
             tree = json.loads(parts["json"])
             fields = list(tree) if isinstance(tree, Mapping) else []
     offered = [name for name in parts if name not in FORMAT_SUFFIXES and name != "json"] + [

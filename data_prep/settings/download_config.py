@@ -162,7 +162,7 @@ class MonitorConfig:
     window: int = Field(default=1_000, ge=1)
     """URLs over which success is measured."""
     stall: float = Field(default=300.0, gt=0)
-    """Restart the engine after this many seconds without a finished URL."""
+    """Restart the engine after this many seconds in which no URL was finished and no sample stored."""
     restarts: int = Field(default=3, ge=0)
     """Restarts in a row without a finished shard before the run pauses."""
     probe: int = Field(default=64, ge=0, le=1_000)

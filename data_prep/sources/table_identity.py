@@ -1,4 +1,4 @@
-"""Whether a local table is still the one that a plan was made from."""
+"""Whether a table is the one that was published, or that a plan was made from."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def check_unchanged(source: SourceConfig, planned: Mapping[str, Mapping[str, Any
             "former one back to continue."
         )
     return True
+
+
+def check_rows(source: SourceConfig, found: int) -> None:
+    """Compare the row count of the whole table, before any subset, with the published one.
+
+    Raises:
+        UserError: They differ.
+    """
+    if source.rows not in (None, found):
+        raise UserError(
+            f"The table has {found:,} rows, but {source.name} is published with {source.rows:,} (source.rows): it is "
+            "incomplete or another version. Fetch it again, or set source.rows to what you mean to use."
+        )
 
 
 def _is_same(path: Path, planned: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.pixels import ImageError, orientation, read_upright, to_rgb, upright
+from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
 
 
 def score(
@@ -82,7 +82,7 @@ def _open(image: Any) -> Any:
     """
     try:
         if isinstance(image, str | Path):
-            return read_upright(Path(image).read_bytes())
+            return read_upright(read_file(image))
         return upright(to_rgb(image), orientation(image))  # `to_rgb` has loaded it
     except (OSError, ImageError) as error:
         raise UserError(f"The image {image} cannot be read ({error}).") from error

@@ -31,8 +31,8 @@ from data_prep.dataset.removal import remove
 from data_prep.dataset.shard_plan import load_plan
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader as downloader_module
+from data_prep.fetching.decoder import ImageConverter
 from data_prep.fetching.downloader import Job, ShardDownloader
-from data_prep.fetching.image_converter import ImageConverter
 from data_prep.fetching.supervisor import discard_unfinished
 from data_prep.settings.download_config import DownloadConfig, ImageConfig
 from pipeline.config import parse
@@ -219,7 +219,7 @@ STEPS = {
         MANIFEST,
         REPORT,
         SHEET,
-        Step("data_prep.dataset.journal:Journal._append"),
+        Step("data_prep.dataset.sessions:Journal._append"),
     ],
     "retry": [
         SETTINGS,

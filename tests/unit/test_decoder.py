@@ -18,8 +18,7 @@ import pytest
 
 from data_prep.dataset.verification import verify
 from data_prep.fetching import downloader
-from data_prep.fetching.decoder import Decoder
-from data_prep.fetching.image_converter import ImageConverter
+from data_prep.fetching.decoder import Decoder, ImageConverter
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, ImageConfig
 from pipeline.config import parse
@@ -29,8 +28,8 @@ from tests.web import Site, jpeg
 # A decoder that ends or sleeps as the end of the image's file says; the marker file makes it happen only once.
 DOOMED = """
 import os, sys, time
-from data_prep.fetching import decoder, image_converter
-convert = image_converter.ImageConverter._convert
+from data_prep.fetching import decoder
+convert = decoder.ImageConverter._convert
 def doomed(self, body, boxes):
     words = body[-200:].partition(b"DOOM ")[2].split()
     if words and not (len(words) > 1 and os.path.exists(words[1])):
@@ -38,7 +37,7 @@ def doomed(self, body, boxes):
             open(words[1], "w").close()
         os.kill(os.getpid(), 9) if words[0] == b"die" else time.sleep(600)
     return convert(self, body, boxes)
-image_converter.ImageConverter._convert = doomed
+decoder.ImageConverter._convert = doomed
 decoder.main(int(sys.argv[1]))
 """
 
@@ -78,6 +77,25 @@ def test_an_image_that_takes_too_long_twice_is_refused(decoder: Decoder, tmp_pat
     assert decoder(io.BytesIO(jpeg() + b"DOOM sleep"))[5] == "too slow to decode: not decoded in 0.5 s"
     decoder._seconds = 30
     assert decoder(io.BytesIO(jpeg()))[5] is None
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("time.sleep(3); from data_prep.fetching.decoder import main; main(int(sys.argv[1]))", None),
+        ("pass", "internal error: no decoder could be started"),
+    ],
+)
+def test_the_start_of_a_decoder_is_not_the_fault_of_the_image(
+    program: str, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: on a busy machine, images were lost as too slow to decode."""
+    monkeypatch.setattr(Decoder, "command", (sys.executable, "-c", f"import sys, time; {program}"))
+    decoder = Decoder(ImageConfig(), max_pixels=10**6, fetch=FetchConfig(decode_timeout=2))
+    try:
+        assert decoder(io.BytesIO(jpeg()))[5] == error
+    finally:
+        decoder.close()
 
 
 def test_a_decoder_ends_with_its_worker() -> None:

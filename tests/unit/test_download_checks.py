@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.fetching import hash_check
+from data_prep.fetching import source_checks
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig
-from data_prep.sources import table_checks
 from pipeline.config import parse
 from pipeline.errors import UserError
 from tests.web import Site, jpeg, serve
@@ -48,7 +47,7 @@ def good(count: int = 20) -> dict[str, list]:
 
 
 def test_good_table_passes_without_notes(tmp_path: Path) -> None:
-    assert table_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
+    assert source_checks.check_source(config_for(tmp_path, good(), hash="sha256", rows=20)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,13 +64,13 @@ def test_good_table_passes_without_notes(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, source: dict[str, object], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        table_checks.check_source(config_for(tmp_path, good(), **source))
+        source_checks.check_source(config_for(tmp_path, good(), **source))
     assert words in str(caught.value)
 
 
 def test_some_empty_captions_are_noted(tmp_path: Path) -> None:
     columns = {**good(100), "caption": ["", None] * 5 + ["a cat"] * 90}
-    assert table_checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
+    assert source_checks.check_source(config_for(tmp_path, columns)) == ["10% of the first 100 captions are empty."]
 
 
 def _pixel_hash(body: bytes) -> str:
@@ -96,9 +95,9 @@ def test_unusable_hash_columns_are_recognised(tmp_path: Path, site: Site, kind: 
         "digest": [value_of(url, body) for url, body in urls.items()],
     }
     config = config_for(tmp_path, columns, hash="digest", hash_kind=kind)
-    table_checks.check_source(config)
+    source_checks.check_source(config)
     with pytest.raises(UserError, match=r"12 of 12 probed images differ") as caught:
-        hash_check.check_hashes(config)
+        source_checks.check_hashes(config)
     assert words in str(caught.value)
 
 
@@ -109,13 +108,13 @@ def test_correct_hash_passes_and_changed_images_are_noted(tmp_path: Path, site: 
         "caption": ["a cat"] * 12,
         "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
     }
-    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
     refused = replace(config_for(tmp_path, columns, hash="digest"), guard=GuardConfig())
-    assert hash_check.check_hashes(refused) == [
+    assert source_checks.check_hashes(refused) == [
         "Only 0 of 12 probed URLs gave an image (mostly 'refused address'), too few to check column 'digest'."
     ]
     columns["digest"][:3] = ["0" * 64] * 3
-    notes = hash_check.check_hashes(config_for(tmp_path, columns, hash="digest"))
+    notes = source_checks.check_hashes(config_for(tmp_path, columns, hash="digest"))
     assert notes == ["25% of 12 probed images have changed since their hash was taken."]
 
 
@@ -128,21 +127,21 @@ def test_probed_rows_without_a_url_give_no_image(tmp_path: Path, site: Site) -> 
         "digest": [hashlib.sha256(body).hexdigest() for body in bodies],
     }
     columns["url"][3] = None
-    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
+    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == []
 
 
 def test_unavailable_distributor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: None)
-    table_checks.check_distributor(FetchConfig())
+    monkeypatch.setattr(source_checks.importlib.util, "find_spec", lambda name: None)
+    source_checks.check_distributor(FetchConfig())
     for name in ("pyspark", "ray"):
         with pytest.raises(UserError, match=r"not installed here.*\.\[scale\]"):
-            table_checks.check_distributor(FetchConfig(distributor=name))
-    monkeypatch.setattr(table_checks.importlib.util, "find_spec", lambda name: object())
+            source_checks.check_distributor(FetchConfig(distributor=name))
+    monkeypatch.setattr(source_checks.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    table_checks.check_distributor(FetchConfig(distributor="ray"))
+    source_checks.check_distributor(FetchConfig(distributor="ray"))
     with pytest.raises(UserError, match="needs a Java"):
-        table_checks.check_distributor(FetchConfig(distributor="pyspark"))
+        source_checks.check_distributor(FetchConfig(distributor="pyspark"))
 
 
 def test_hash_check_does_not_read_opted_out_bodies(tmp_path: Path, site: Site) -> None:
@@ -158,6 +157,6 @@ def test_hash_check_does_not_read_opted_out_bodies(tmp_path: Path, site: Site) -
         "caption": ["a cat"] * 12,
         "digest": ["0" * 64] * 12,
     }
-    assert hash_check.check_hashes(config_for(tmp_path, columns, hash="digest")) == [
+    assert source_checks.check_hashes(config_for(tmp_path, columns, hash="digest")) == [
         "Only 0 of 12 probed URLs gave an image (mostly 'opted out'), too few to check column 'digest'."
     ]

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -129,6 +130,25 @@ def test_a_shard_that_finishes_during_the_poll_is_not_missed(folder: Folder, mon
     monkeypatch.setattr(Path, "glob", finishing)
     monitor.poll()
     assert (monitor.now.attempted, monitor.finished) == (8, [(0, 8)])
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_cluster_may_take_longer_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+    """Regression test: Spark on a busy machine, or waiting in a queue, was restarted until the download gave up."""
+    tree = {"output": str(tmp_path), "fetch": {"distributor": "ray"}, "monitor": {"stall": 0.3, "restarts": 0}}
+    folder = Folder(tmp_path)
+    folder.make()
+    state = json.dumps({"pid": os.getpid(), "host": "elsewhere", "samples": 0, "failures": {}})
+    first = f"open({str(folder.staging / '00000.live')!r}, 'w').write({state!r}); " if begins else ""
+    body, popen = f"import time; {first}time.sleep(60)", subprocess.Popen
+    monkeypatch.setattr(
+        supervisor.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", body], **options)
+    )
+    monkeypatch.setattr(supervisor, "_CLUSTER_SECONDS", 8.0)
+    began = time.monotonic()
+    with pytest.raises(Paused, match=r"no progress for 0\.3 s" if begins else "no progress for 8 s"):
+        supervisor.fetch(parse(DownloadConfig, tree), (0, 1), total=10)
+    assert begins or time.monotonic() - began > 8
 
 
 @pytest.mark.parametrize(

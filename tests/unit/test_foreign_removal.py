@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from data_prep.dataset import canonical_tar, foreign_removal
+from data_prep.dataset import canonical_tar, removal
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.removal import remove
 from jobs.manifest import command as manifest_command
@@ -121,7 +121,7 @@ def test_a_killed_removal_is_finished(build: Any, again: str, tmp_path: Path, mo
         return
     whole = build(tmp_path / "whole")
     remove(whole, NAMES)
-    places = [(foreign_removal, "flush"), (foreign_removal, "write_json"), (foreign_removal, "_publish"),
+    places = [(removal, "flush"), (removal, "write_text"), (removal, "_publish_tar"),
               (Manifest, "save"), (Folder, "write_record")]  # fmt: skip
     for number, (where, name) in enumerate(places):
         for call in range(1, 5):
@@ -145,7 +145,7 @@ def test_a_killed_removal_is_finished(build: Any, again: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("build", [made, foreign])
-@pytest.mark.parametrize(("name", "call"), [("_rewrite", 2), ("flush", 3), ("write_json", 2), ("write_text", 1)])
+@pytest.mark.parametrize(("name", "call"), [("_rewrite_tar", 2), ("flush", 3), ("write_text", 3), ("write_text", 1)])
 def test_an_error_undoes_a_removal(
     build: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +153,7 @@ def test_an_error_undoes_a_removal(
     root = build(tmp_path)
     before = tars(root)
     with monkeypatch.context() as patch:
-        patch.setattr(foreign_removal, name, Dying(getattr(foreign_removal, name), at=call))
+        patch.setattr(removal, name, Dying(getattr(removal, name), at=call))
         with pytest.raises(KeyboardInterrupt):
             remove(root, NAMES)
     assert not [path for path in root.rglob("*") if path.suffix in (".new", ".removal", ".tmp")]

@@ -13,10 +13,10 @@ import pytest
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_plan import read_shard
+from data_prep.fetching import source_checks
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig
-from data_prep.sources import table_checks
 from data_prep.sources.metadata_tables import count_known, read
 from pipeline.config import parse
 from pipeline.errors import UserError
@@ -252,7 +252,7 @@ def test_the_error_quotes_an_invalid_hash(tmp_path: Path, good: str, bad: str | 
     pq.write_table(pa.table(columns(10, digest=[good] * 5 + [bad] * 5)), tmp_path / "a.parquet")
     tree = {"output": "x", "source": {"table": str(tmp_path / "a.parquet"), "hash": "digest"}}
     with pytest.raises(UserError, match=words):
-        table_checks.check_source(parse(DownloadConfig, tree))
+        source_checks.check_source(parse(DownloadConfig, tree))
 
 
 def test_a_table_without_read_permission_is_not_taken_for_a_damaged_one(

@@ -14,12 +14,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from data_prep import reasons
-from data_prep.fetching import memory
-from data_prep.fetching import served_pixels as decoding
-from data_prep.fetching.content import check_image
-from data_prep.fetching.decoder import stand_ins
-from data_prep.fetching.image_converter import ImageConverter, check_resemblance
-from data_prep.fetching.served_pixels import decode, matte
+from data_prep.fetching import served_image as decoding
+from data_prep.fetching.decoder import ImageConverter, check_resemblance, stand_ins
+from data_prep.fetching.served_image import check_image, decode, matte
 from data_prep.pairs.convert import ImageOptions, convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
@@ -265,14 +262,14 @@ def test_an_image_that_exceeds_available_memory_fails_with_a_transient_reason(mo
 
 
 def test_available_memory_is_the_minimum_of_machine_and_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < memory.memory_at_hand() < 1 << 50
+    assert 0 < decoding.memory_at_hand() < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    assert memory._left_in_group(tmp_path) == 400_000
+    assert decoding._left_in_group(tmp_path) == 400_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._left_in_group(tmp_path) > 1 << 60
-    assert memory._left_in_group(tmp_path / "none") > 1 << 60
+    assert decoding._left_in_group(tmp_path) > 1 << 60
+    assert decoding._left_in_group(tmp_path / "none") > 1 << 60
 
 
 @pytest.mark.parametrize("size", [(2, 1), (1, 3), (9, 7), (17, 3), (65, 65)])

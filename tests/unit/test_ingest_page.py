@@ -53,6 +53,14 @@ def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_p
     assert "a sample</td>" not in page_of(tmp_path / "theirs", "--caption", "json:caption")
 
 
+def test_a_page_elsewhere_changes_nothing_in_a_download(copied: Path, tmp_path: Path) -> None:
+    """Regression test: a lock was taken in the data set, which may be read-only."""
+    shutil.rmtree(copied / "staging")
+    before = sorted(copied.rglob("*"))
+    assert "picture 1" in page_of(copied, "--output", str(tmp_path / "pages"))
+    assert sorted(copied.rglob("*")) == before
+
+
 def test_pages_of_data_sets_are_written_one_by_one(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a data set, not a run: report on data sets one by one"):
         page_of(copied, str(tmp_path))

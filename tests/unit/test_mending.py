@@ -22,11 +22,13 @@ from data_prep import rebuild as rebuilding
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.ingest_report import write_report
-from data_prep.dataset.locks import exclusive_lock, part_lock, shared_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import remove
-from data_prep.dataset.shard_plan import check_parts, load_plan
+from data_prep.dataset.sessions import exclusive_lock, part_lock, shared_lock
+from data_prep.dataset.shard_plan import check_parts, load_plan, read_shard
 from data_prep.dataset.verification import verify
+from data_prep.fetching import shard_writer
+from data_prep.fetching.monitor import Monitor
 from data_prep.ingest import download, prepare
 from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
@@ -140,6 +142,45 @@ def _touch_everything(config: DownloadConfig) -> None:
     check_parts(folder, [0])
     fetch_here(config, plan, [0], manifest=False)
     write_manifest(folder, plan)
+
+
+def test_a_changed_byte_of_the_list_gives_no_other_rows(copied: Path) -> None:
+    """Regression test: a resumed download took the changed URL or caption for the planned one."""
+    folder = Folder(copied)
+    path, rows = folder.plan_part(0), [read_shard(folder, shard) for shard in range(ROWS // SHARD)]
+    body = bytearray(path.read_bytes())
+    footer = 8 + int.from_bytes(body[-8:-4], "little")
+    found = 0
+    for place in range(4, len(body) - footer, 11):
+        body[place] ^= 4
+        path.write_bytes(body)
+        body[place] ^= 4
+        for shard, planned in enumerate(rows):
+            try:
+                assert read_shard(folder, shard).equals(planned), place
+            except UserError:
+                found += 1
+    assert found > (len(body) - footer) / 11 / 2
+
+
+def test_publishing_a_shard_is_progress(made: DownloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: an engine that needed `monitor.stall` seconds to store a large shard was ended, each time."""
+    config = replace(made, output=str(tmp_path / "data"))
+    config, plan = prepare(config)
+    stored = []
+    monkeypatch.setattr(shard_writer, "_HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr(shard_writer, "write_text", lambda path, text: stored.append(json.loads(text)["stored"]))
+    fetch_here(config, plan, [0], manifest=False)
+    assert stored[-SHARD:] == list(range(1, SHARD + 1))
+    monitor = Monitor(Folder(tmp_path / "other"), (0,))
+    activities = set()
+    for count in (1, 2):
+        path = tmp_path / "other/staging/worker-0/00000.live"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"pid": 1, "host": "x", "samples": 6, "failures": {}, "stored": count}))
+        monitor.poll()
+        activities.add(monitor.activity)
+    assert activities == {(6, 1), (6, 2)}
 
 
 def test_nothing_is_deleted_before_its_replacement_is_complete(copied: Path, site: Site) -> None:

@@ -6,7 +6,7 @@ from email.message import Message
 
 import pytest
 
-from data_prep.fetching.rules.opt_out import is_opted_out
+from data_prep.fetching.guard import is_opted_out
 
 ALL = ("noai", "noimageai", "noindex", "noimageindex")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.fetching.image_converter import ImageConverter
+from data_prep.fetching.decoder import ImageConverter
 from data_prep.pairs.convert import ImageOptions, convert
 from data_prep.settings.download_config import ImageConfig
 from pipeline.evaluation.similarity import _open

@@ -7,6 +7,7 @@ import gc
 import gzip
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,81 @@ def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
     check_ten(tmp_path / "out", outcome)
     assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
     assert stored(tmp_path / "out")[3][2] == {"captions": ["picture 3"], "source": "pairs.csv:5"}
+
+
+def test_names_of_devices_pipes_and_huge_files_are_not_read(table: Path, tmp_path: Path) -> None:
+    """Regression test: `/dev/zero` in a table took all memory of the machine, and a pipe waited for ever."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with (tmp_path / "huge.jpg").open("wb") as file:
+        file.truncate(2**31 + 1)
+    names = [f"{table.parent}/images/000.jpg", "/dev/null", f"{tmp_path}/pipe.jpg", f"{tmp_path}/huge.jpg"]
+    path = write_csv(table.parent / "odd.csv", [("image", "caption"), *((name, "x") for name in names)])
+    outcome = make(path, tmp_path / "out")
+    assert (outcome.manifest.n, outcome.manifest.failures) == (1, {"image file missing": 3})
+    assert [detail.rpartition(": ")[2] for _, _, detail in dropped(tmp_path / "out")] == [
+        "not a regular file", "not a regular file", "2,147,483,649 bytes, more than an image has"]  # fmt: skip
+
+
+def test_one_odd_row_costs_no_other(table: Path, tmp_path: Path) -> None:
+    """Regression test: each of these ended the conversion as a bug."""
+    first = f"{table.parent}/images/000.jpg"
+    names = [first, "y" * 5000, f"{'z' * 5000}.jpg#1", "a\0b.jpg"]
+    rows = [json.dumps({"image": name, "caption": "x"}) for name in names]
+    (table.parent / "odd.jsonl").write_text("\n".join(rows))
+    assert make(table.parent / "odd.jsonl", tmp_path / "table").manifest.failures == {"image file missing": 3}
+    body = Path(first).read_bytes()
+    members = [("a.jpg", body), ("a.json", b'{"caption": "x"}'), ("b.jpg", body), ("b.json", b"[" * 100_000)]
+    (tmp_path / "tars").mkdir()
+    canonical_tar.write(tmp_path / "tars/a.tar", members)
+    assert make(tmp_path / "tars", tmp_path / "tar").manifest.failures == {"malformed row": 1}
+    odd = {"images": [{"id": [1], "file_name": first}], "annotations": [{"image_id": [1], "caption": "x"}]}
+    (tmp_path / "captions_odd.json").write_text(json.dumps(odd))
+    assert make(tmp_path / "captions_odd.json", tmp_path / "coco").manifest.n == 1
+    (tmp_path / "captions_deep.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not valid JSON"):
+        make(tmp_path / "captions_deep.json", tmp_path / "deep")
+
+
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    columns = [pa.array([picture(1)]), pa.array(["a"]), pa.array(["b"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["image", "caption", "caption"]), tmp_path / "odd.parquet")
+    with pytest.raises(UserError, match="has several columns called 'caption'"):
+        make(tmp_path / "odd.parquet", tmp_path / "out")
+
+
+def test_a_link_to_its_own_folder_repeats_nothing(tmp_path: Path) -> None:
+    """Regression test: every image was taken forty times."""
+    names = write_images(tmp_path / "photos", 2)
+    for name in names:
+        (tmp_path / "photos" / name).with_suffix(".txt").write_text("x")
+    (tmp_path / "photos/again").symlink_to(tmp_path / "photos")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "photos" / names[1]).rename(tmp_path / "elsewhere" / names[1])
+    (tmp_path / "photos" / names[1]).with_suffix(".txt").rename(tmp_path / "elsewhere" / f"{names[1][:-4]}.txt")
+    (tmp_path / "photos/more").symlink_to(tmp_path / "elsewhere")
+    assert convert_all(tmp_path / "photos", tmp_path / "out").manifest.n == 2
+
+
+@pytest.mark.parametrize("name", ["pairs.json", "pairs.parquet"])
+def test_damage_to_the_plan_is_named_and_never_used(table: Path, tmp_path: Path, name: str) -> None:
+    """Regression test: it was reported as a bug, or other rows were converted."""
+    make(table.parent, tmp_path / "out")
+    path = tmp_path / "out/plan" / name
+    body, shards = path.read_bytes(), {p: p.read_bytes() for p in (tmp_path / "out/shards").iterdir()}
+    (tmp_path / "out/meta/00001.json").unlink()
+    data = len(body) - 8 - int.from_bytes(body[-8:-4], "little") if name.endswith("parquet") else len(body)
+    found = 0
+    for place in range(4, data, 11):
+        path.write_bytes(body[:place] + bytes([body[place] ^ 4]) + body[place + 1 :])
+        try:
+            make(table.parent, tmp_path / "out")
+        except UserError as error:
+            found += str(path) in str(error)
+        (tmp_path / "out/meta/00001.json").unlink(missing_ok=True)
+    path.write_bytes(body)
+    make(table.parent, tmp_path / "out")
+    assert found > data / 22
+    assert {p: p.read_bytes() for p in shards} == shards
 
 
 @pytest.mark.parametrize("delimiter", ["\t", ";", "|"])

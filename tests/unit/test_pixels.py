@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from data_prep.fetching import content
-from data_prep.fetching.served_pixels import decode as served
+from data_prep.fetching import served_image
+from data_prep.fetching.served_image import decode as served
 from data_prep.pairs.convert import ImageOptions, convert
 from data_prep.reasons import FetchError
 from pipeline import pixels
@@ -115,6 +115,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "PDF": (encoded(RGB, "PDF"), pixels.UNSUPPORTED),
     "ICO": (encoded(RGB, "ICO"), pixels.UNSUPPORTED),
     "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), pixels.UNSUPPORTED),
+    "HEIC of another brand": (b"\0\0\0\x18ftypmif2\0\0\0\0mif1heic" + bytes(99), pixels.UNSUPPORTED),
     "JPEG XL": (b"\xff\x0a" + bytes(99), pixels.UNSUPPORTED),
     "JPEG XL in a container": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), pixels.UNSUPPORTED),
     "JPEG cut off": (encoded(RGB, "JPEG", quality=95)[:-300], pixels.TRUNCATED),
@@ -146,7 +147,7 @@ def test_every_mode_and_format_is_read(name: str, tmp_path: Path) -> None:
         assert image.mode == "RGB"
         tolerance = 12 if reader == "pairs, resized" else 6
         assert np.abs(grey_levels(image) - 255 * RAMP).max() < tolerance, reader
-    content.check_image(body, content_type="", max_pixels=WIDTH * HEIGHT)
+    served_image.check_image(body, content_type="", max_pixels=WIDTH * HEIGHT)
     found = grey_levels(served(body).array)
     wanted = 255 * RAMP
     if ("RGBA" in name and "BMP" not in name) or "LA," in name:  # downloads are put on white
@@ -180,7 +181,7 @@ def test_what_cannot_be_read_has_a_reason_everywhere(name: str, tmp_path: Path) 
 
 
 def downloaded(body: bytes) -> np.ndarray:
-    content.check_image(body, content_type="", max_pixels=10**6)
+    served_image.check_image(body, content_type="", max_pixels=10**6)
     return served(body).array
 
 
@@ -241,7 +242,7 @@ def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded(progressive:
         partial(evaluated, body, name="x"),
         partial(shown, body, name="x"),
         partial(convert, body, ImageOptions()),
-        partial(content.check_image, body, content_type="", max_pixels=10**9),
+        partial(served_image.check_image, body, content_type="", max_pixels=10**9),
         partial(served, body),
         *(partial(trained(mode), body, state=0) for mode in ("fast", "scaled", "exact")),
     ]
@@ -294,7 +295,7 @@ def test_a_jpeg_whose_data_end_before_its_end_marker_is_refused(share: float, mo
     if progressive and markers(cut).get(0xDA, len(cut)) >= len(cut) - 2:
         return
     Image.open(io.BytesIO(cut)).load()  # Pillow finds nothing
-    content.check_image(cut, content_type="", max_pixels=10**6)
+    served_image.check_image(cut, content_type="", max_pixels=10**6)
     for reader in (read_rgb, served, partial(convert, options=ImageOptions())):
         with pytest.raises((ImageError, FetchError), match="truncated"):
             reader(cut)

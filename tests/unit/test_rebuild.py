@@ -24,13 +24,13 @@ import pytest
 from click.testing import CliRunner
 
 from data_prep import rebuild as rebuilding
-from data_prep.dataset import canonical_tar, duplicates, locks, shard_commit
+from data_prep.dataset import canonical_tar, duplicates, sessions, shard_commit
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.ingest_report import write_report
-from data_prep.dataset.locks import engine_lock, exclusive_lock, shared_lock, worker_lock
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal, remove
 from data_prep.dataset.salvage import intact_rows, settled_rows
+from data_prep.dataset.sessions import engine_lock, exclusive_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.dataset.verification import verify
 from data_prep.rebuild import rebuild
@@ -235,10 +235,10 @@ def test_a_command_waits_for_the_engine_of_a_killed_one(
     with ExitStack() as engine:
         engine.enter_context(engine_lock(folder))
         engine.enter_context(engine_lock(folder))  # a worker's
-        monkeypatch.setattr(locks, "_PATIENCE", 0.1)
+        monkeypatch.setattr(sessions, "_PATIENCE", 0.1)
         with pytest.raises(UserError, match="Another process is working"), lock(folder):
             pass
-        monkeypatch.setattr(locks, "_PATIENCE", 60.0)
+        monkeypatch.setattr(sessions, "_PATIENCE", 60.0)
         threading.Timer(0.2, engine.close).start()
         began = time.monotonic()
         with lock(folder):

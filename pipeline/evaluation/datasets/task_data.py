@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import text_lines
-from pipeline.pixels import ImageError, read_rgb
+from pipeline.pixels import ImageError, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
 LONGEST_MESSAGE = 600
@@ -212,7 +212,7 @@ def read_bytes(path: Path) -> bytes:
         TaskError: It cannot be read.
     """
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         raise TaskError(f"Cannot read {path}: {error.strerror}. The task's data is incomplete.") from error
 

@@ -20,9 +20,8 @@ from data_prep.sources.subset import _contained
 from jobs.manifest import command as manifest_command
 from jobs.score import command
 from jobs.verify import command as verify_command
-from pipeline.analysis.pair_normalizers import SampledNormalizers
 from pipeline.analysis.pair_scores import encode, part_of
-from pipeline.analysis.scorer import load_network, make_scorer
+from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
 from pipeline.analysis.shard_pairs import read_pairs
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint

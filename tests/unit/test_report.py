@@ -16,8 +16,8 @@ from jobs.report import command
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import write_report
+from pipeline.report.charts import quantity, rounded
 from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed, tick_labels
-from pipeline.report.quantities import quantity, rounded
 from pipeline.report.run_data import read_run
 from pipeline.report.run_page import columns
 from pipeline.report.stored_scores import read_evaluations

@@ -59,9 +59,11 @@ class TarSource:
         if row.problem:
             return Pair(row.place, problem=row.problem, detail=row.detail)
         try:
-            parts = read_sample(row.image, row.offset)
+            key, parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
+        if not row.place.endswith(f":{key.encode('utf-8', 'backslashreplace').decode()}"):
+            return Pair(row.place, problem=MALFORMED_ROW, detail="the tar has another sample at this position")
         image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
         suffix, colon, field = self.caption.partition(":")
         if suffix not in parts:
@@ -75,20 +77,26 @@ class TarSource:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
 
 
-def read_sample(path: str, offset: int) -> dict[str, bytes]:
-    """The members of the sample that begins at this byte of a tar, by suffix."""
-    parts: dict[str, bytes] = {}
-    key = None
+def read_sample(path: str, offset: int) -> tuple[str, dict[str, bytes]]:
+    """The key and, by suffix, the members of the sample that begins at this byte of a tar: webdataset's reader.
+
+    Raises:
+        OSError: The file cannot be read.
+        tarfile.TarError: It is no tar there, or two members of the sample have the same suffix.
+    """
+    from webdataset.tariterators import group_by_keys, tar_file_iterator  # which imports torch
+
     with open(path, "rb") as file:
         file.seek(offset)
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                stem, suffix = split_name(member.name)
-                if not member.isfile() or not suffix or not stem.rpartition("/")[2]:
-                    continue
-                if key is not None and stem != key:
-                    break
-                key = stem
-                payload = archive.extractfile(member)
-                parts[suffix] = payload.read() if payload else b""
-    return parts
+        members = ({**member, "__url__": path} for member in tar_file_iterator(file, skip_meta=None))
+        try:
+            sample = next(group_by_keys(members, keys=_key_and_suffix), {"__key__": ""})
+        except ValueError as error:
+            raise tarfile.ReadError(f"two members of its sample have the same suffix: {error.args[0]}") from error
+    return sample["__key__"], {name: body for name, body in sample.items() if not name.startswith("__")}
+
+
+def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
+    """As the list has them; None for what belongs to no sample."""
+    stem, suffix = split_name(name)
+    return (stem, suffix) if suffix and stem.rpartition("/")[2] else (None, None)

@@ -64,7 +64,10 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
     first = next((row for tar in tars for row in tar_rows(tar, [tar])), None)
     if first is None:
         raise UserError(f"{tars[0]} holds no samples.")
-    parts = read_sample(first.image, first.offset)
+    try:
+        _, parts = read_sample(first.image, first.offset)
+    except tarfile.TarError as error:
+        raise UserError(f"The first sample of {first.place} cannot be read: {error}.") from error
     if not any(name in FORMAT_SUFFIXES for name in parts):
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []

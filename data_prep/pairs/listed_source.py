@@ -90,7 +90,7 @@ def read_sample(path: str, offset: int) -> tuple[str, dict[str, bytes]]:
         file.seek(offset)
         members = ({**member, "__url__": path} for member in tar_file_iterator(file, skip_meta=None))
         try:
-            sample = next(group_by_keys(members, keys=_key_and_suffix), {"__key__": ""})
+            sample: dict[str, Any] = next(group_by_keys(members, keys=_key_and_suffix), {"__key__": ""})
         except ValueError as error:
             raise tarfile.ReadError(f"two members of its sample have the same suffix: {error.args[0]}") from error
     return sample["__key__"], {name: body for name, body in sample.items() if not name.startswith("__")}

@@ -215,8 +215,8 @@ def evaluate(run: str, suite: Path) -> list[str]:
 
 def write_report(run: str) -> Path:
     """Write the HTML report and add the scores to TensorBoard. Returns the path of the page."""
+    from pipeline.report import update_scores
     from pipeline.report import write_report as write
-    from pipeline.report.tensorboard_scores import update_scores
 
     update_scores(run)
     return write([run])

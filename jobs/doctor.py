@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import load_run
-from jobs.recipe_path import TRAINING, RecipePath
+from jobs.known_settings import TRAINING, RecipePath, load_run
 
 if TYPE_CHECKING:
     from pipeline.planning.node_checks import DoctorFinding

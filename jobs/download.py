@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.recipe_path import DOWNLOAD, RecipePath
+from jobs.known_settings import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
     from data_prep.fetching.supervisor import Progress

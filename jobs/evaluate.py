@@ -48,7 +48,7 @@ def command(
     from pipeline.evaluation.datasets.suite import open_suite
     from pipeline.evaluation.run.evaluator import EvaluationConfig
     from pipeline.evaluation.run.session import start_processes
-    from pipeline.report.tensorboard_scores import update_scores
+    from pipeline.report import update_scores
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
     checkpoints = [argument for argument in arguments if argument not in settings]

@@ -1,4 +1,4 @@
-"""The settings by name, known without importing what declares them: for completion, typos and `neuclip settings`.
+"""Settings and recipes by name, without importing what declares settings: for completion, typos, `neuclip settings`.
 
 The classes that declare settings are beside the code that they configure, and importing that takes seconds. Their table
 is therefore kept in the user's cache folder, for as long as no source file changes.
@@ -19,14 +19,15 @@ import click
 from click.shell_completion import CompletionItem
 
 from jobs import ROOT
-from jobs.recipe_path import TRAINING, recipe_names
 from jobs.settings_table import OBJECTIVE_TITLE, TRAINING_TITLE, Setting, listing
-from pipeline.config import explain_unknown, flatten, parse_overrides
+from pipeline.config import explain_unknown, flatten, parse_overrides, suggest
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.training.recipe import RunConfig
 
+TRAINING = Path(__file__).parent / "recipes"
+DOWNLOAD = TRAINING / "download"
 REQUIRED_KEYS = (("output",), ("data.sources", "data"), ("samples", "epochs"), ("batch_size",))
 """What a run must be given, each with what can be given instead."""
 Listing = list[tuple[str, list[Setting]]]
@@ -135,3 +136,36 @@ def check_given(recipe: str | None, overrides: Sequence[str]) -> None:
 def _sections(key: str) -> list[str]:
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def recipe_names(folder: Path) -> tuple[str, ...]:
+    """The names of the recipes in a folder, sorted."""
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+class RecipePath(click.ParamType):
+    """A recipe's path (`jobs/recipes/cc12m.yaml` or any other) or name (`cc12m`).
+
+    Raises:
+        UserError: There is no such recipe; the message suggests the nearest name.
+    """
+
+    name = "FILE|NAME"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        given, named = Path(value), self.folder / f"{value}.yaml"
+        if given.exists() and not given.is_dir():  # also accepts a shell pipe
+            return str(given)
+        if named.is_file():
+            return str(named)
+        known = recipe_names(self.folder)
+        raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Recipe names, or files if `incomplete` looks like a path."""
+        if "/" in incomplete or incomplete.startswith("."):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(path.stem) for path in sorted(self.folder.glob(f"{incomplete}*.yaml"))]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.known_settings import complete_settings, load_run
-from jobs.recipe_path import TRAINING, RecipePath
+from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
 
 if TYPE_CHECKING:
     from pipeline.data.order.data_costs import DataPlan

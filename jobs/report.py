@@ -37,7 +37,7 @@ def command(
     what was left out and why, sizes, captions, languages and near duplicates.
     """
     from pipeline.errors import UserError
-    from pipeline.report import write_report
+    from pipeline.report import update_scores, write_report
 
     if data := [folder for folder in runs if (folder / "manifest.json").is_file()]:
         if len(runs) > 1:
@@ -46,8 +46,6 @@ def command(
         return
     click.echo(write_report(runs, output=output, mixed=mixed))
     if tensorboard:
-        from pipeline.report.tensorboard_scores import update_scores
-
         for folder in runs:
             update_scores(folder)
 

@@ -17,8 +17,7 @@ if __name__ == "__main__":
 
 import click
 
-from jobs.known_settings import complete_settings, load_run
-from jobs.recipe_path import TRAINING, RecipePath
+from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 invalid input, 74 the last checkpoint could not be written, 75 stopped by a signal (while "

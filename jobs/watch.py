@@ -35,7 +35,7 @@ def command(
     from pipeline.evaluation.datasets.suite import open_suite
     from pipeline.evaluation.run.session import EvaluationConfig, start_processes
     from pipeline.evaluation.watch.watcher import WatchConfig, Watcher
-    from pipeline.report.tensorboard_scores import update_scores
+    from pipeline.report import update_scores
 
     settings = [argument for argument in arguments if re.match(r"^[a-z_.]+=", argument)]
     tree = parse_overrides(settings)

@@ -42,9 +42,11 @@ class TarSource:
         if row.problem:
             return Pair(row.place, problem=row.problem, detail=row.detail)
         try:
-            parts = read_sample(row.image, row.offset)
+            key, parts = read_sample(row.image, row.offset)
         except (OSError, tarfile.TarError) as error:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"the tar cannot be read at this position ({error})")
+        if not row.place.endswith(f":{key.encode('utf-8', 'backslashreplace').decode()}"):
+            return Pair(row.place, problem=MALFORMED_ROW, detail="the tar has another sample at this position")
         image = next((body for suffix, body in parts.items() if suffix in FORMAT_SUFFIXES), b"")
         suffix, colon, field = self.caption.partition(":")
         if suffix not in parts:
@@ -58,23 +60,29 @@ class TarSource:
             return Pair(row.place, problem=MALFORMED_ROW, detail=f"its JSON cannot be read ({error})")
 
 
-def read_sample(path: str, offset: int) -> dict[str, bytes]:
-    """The members of the sample that begins at this byte of a tar, by suffix."""
-    parts: dict[str, bytes] = {}
-    key = None
+def read_sample(path: str, offset: int) -> tuple[str, dict[str, bytes]]:
+    """The key and, by suffix, the members of the sample that begins at this byte of a tar: webdataset's reader.
+
+    Raises:
+        OSError: The file cannot be read.
+        tarfile.TarError: It is no tar there, or two members of the sample have the same suffix.
+    """
+    from webdataset.tariterators import group_by_keys, tar_file_iterator  # which imports torch
+
     with open(path, "rb") as file:
         file.seek(offset)
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                stem, suffix = split_name(member.name)
-                if not member.isfile() or not suffix or not stem.rpartition("/")[2]:
-                    continue
-                if key is not None and stem != key:
-                    break
-                key = stem
-                payload = archive.extractfile(member)
-                parts[suffix] = payload.read() if payload else b""
-    return parts
+        members = ({**member, "__url__": path} for member in tar_file_iterator(file, skip_meta=None))
+        try:
+            sample: dict[str, Any] = next(group_by_keys(members, keys=_key_and_suffix), {"__key__": ""})
+        except ValueError as error:
+            raise tarfile.ReadError(f"two members of its sample have the same suffix: {error.args[0]}") from error
+    return sample["__key__"], {name: body for name, body in sample.items() if not name.startswith("__")}
+
+
+def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
+    """As the list has them; None for what belongs to no sample."""
+    stem, suffix = split_name(name)
+    return (stem, suffix) if suffix and stem.rpartition("/")[2] else (None, None)
 
 
 def tars_below(path: Path) -> list[Path]:
@@ -125,7 +133,10 @@ def find_caption(tars: list[Path], *, wanted: str | None) -> str:
     first = next((row for tar in tars for row in tar_rows(tar, [tar])), None)
     if first is None:
         raise UserError(f"{tars[0]} holds no samples.")
-    parts = read_sample(first.image, first.offset)
+    try:
+        _, parts = read_sample(first.image, first.offset)
+    except tarfile.TarError as error:
+        raise UserError(f"The first sample of {first.place} cannot be read: {error}.") from error
     if not any(name in FORMAT_SUFFIXES for name in parts):
         raise UserError(f"The first sample of {tars[0]} has no image, but {', '.join(parts)}: not image-text pairs.")
     fields: list[str] = []

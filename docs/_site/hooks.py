@@ -11,6 +11,8 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
+import neuclip
+
 ROOT = Path(__file__).parents[2]
 # Pages of the repository that are not in docs/, and their place in the site.
 PAGES = {
@@ -19,6 +21,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "data_prep/README.md": "ingestion.md",
 }
+# What `neuclip` offers, by where it is defined -> its heading.
+PUBLIC = {".".join(place): f"## neuclip.{name}\n\n" for name, place in neuclip._PUBLIC.items()}
 # A link or an image; a link's label may itself be an image.
 LINK = re.compile(r"(!?\[(?:!\[[^\]]*\]\([^)]*\)|[^\]])*\])\(((?!https?://|#)[^)\s]+)\)", re.DOTALL)
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\([\[(])(.*?)\\[\])]</\1>', re.DOTALL)
@@ -36,7 +40,7 @@ def on_files(files: Files, *, config: Any) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=relinked(text, source)))
     for title, modules in packages().items():
-        body = "\n\n".join(f"::: {module}" for module in modules)
+        body = "\n\n".join(PUBLIC.get(module, "") + f"::: {module}" for module in modules)
         files.append(File.generated(config, f"reference/{title}.md", content=f"# {title}\n\n{body}\n"))
     return files
 
@@ -52,8 +56,8 @@ def on_page_content(html_text: str, **_: Any) -> str:
 
 
 def packages() -> dict[str, list[str]]:
-    """The packages of the library with their public modules."""
-    found: dict[str, list[str]] = {}
+    """The public interface with what it offers, then the packages of the library with their public modules."""
+    found = {"neuclip": ["neuclip", *(".".join(place) for place in neuclip._PUBLIC.values())]}
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if path.read_text(encoding="utf-8").strip() and module != "pipeline":

@@ -51,16 +51,16 @@ def write_contact_sheet(
     order = by_score(rows)
     cut, half = int(share * len(order)), shown // 2
     parts = {
-        "The worst pairs": order[:shown],
-        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(0, cut - half) : cut],
-        "Just above the cut: the first that would be kept": order[cut : cut + half],
-        "The best pairs, for comparison": order[::-1][:half],
+        "The worst pairs": order[: min(shown, cut)],
+        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(shown, cut - half) : cut],
+        f"Just above the cut at {share:.0%}: the first that would be kept": order[cut : cut + half],
+        "The best pairs, for comparison": order[max(cut + half, len(order) - half) :][::-1],
     }
     chosen = {int(index) for part in parts.values() for index in part}
     picked = {index: rows.slice(index, 1).to_pylist()[0] for index in sorted(chosen)}
     pairs = _read(manifest, list(picked.values()), caption)
     body = [f"<p class=note>{len(order):,} pairs have a score. A score is how much better a pair fits than chance."]
-    for title, part in parts.items():
+    for title, part in ((title, part) for title, part in parts.items() if len(part)):
         figures = (_figure(picked[int(index)], pairs) for index in part)
         body.append(f"<h2>{escape(title)}</h2><div class=pairs>{''.join(figures)}</div>")
     title = f"Scores of {escape(Path(manifest.root).resolve().name)}"
@@ -107,6 +107,6 @@ def _figure(row: dict[str, Any], pairs: dict[tuple[str, int], tuple[str, str]]) 
     numbers = f"score {row['score']:.2f}, cosine {row['cosine']:.3f}"
     name = f"{row['shard']}:{row['key']}"
     return (
-        f'<figure><div><img src="{source}" alt="{escape(caption, quote=True)}" loading=lazy></div>'
+        f'<figure><div><img src="{source}" alt="{escape(caption, quote=True)}"></div>'
         f"<figcaption>{escape(caption)}<small>{numbers}</small><small>{escape(name)}</small></figcaption></figure>"
     )

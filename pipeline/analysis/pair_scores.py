@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.pair_normalizers import Normalizers
 from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.caption_field import CaptionField
@@ -52,6 +51,13 @@ SCHEMA = pa.schema(
         ("problem", pa.string()),
     ]
 )
+
+
+class Normalizers(Protocol):
+    """Log-normalizers of pairs, log mean_j exp(s_ij / tau) of both sides."""
+
+    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, d] unit-norm features of both sides and [b] sample ids -> two [b]."""
 
 
 @dataclass(frozen=True)

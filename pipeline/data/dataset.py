@@ -82,8 +82,10 @@ class OrderedDataset(IterableDataset[Rows]):
         """Continue after the batch at which `state_dict` was called, without decoding earlier samples again.
 
         Raises:
-            UserError: This data set has another order than that of the state.
+            UserError: This data set has another order than that of the state, or it is not such a state.
         """
+        if missing := {"epoch", "batch", "proof", "order"} - set(state):
+            raise UserError(f"The state lacks {', '.join(sorted(missing))}: give what state_dict() returned.")
         self._open().move_to(state)
 
     def close(self) -> None:
@@ -137,6 +139,11 @@ def dataset(
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
+    for name, number in (("batch_size", batch_size), ("image_size", image_size)):
+        if type(number) is not int or number < 1:
+            raise UserError(f"{name} = {number!r} must be a whole number of at least 1.")
+    if not callable(tokenize):
+        raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
     if not 0 <= rank < ranks:
         raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
     config = parse(DataConfig, {**settings, "sources": str(folder)}, prefix="data")

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.export.transformers_state import block
 from pipeline.model.evaluation_model import EvaluationModel
+
+# Names of the parts of a block in open_clip -> in transformers.
+_PARTS = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
 
 
 def is_siglip(model_cfg: Mapping[str, Any]) -> bool:
@@ -162,3 +170,12 @@ def write_tokenizer(model: EvaluationModel, folder: Path) -> None:
     plain = model.tokenize.tokenizer  # type: ignore[attr-defined]
     plain.model_max_length = model.architecture.model_cfg["text_cfg"].get("context_length", 64)
     plain.save_pretrained(str(folder))
+
+
+def block(part: str, value: Tensor) -> dict[str, Tensor]:
+    """One parameter of open_clip's block under transformers' names; packed projections become three."""
+    if part.startswith("attn.in_proj_"):
+        kind = part.removeprefix("attn.in_proj_")
+        return {f"self_attn.{name}_proj.{kind}": one for name, one in zip("qkv", value.chunk(3), strict=True)}
+    module, _, kind = part.rpartition(".")
+    return {f"{_PARTS[module]}.{kind}": value}

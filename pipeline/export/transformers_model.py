@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.export.siglip_model import is_siglip, pooled, siglip, why_not_siglip, write_tokenizer
-from pipeline.export.transformers_state import block
+from pipeline.export.siglip_model import block, is_siglip, pooled, siglip, why_not_siglip, write_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.model_folder import allow_by_umask
 

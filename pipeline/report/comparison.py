@@ -1,11 +1,16 @@
-"""Comparison of several runs: shared tasks, aggregates, differences with intervals, means over seeds."""
+"""Comparison of several runs: shared tasks, aggregates, differences with intervals, means over seeds.
+
+The intervals are of a paired bootstrap over a task's samples: the uncertainty due to the finite test set. They do not
+include the variation between training seeds; repeat runs with other seeds to measure that.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +18,6 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import AGGREGATES
-from pipeline.report.bootstrap import Difference, difference, resample
 from pipeline.report.run_data import Run
 from pipeline.report.stored_scores import Score, StoredEvaluation
 
@@ -21,6 +25,23 @@ SETTINGS = ("blank_class", "micro_batch", "precision", "task_data")
 """Evaluation inputs that must be equal for scores to be comparable."""
 NOT_OFFICIAL = "not the official data"
 SEED_KEYS = ("seed", "output", "name")  # settings that may differ between repetitions of a run
+RESAMPLES = 1_000
+LEVEL = 0.95
+Outcomes = Mapping[str, np.ndarray]
+Statistic = Callable[[np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of scores and its confidence interval, which is None if per-sample outcomes were not stored."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 @dataclass(frozen=True)
@@ -218,3 +239,80 @@ def _notes(runs: Sequence[Run], latest: Sequence[StoredEvaluation | None]) -> li
         shown = ", ".join(f"{name} {samples:,}" if samples else f"{name} ?" for name, samples in seen.items())
         notes.append(f"The latest evaluations are not at the same number of samples seen: {shown}.")
     return notes
+
+
+def resample(scores: Sequence[Score], *, resamples: int = RESAMPLES) -> np.ndarray | None:
+    """The main metric of one task on bootstrap samples, `[runs, resamples]`; every run uses the same samples.
+
+    Returns None if outcomes are missing, the runs were evaluated on different data, or the metric is not supported.
+    """
+    if len({str(score.inputs.get("task_data")) for score in scores}) != 1:
+        return None
+    found = [score.outcomes() for score in scores]
+    statistics = [statistic(s, outcomes) for s, outcomes in zip(scores, found, strict=True) if outcomes is not None]
+    usable = [pair for pair in statistics if pair is not None]
+    if len(usable) != len(scores) or len({units for units, _ in usable}) != 1:
+        return None
+    units = usable[0][0]
+    seed = int.from_bytes(hashlib.sha256(scores[0].task.encode()).digest()[:8], "big")
+    rng = np.random.default_rng(seed)
+    values = np.empty((len(scores), resamples))
+    for k in range(resamples):
+        drawn = rng.integers(units, size=units)
+        values[:, k] = [compute(drawn) for _, compute in usable]
+    return values
+
+
+def difference(value: float, baseline: np.ndarray | None, other: np.ndarray | None) -> Difference:
+    """The difference `value` with the percentile interval of `other - baseline`, `[resamples]` each."""
+    if baseline is None or other is None:
+        return Difference(value)
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(other - baseline, [tail, 100 - tail])
+    return Difference(value, (float(low), float(high)))
+
+
+def statistic(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
+    """The number of samples of a task, and its main metric as a function of the samples drawn."""
+    if score.protocol == "retrieval" and score.main_metric == "mean_recall@1":
+        return _recall(outcomes)
+    if score.protocol == "association":
+        counted = outcomes["candidates"] >= 10 if score.main_metric.endswith("10-12") else outcomes["candidates"] > 0
+        return _ratio(outcomes["jaccard"] * counted, counted.astype(np.float64))
+    if score.protocol != "classification":
+        return None
+    if score.main_metric in ("acc1", "acc5"):
+        right = outcomes["rank"] < (1 if score.main_metric == "acc1" else 5)
+        return len(right), lambda drawn: float(right[drawn].mean())
+    return _other_classification(score, outcomes)
+
+
+def _recall(outcomes: Outcomes) -> tuple[int, Statistic]:
+    """Mean R@1 of both directions; an image is resampled together with all its captions."""
+    owner = outcomes["caption_owner"]
+    image = (outcomes["image_rank"] < 1).astype(np.float64)
+    captions = np.bincount(owner, minlength=len(image)).astype(np.float64)
+    hits = np.bincount(owner, weights=outcomes["caption_rank"] < 1, minlength=len(image))
+
+    def compute(drawn: np.ndarray) -> float:
+        return float(0.5 * (image[drawn].mean() + hits[drawn].sum() / captions[drawn].sum()))
+
+    return len(image), compute
+
+
+def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
+    return len(values), lambda drawn: float(values[drawn].sum() / max(1.0, weights[drawn].sum()))
+
+
+def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
+    """Metrics over classes and groups, computed by the evaluation's own functions."""
+    from pipeline.evaluation.datasets.datacomp import TASKS
+    from pipeline.evaluation.protocols import groups
+
+    rows = len(outcomes["target"])
+    if score.main_metric == "mean_per_class_recall":
+        return rows, lambda drawn: groups.macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
+    task = TASKS.get(score.task)
+    if task is None or not task.fields:
+        return None
+    return rows, lambda drawn: groups.metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]

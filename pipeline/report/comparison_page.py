@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.files import write_text
-from pipeline.report.bootstrap import Difference
-from pipeline.report.charts import Chart, chart
-from pipeline.report.comparison import Comparison, compare, groups_of, mean_score
+from pipeline.report.charts import Chart, chart, quantity
+from pipeline.report.comparison import Comparison, Difference, compare, groups_of, mean_score
 from pipeline.report.figures import SERIES, Line, short
 from pipeline.report.headlines import flat, tail_mean
-from pipeline.report.quantities import quantity
 from pipeline.report.run_data import Run
 from pipeline.report.run_page import render
 

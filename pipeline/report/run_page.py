@@ -63,7 +63,8 @@ def _context(run: Run) -> dict[str, Any]:
         "run": run,
         "title": run.name,
         "subtitle": " · ".join(_subtitle(run)),
-        "tiles": tiles(run),
+        "tiles": (headline := tiles(run)),
+        "tile_columns": -(-len(headline) // -(-max(1, len(headline)) // 5)),  # at most five, in rows of like length
         "zero_shot_chart": charts.score_chart(zero_shot) if zero_shot else None,
         "retrieval_charts": [charts.retrieval_chart(score, named=len(retrieval) > 1) for score in retrieval],
         "progress": progress,
@@ -81,7 +82,7 @@ def _context(run: Run) -> dict[str, Any]:
         "data_provenance": [pair for manifest in run.manifests for pair in flat(manifest.facts)],
         "provenance": _provenance(run),
         "settings": flat(run.config),
-        "evaluate": f"neuclip evaluate {shlex.quote(str(run.folder))} --suite FOLDER",
+        "next": _next_commands(run),
         "duration": charts.duration,
     }
 
@@ -97,6 +98,18 @@ def columns(tiles: int) -> str:
         number = next(iter(fitting), most) if tiles > most else max(1, tiles)
         found += [f"--{name}: {number}", f"--{name}-last: {'auto' if fitting or tiles <= most else '1 / -1'}"]
     return "; ".join(found)
+
+
+def _next_commands(run: Run) -> list[tuple[str, str]]:
+    """Commands that go on from the report, each with its purpose."""
+    folder, name = shlex.quote(str(run.folder)), shlex.quote(f"hub/{run.name}")
+    images = shlex.quote(str(run.manifests[0].root)) if run.manifests else "FOLDER"
+    found = [
+        (f"neuclip evaluate {folder} --suite FOLDER", "scores it"),
+        (f"neuclip playground {folder} --images {images}", "lets you try it"),
+        (f"neuclip export {folder} {name}", "writes what open_clip loads"),
+    ]
+    return found if run.latest is None else found[1:]
 
 
 def _confusions(classes: Classes) -> dict[str, Any]:
@@ -130,7 +143,7 @@ def _described(example: Described) -> dict[str, Any]:
 
 def _subtitle(run: Run) -> Iterable[str]:
     for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
-        if value is not None:
+        if value is not None and value != "auto":
             yield str(value)
     if run.setting("batch_size") is not None:
         yield f"global batch {run.setting('batch_size')}"

@@ -128,7 +128,12 @@ def test_resuming_on_another_stage_and_number_of_ranks(
 def test_an_interrupted_run_writes_a_checkpoint_and_can_be_resumed(base: Path, one_rank: Path) -> None:
     arguments = settings(base, "stopped")
     process = subprocess.Popen(
-        command("jobs.train", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+        command("jobs.train", *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -138,6 +143,7 @@ def test_an_interrupted_run_writes_a_checkpoint_and_can_be_resumed(base: Path, o
     rest = process.stdout.read()
     assert process.wait(timeout=120) == 75, rest
     assert "continue with --resume latest" in rest
+    assert "Stopping after this step and a checkpoint; Ctrl-C again ends now and loses " in rest
     stopped_at = max(records(base / "stopped"))
     assert 1 <= stopped_at < STEPS
     run("jobs.train", *arguments, "--resume", "latest")

@@ -14,8 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from jobs import cli
-from jobs.known_settings import known_settings
-from jobs.recipe_path import TRAINING, RecipePath
+from jobs.known_settings import TRAINING, RecipePath, known_settings
 from jobs.train import command as train
 from pipeline.errors import UserError
 from tests.launch import ROOT

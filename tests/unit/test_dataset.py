@@ -93,6 +93,15 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         make(folder, rank=2, ranks=2)
     with pytest.raises(UserError, match=r"Unknown key data.streems.*nearest valid key is data.streams"):
         make(folder, streems=2)
+    for changes, words in (
+        ({"batch_size": 0}, "batch_size = 0 must be a whole number of at least 1"),
+        ({"image_size": -1}, "image_size = -1 must be a whole number of at least 1"),
+        ({"tokenize": None}, "tokenize = None must be callable"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make(folder, **changes)
+    with pytest.raises(UserError, match=r"The state lacks batch, order, proof: give what state_dict\(\) returned"):
+        make(folder).load_state_dict({"epoch": 1})
     one = make(folder)
     next(iter(one))
     with pytest.raises(UserError, match=r"data order cannot be continued: .*seed was 3, now 4"):

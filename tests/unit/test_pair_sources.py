@@ -18,6 +18,8 @@ import pytest
 
 from data_prep.dataset import canonical_tar
 from data_prep.pairs.convert import ImageOptions
+from data_prep.pairs.listed_source import TarSource
+from data_prep.pairs.listing import Listed, write_listing
 from data_prep.pairs.pair import captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
 from pipeline.data.shards.manifest_format import load_manifest
@@ -409,10 +411,18 @@ def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:
     make(tmp_path / "semicolons.csv", tmp_path / "y", caption="caption, in English, or not, as it came, untouched")
     assert texts(tmp_path / "y") == [[f"a, b, c and {k}"] for k in range(3)]
     members = [("a.jpg", picture(0)), ("a.txt", b"a"), ("b.jpg", picture(1)), ("b.txt", b"b"), ("a.jpg", picture(2))]
+    members += [("c.jpg", picture(3)), ("c.JPG", picture(4)), ("c.txt", b"c"), ("d.jpg", picture(5)), ("d.txt", b"d")]
     canonical_tar.write(tmp_path / "t.tar", members)
     make(tmp_path / "t.tar", tmp_path / "z")
-    assert texts(tmp_path / "z") == [["a"], ["b"]]
-    assert [(place, reason) for place, reason, _ in dropped(tmp_path / "z")] == [("t.tar:a", "malformed row")]
+    assert texts(tmp_path / "z") == [["a"], ["b"], ["d"]]
+    found = dropped(tmp_path / "z")
+    assert [(place, reason) for place, reason, _ in found] == [(f"t.tar:{key}", "malformed row") for key in "ac"]
+    assert "two members of its sample have the same suffix: c.JPG" in found[1][2]
+    listing = write_listing(
+        tmp_path / "list", [Listed("t.tar:other", str(tmp_path / "t.tar"), offset=0)], root=tmp_path
+    )
+    (changed,) = TarSource(listing, "txt").read(0, 1)
+    assert changed.detail == "the tar has another sample at this position"
 
 
 def test_texts_that_are_not_utf8_cost_their_own_row_only(tmp_path: Path) -> None:

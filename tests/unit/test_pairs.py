@@ -25,8 +25,8 @@ from PIL import Image
 from data_prep.pairs import make_shards
 from data_prep.pairs.convert import ImageOptions, convert
 from jobs import pairs
+from jobs.known_settings import TRAINING
 from jobs.pairs import command
-from jobs.recipe_path import TRAINING
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import build_loader
@@ -175,7 +175,7 @@ def slow(*args):
     return real(*args)
 make_shards.convert = slow
 from jobs.pairs import command
-from jobs.recipe_path import TRAINING
+from jobs.known_settings import TRAINING
 command(sys.argv[1:])
 """
 

@@ -16,8 +16,8 @@ from jobs.report import command
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import write_report
+from pipeline.report.charts import quantity, rounded
 from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed, tick_labels
-from pipeline.report.quantities import quantity, rounded
 from pipeline.report.run_data import read_run
 from pipeline.report.run_page import columns
 from pipeline.report.stored_scores import read_evaluations
@@ -119,6 +119,16 @@ def test_no_row_of_small_charts_has_a_single_tile_of_the_usual_width(tiles: int)
         assert number <= most
         assert last == ("1 / -1" if number > 1 and tiles % number == 1 else "auto")
         assert tiles > most or number == tiles
+
+
+def test_the_page_ends_with_the_next_commands(run: Path) -> None:
+    end, shards = write_report([run]).read_text().split("<footer>")[1], read_run(run).manifests[0].root
+    assert f"Next: <code>neuclip playground {run} --images {shards}</code>" in end
+    assert f"<code>neuclip export {run} hub/run</code>" in end
+    assert "neuclip evaluate" not in end
+    assert f"Next: `neuclip playground {run} --images {shards}` lets you try it" in (run / "report.md").read_text()
+    shutil.rmtree(run / "evaluation")
+    assert f"Next: <code>neuclip evaluate {run} --suite FOLDER</code>" in write_report([run]).read_text()
 
 
 def test_the_architecture_has_its_name_where_a_checkpoint_has_it(run: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.report import write_report
-from pipeline.report.bootstrap import difference, resample, statistic
-from pipeline.report.comparison import compare, groups_of, labels
+from pipeline.report.comparison import compare, difference, groups_of, labels, resample, statistic
 from pipeline.report.run_data import read_run
 from pipeline.report.stored_scores import Score, StoredEvaluation
 from tests.report_runs import make_run

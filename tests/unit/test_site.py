@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import neuclip
+
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
 ROOT = Path(__file__).parents[2]
 LOADED = re.compile(r'<(?:script|img|iframe|source|link)[^>]*?(?:src|srcset|href)="(https?://[^"]+)"')
@@ -40,6 +42,12 @@ def test_the_site_builds_without_warnings_and_makes_no_requests(site: Path) -> N
         assert 'class="arithmatex"' not in text, f"{page}: a formula was not rendered"
     assert (site / "methods.html").read_text(encoding="utf-8").count("<math") > 50
     assert "build_objective" in (site / "reference/pipeline.objectives.html").read_text(encoding="utf-8")
+    interface = (site / "reference/neuclip.html").read_text(encoding="utf-8")
+    for name in neuclip._PUBLIC:
+        assert f'id="neuclip{name.lower()}"' in interface, f"neuclip.{name} is not documented"
+        assert f'id="{".".join(neuclip._PUBLIC[name])}"' in interface
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert home.index("reference/neuclip.html") < home.index("reference/pipeline"), "the public interface comes first"
 
 
 @pytest.mark.slow

@@ -83,6 +83,8 @@ def test_a_signal_after_the_last_step_of_a_stage_stops_the_run(
     with in_this_process():
         assert train(load_recipe(None, [*SMALL, *settings(base, output)]), resume="latest") == EXIT_PREEMPTED
     monkeypatch.undo()
+    said = f"--resume latest found no checkpoint in {base / output / 'checkpoints'}: the run starts anew."
+    assert said in (base / output / "metrics.jsonl").read_text()
     assert [record["step"] for record in metrics(base / output, "train")] == [1, 2, 3]
     train_here(*settings(base, output), resume="latest")
     ends = [

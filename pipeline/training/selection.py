@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
 from pipeline.errors import UserError
-from pipeline.model.resize import resized
+from pipeline.model.starting_weights import resized
 from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives.selection import View, gumbel_noise, select
 from pipeline.precision import plain_arithmetic

@@ -18,10 +18,10 @@ import pytest
 
 from data_prep.dataset import canonical_tar
 from data_prep.pairs.convert import ImageOptions
-from data_prep.pairs.listed_source import TarSource
 from data_prep.pairs.listing import Listed, write_listing
 from data_prep.pairs.pair import captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
+from data_prep.pairs.tar_rows import TarSource
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.pair_files import check_ten, convert_all, dropped, make, picture, stored, table, write_csv, write_images  # noqa: F401

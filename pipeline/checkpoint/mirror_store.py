@@ -157,7 +157,7 @@ class MirrorStore:
         """A small file's contents; empty if there is none."""
         self._files.invalidate_cache()
         try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}")).decode().strip()
+            return bytes(self._files.cat_file(f"{self._root}/{name}")).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 

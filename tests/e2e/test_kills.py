@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.killed_runs import is_intact
+from jobs.bench.killed_runs import TOLERANCE, is_intact, relative_difference
 from tests.launch import run
+
+
+def test_losses_near_zero_differ_by_rounding_only() -> None:
+    """Regression test: of 3 kills of SogCLR, one loss of 1.9e-5 differed by 5e-9, which was taken for a lost step."""
+    assert relative_difference(1.93059805e-05, 1.931101e-05) < TOLERANCE
+    assert relative_difference(0.0, 0.0) == 0
+    assert relative_difference(1e-5, -1e-5) > TOLERANCE
+    assert relative_difference(2.0, 2.001) > TOLERANCE
+    assert relative_difference(math.nan, 1.0) == math.inf
 
 
 @pytest.mark.slow

@@ -223,6 +223,16 @@ def test_a_name_in_best_deletes_nothing(
     assert [path.name for path in checkpoint_folders(run)] == ["step-00000003"]
 
 
+def test_a_damaged_best_stops_neither_a_start_nor_an_upload(tmp_path: Path, url: str, towers: Towers) -> None:
+    run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
+    write(run, url, towers, [1])
+    store._files.pipe_file(f"{store._root}/best", b"\xff")
+    shutil.rmtree(run)
+    assert fetched(run, url)[0].step == 1
+    events = write(run, url, towers, [2])
+    assert "Checkpoint step-00000002 is in the mirror" in events[-1]
+
+
 def test_ids_in_a_mirror_are_no_paths(tmp_path: Path, url: str, towers: Towers) -> None:
     run, store = tmp_path / "run", MirrorStore(url, tmp_path / "run")
     write(run, url, towers, [1, 2])

@@ -13,7 +13,7 @@ Result = dict[str, dict[str, Any]]
 TOLERANCE = 1e-4
 """Largest relative difference of a loss between layouts: sums are rounded in another order."""
 NEAR_ZERO = 0.01
-"""Losses below this are compared as if they were this large: SogCLR's crosses zero, and its terms, of about 1, do not."""
+"""Losses below this are compared as if they were this large: SogCLR's crosses zero, its terms of about 1 do not."""
 
 
 def outcome(run: Path) -> dict[str, Any]:

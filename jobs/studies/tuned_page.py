@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +12,8 @@ from jobs.studies.paired import significant as survivors
 Lines = Sequence[Mapping[str, str]]
 COMPARED = {"nce": ("held-out loss", "+.3f"), "recall_at_1": ("R@1, points", "+.2f")}
 EQUAL = "openclip at equal CPU time"
-BASELINES = ("openclip", "siglip", EQUAL, "neuclip_plus")
+LARGER = "openclip at four times the batch"
+BASELINES = ("openclip", "siglip", EQUAL, LARGER, "neuclip_plus")
 """The last one only for the arms of `near`."""
 Comparison = tuple[str, str, str, str, str]
 """Phase, cell, arm (of the sweep: arm and eps), the arm it is compared with, measure."""
@@ -66,6 +68,12 @@ def comparisons(lines: Lines, phase: str, cell: str) -> dict[Comparison, Spread]
     for measure in COMPARED:
         values = {(name_of(line), line["seed"]): float(line[measure]) for line in own if line[measure]}
         equal = [line for line in lines if (line["phase"], line["cell"]) == ("equal", cell) and phase == "report"]
+        larger = re.sub(r"-b(\d+)-", lambda found: f"-b{4 * int(found[1])}-", cell)
+        values |= {
+            (LARGER, line["seed"]): float(line[measure])
+            for line in lines
+            if (line["phase"], line["cell"], line["arm"], phase) == ("report", larger, "openclip", "report")
+        }
         for base in BASELINES:
             for name in dict.fromkeys(name_of(line) for line in own):
                 if base == "neuclip_plus" and not name.startswith("near_"):

@@ -160,3 +160,15 @@ def test_the_page_compares_at_equal_samples_and_at_equal_time() -> None:
     text = tuned_page.page(lines, arms=tuned.ARMS)
     assert "the tables: 2 of 2" in text  # R@1 does not differ
     assert "**-0.094 ± " in text
+
+
+def test_the_page_compares_with_openclip_at_four_times_the_batch() -> None:
+    small, large = "icons-16384-b16-learned", "icons-16384-b64-learned"
+    lines = [line("openclip", s, 4.1 + 0.01 * s, cell=large) for s in range(5)]
+    lines += [line("batch_gcl", s, 4.0 + 0.01 * s, cell=small) for s in range(5)]
+    found = tuned_page.comparisons(lines, "report", small)
+    assert {key[2:]: round(gain.mean, 6) for key, gain in found.items()} == {
+        ("batch_gcl", tuned_page.LARGER, "nce"): -0.1,
+        ("batch_gcl", tuned_page.LARGER, "recall_at_1"): 0,
+    }
+    assert not tuned_page.comparisons(lines, "report", large)

@@ -70,13 +70,12 @@ def command(
         join_parts,
         score_shards,
         start_output,
-        worst_keys,
     )
     from pipeline.analysis.scorer import make_scorer
     from pipeline.data.shards.caption_field import CaptionField
     from pipeline.data.shards.manifest_format import check_keys, load_manifest
     from pipeline.distributed.world import start_world
-    from pipeline.files import check_writable, replacing, write_text
+    from pipeline.files import check_writable, replacing
 
     try:
         field = CaptionField.parse(caption)
@@ -126,14 +125,22 @@ def command(
             write_contact_sheet(place / PAGE_NAME, place / TABLE_NAME, manifest, caption=field, share=share)
             tell(f"Look at the worst pairs, and those around the cut at {share:.0%}: {place / PAGE_NAME}")
             if list_worst:
-                worst = worst_keys(place / TABLE_NAME, list_worst[0])
-                write_text(list_worst[1], "".join(f"{key}\n" for key in worst))
-                tell(f"{len(worst):,} names are in {list_worst[1]}; to remove these samples from the shards:")
-                tell(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(list_worst[1]))}")
+                _list_worst(place / TABLE_NAME, *list_worst, folder=folder)
             if index_best:
                 uids = best_uids(place / TABLE_NAME, index_best[0])
                 with replacing(index_best[1]) as temporary, temporary.open("wb") as file:
                     np.save(file, uids)
+
+
+def _list_worst(table: Path, share: float, output: str, *, folder: str) -> None:
+    """Write the names of the worst pairs, and print the command that removes them."""
+    from pipeline.analysis.pair_scores import worst_keys
+    from pipeline.files import write_text
+
+    worst = worst_keys(table, share)
+    write_text(output, "".join(f"{key}\n" for key in worst))
+    click.echo(f"{len(worst):,} names are in {output}; to remove these samples from the shards:")
+    click.echo(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}")
 
 
 def _progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from jobs.studies.schedule import in_processes
-from jobs.studies.towers import (
+from jobs.studies.small_towers import (
     Course,
+    CourseStep,
     Hierarchy,
-    Step,
     draw_pairs,
     exact_log_normalizers,
     make_objective,
@@ -274,7 +274,7 @@ def measure(course: Course, setting: SeparationSetting, *, seed: int) -> dict[st
     }
 
 
-def _errors(objective: Objective, step: Step, exact: tuple[Tensor, Tensor]) -> dict[str, float]:
+def _errors(objective: Objective, step: CourseStep, exact: tuple[Tensor, Tensor]) -> dict[str, float]:
     """The step and the mean squared errors of its batch's log-normalizers (in use and cold), over both sides."""
     assert isinstance(objective, SoftmaxObjective)
     if objective.steps == 0:

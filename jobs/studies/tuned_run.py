@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.studies.towers import (
+from jobs.studies.small_towers import (
     Course,
     Hierarchy,
     draw_pairs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -21,11 +21,13 @@ from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
 from pipeline.metrics.logger import open_telemetry
 from pipeline.metrics.trackers import check_installed
+from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import why_not_trimmed
 from pipeline.precision import why_bf16_is_slow
 from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
 from pipeline.training.image_features import open_image_features
 from pipeline.training.observer import describe_hosts
+from pipeline.training.pair_selection import open_selection
 from pipeline.training.periodic_tests import MissedTests, missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_start import (
@@ -37,7 +39,6 @@ from pipeline.training.run_start import (
     prepare_folder,
     record_origin,
 )
-from pipeline.training.selection import open_selection
 from pipeline.training.stages import check_stages, stage_at
 from pipeline.training.teacher import open_features
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
@@ -102,17 +103,9 @@ def setup(
         trainer = build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
         trainer.missed = missed
         stack.callback(trainer.writer.close)
-        if hosts := describe_hosts(world):
-            telemetry.event(hosts)
-        if untrimmed := why_not_trimmed(state.engine.module.clip):
-            telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
         if checkpoint is None and (start := describe_start(run, state.engine.module.logit)):
             notes += [start, *state.engine.module.notes]
-        for note in notes:
-            telemetry.event(note)
-        if state.engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
-            file = in_fp32(run.engine, world_size=world.size)
-            telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
+        _report_start(trainer, notes)
         if checkpoint is not None:
             skipped = state.restore(checkpoint)
             if not isinstance(resume, Checkpoint):
@@ -120,28 +113,44 @@ def setup(
             if changed := describe(checkpoint, run, skipped=skipped):
                 telemetry.event(changed)
             _report_changes(trainer, checkpoint)
-        trainer.take_step.image_features = open_image_features(state, architecture, report=telemetry.event)
-        if run.data.teacher_features is not None:
-            folder, setting = Path(run.data.teacher_features), "data.teacher_features"
-            trainer.take_step.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
-            telemetry.event(f"Teacher: {trainer.take_step.teacher.facts.describe()}.")
-        trainer.take_step.selection = selection = open_selection(
-            state,
-            image_size=architecture.image_size,
-            normalized=trainer.take_step.normalized,
-            trimming=trainer.take_step.trimming,
-        )
-        if selection is not None:
-            telemetry.event(
-                f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
-                f"reference: {selection.reference.facts.describe()}."
-            )
+        _open_features(trainer, architecture)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
         if trainer.gradient_check is not None:
             trainer.gradient_check.begin()
         _begin(trainer)
         yield trainer
+
+
+def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
+    """Report hosts, what the start found, and what makes this run slower than it could be. Collective."""
+    run, world, engine, telemetry = trainer.run, trainer.world, trainer.state.engine, trainer.telemetry
+    if hosts := describe_hosts(world):
+        telemetry.event(hosts)
+    if untrimmed := why_not_trimmed(engine.module.clip):
+        telemetry.event(f"Texts are not trimmed to their lengths. {untrimmed}")
+    for note in notes:
+        telemetry.event(note)
+    if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
+        file = in_fp32(run.engine, world_size=world.size)
+        telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
+
+
+def _open_features(trainer: Trainer, architecture: Architecture) -> None:
+    """Open what a step reads beside its batch: stored image features, a teacher's features, a selection's reference."""
+    run, state, step, event = trainer.run, trainer.state, trainer.take_step, trainer.telemetry.event
+    step.image_features = open_image_features(state, architecture, report=event)
+    if run.data.teacher_features is not None:
+        folder, setting = Path(run.data.teacher_features), "data.teacher_features"
+        step.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
+        event(f"Teacher: {step.teacher.facts.describe()}.")
+    size = architecture.image_size
+    step.selection = open_selection(state, image_size=size, normalized=step.normalized, trimming=step.trimming)
+    if step.selection is not None:
+        event(
+            f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
+            f"reference: {step.selection.reference.facts.describe()}."
+        )
 
 
 def _begin(trainer: Trainer) -> None:

@@ -29,7 +29,7 @@ from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives.base import Objective, ObjectiveOutput
 from pipeline.objectives.distill import Teacher
 from pipeline.training.image_features import ImageFeatures
-from pipeline.training.selection import Selection
+from pipeline.training.pair_selection import Selection
 from pipeline.training.step_parts import BatchStatistics, Flags, batch_norms_of, frozen_statistics, seeded
 from pipeline.training.teacher import StoredTeacher
 

@@ -19,8 +19,8 @@ from jobs.plan import command as plan
 from jobs.write_features import command
 from pipeline.errors import UserError
 from pipeline.objectives.selection import View, added_losses, gumbel_noise, pair_losses, select
+from pipeline.training.pair_selection import Selection
 from pipeline.training.recipe import load_recipe
-from pipeline.training.selection import Selection
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
@@ -197,7 +197,9 @@ def test_off_is_the_plain_run_and_other_settings_work_together(base: Path) -> No
 def test_a_smaller_image_changes_the_scores_and_leaves_the_weights_as_they_are(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.training.selection.gumbel_noise", lambda chunks, size, **_: torch.zeros(chunks, size))
+    monkeypatch.setattr(
+        "pipeline.training.pair_selection.gumbel_noise", lambda chunks, size, **_: torch.zeros(chunks, size)
+    )
     train_here(*settings(base, "small", "selection.image_size=8", "optimizer.lr=1e-12", "selection.chunks=1"))
     train_here(*settings(base, "large", "optimizer.lr=1e-12", "selection.chunks=1"))
     assert values(base, "small", "learnability") != values(base, "large", "learnability")

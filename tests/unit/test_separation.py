@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from jobs.studies import separation, separation_page
 from jobs.studies.paired import holm, quantile, significant, two_sided_p
 from jobs.studies.separation import SeparationSetting, course_of, measure, train, watch
-from jobs.studies.towers import Hierarchy, draw_pairs, exact_log_normalizers, make_towers, oracle_loss
+from jobs.studies.small_towers import Hierarchy, draw_pairs, exact_log_normalizers, make_towers, oracle_loss
 
 SMALL = SeparationSetting(pairs=128, batch=16, epochs=2, held_out=64, anchors=32, checks=4)
 pytestmark = pytest.mark.filterwarnings("ignore:objective.npn_lr")

@@ -103,7 +103,7 @@ def lr_scale(step: int, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class CourseStep:
     """A step's number, sample ids, features of both sides with a graph, and learning rate as a fraction of the peak."""
 
     number: int
@@ -140,12 +140,12 @@ class Course:
         """Features of both sides, [b, d] each."""
         return self.towers["image"](image), self.towers["text"](text)
 
-    def walk(self) -> Iterator[Step]:
+    def walk(self) -> Iterator[CourseStep]:
         """The steps of the run; `descend` must be called in each."""
         for number in range(self.steps):
             ids = next(self.batches)
             features = self.embed(self.pairs[0][ids], self.pairs[1][ids])
-            yield Step(number, ids, *features, lr_scale(number, self.steps))
+            yield CourseStep(number, ids, *features, lr_scale(number, self.steps))
 
     def descend(self, loss: Tensor, *, scale: float) -> None:
         """One step of the optimizer on `loss`."""

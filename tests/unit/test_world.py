@@ -86,7 +86,7 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
     """This is NCCL with several ranks after an error; a single process cannot create it, so it is mocked."""
     destroyed = []
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
-    monkeypatch.setattr(world, "_join", lambda *_: joined.append("group") or 1)
+    monkeypatch.setattr(world, "_join", lambda *_, **__: joined.append("group") or 1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

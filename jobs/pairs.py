@@ -108,7 +108,7 @@ def command(
     field = ""
     if outcome.several_captions:
         field = " data.caption=json:captions"
-        click.echo(f"{outcome.several_captions:,} samples have several captions; one of them is drawn each time.")
+        click.echo(f"Samples with several captions: {outcome.several_captions:,}; one of them is drawn each time.")
     recipe = "own" if manifest.n >= FROM_SCRATCH else "finetune"
     source = shlex.quote(f"data.sources={output}")
     click.echo(

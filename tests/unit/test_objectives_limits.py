@@ -251,3 +251,32 @@ def test_normalizer_estimates_use_lasting_state_and_do_not_change_it(name):
         assert torch.equal(other.cold[0], estimates.cold[0])
     else:
         assert not torch.equal(other.cold[0], estimates.cold[0])
+
+
+def test_eps_of_one_over_the_negatives_is_the_loss_of_openclip():
+    settings = {"name": "fastclip_v1", "gamma_schedule": "constant", "gamma": 1.0, "tau": 0.07, "eps": 1 / 15}
+    ours, clip = gradients(settings), gradients({"name": "openclip", "tau_init": 0.07})
+    for of_gcl, of_clip in ((ours.grad_image, clip.grad_image), (ours.grad_text, clip.grad_text)):
+        assert relative_error(of_gcl, 2 * 0.07 * of_clip) < 1e-10  # the factor tau; openclip takes the mean of both sides
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.5])
+def test_what_eps_does_to_easy_anchors_and_to_the_temperature(eps):
+    """The equations of docs/methods.md, "eps", against autograd."""
+    image, text = unit_features(16)
+    similarity = image @ text.T
+    below = similarity - similarity.diagonal()[:, None]
+    others = ~torch.eye(16, dtype=torch.bool)
+    tau, rho = torch.tensor(0.2, dtype=torch.float64, requires_grad=True), 1.5
+    h = (below / tau).masked_fill(~others, -math.inf).requires_grad_()
+    g = h.exp().sum(1) / 15
+    weights = torch.autograd.grad(torch.log(eps + g).sum(), h, retain_graph=True)[0].sum(1)
+    torch.testing.assert_close(weights, (g / (eps + g)).detach(), rtol=1e-12, atol=0)
+
+    slope = torch.autograd.grad((tau * (torch.log(eps + g) + rho)).sum(), tau)[0]
+    p = torch.softmax(h.detach(), 1)
+    kl = (p[others] * torch.log(15 * p[others])).view(16, 15).sum(1)
+    mean = (p * below.masked_fill(~others, 0) / 0.2).sum(1)
+    torch.testing.assert_close(mean, (g.log() + kl).detach(), rtol=1e-10, atol=1e-12)
+    expected = (torch.log(eps + g) + rho - g / (eps + g) * (g.log() + kl)).sum().detach()
+    torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)

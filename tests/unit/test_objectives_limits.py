@@ -257,7 +257,7 @@ def test_eps_of_one_over_the_negatives_is_the_loss_of_openclip():
     settings = {"name": "fastclip_v1", "gamma_schedule": "constant", "gamma": 1.0, "tau": 0.07, "eps": 1 / 15}
     ours, clip = gradients(settings), gradients({"name": "openclip", "tau_init": 0.07})
     for of_gcl, of_clip in ((ours.grad_image, clip.grad_image), (ours.grad_text, clip.grad_text)):
-        assert relative_error(of_gcl, 2 * 0.07 * of_clip) < 1e-10  # the factor tau; openclip takes the mean of both sides
+        assert relative_error(of_gcl, 2 * 0.07 * of_clip) < 1e-10  # factor tau; openclip halves both sides
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 0.5])

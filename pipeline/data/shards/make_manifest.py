@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.shards.scan import JOURNAL, ShardScan, scan_shards
 from pipeline.data.shards.storage import is_local, open_shard
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 
 DOWNLOADED = "download.yaml"  # marks a folder that `neuclip download` made and maintains

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import shard_url
 from pipeline.data.shards.storage import StreamHash, is_local, open_shard
-from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord, read_records
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, read_records
 from pipeline.errors import UserError
 
 JOURNAL = "manifest.partial.jsonl"

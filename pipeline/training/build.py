@@ -20,8 +20,8 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
-from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import ENGINES, Engine
+from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry

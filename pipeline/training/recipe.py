@@ -18,10 +18,10 @@ from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig, Source, as_sources
 from pipeline.data.shards.check_shards import check_captions
-from pipeline.engine.ema import EmaConfig
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.engine.optim import OptimizerConfig, ScheduleConfig, stage_steps
+from pipeline.engine.state import EmaConfig
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig

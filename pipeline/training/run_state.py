@@ -15,8 +15,8 @@ from pipeline.config import to_tree
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.position import Position
 from pipeline.distributed.world import World
-from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
+from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError
 from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import weights_digest

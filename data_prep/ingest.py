@@ -19,7 +19,7 @@ from data_prep.reasons import is_transient
 from data_prep.settings.download_config import DownloadConfig
 from data_prep.settings.source_config import SourceConfig, resolve
 from data_prep.sources.hub import pin
-from data_prep.sources.table_identity import check_unchanged
+from data_prep.sources.metadata_tables import check_unchanged
 from pipeline.config import dump
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError

@@ -31,9 +31,9 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     from jobs.pairs import RowsBar
     from pipeline.config import parse
     from pipeline.data.data_config import DataConfig
-    from pipeline.data.shards.caption_field import CaptionField
     from pipeline.data.shards.make_manifest import index_shards
     from pipeline.data.shards.storage import COMMAND, OUTSIDE
+    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.errors import UserError
 
     try:

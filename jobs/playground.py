@@ -11,7 +11,7 @@ import click
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.data.shards.caption_field import CaptionField
+    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.playground.explorer import ClassSet, Explorer
 
 
@@ -45,7 +45,7 @@ def command(
     too. The page needs no network, and only this machine can reach it unless --host is given. Needs the extra
     `playground`.
     """
-    from pipeline.data.shards.caption_field import CaptionField
+    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.evaluation.run.checkpoint import load_checkpoint
     from pipeline.evaluation.run.session import start_processes
     from pipeline.playground.explorer import Explorer

@@ -52,7 +52,7 @@ def command(
 
 def _data_report(folder: Path, output: Path | None, caption: str, **allowed: bool) -> Path:
     from data_prep.dataset.ingest_report import write_report
-    from pipeline.data.shards.caption_field import CaptionField
+    from pipeline.data.shards.tar_reader import CaptionField
 
     try:
         field = CaptionField.parse(caption)

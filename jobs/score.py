@@ -72,8 +72,8 @@ def command(
         start_output,
     )
     from pipeline.analysis.scorer import make_scorer
-    from pipeline.data.shards.caption_field import CaptionField
     from pipeline.data.shards.manifest_format import check_keys, load_manifest
+    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
     from pipeline.files import check_writable, replacing
 

@@ -39,8 +39,8 @@ def command(
     from pipeline.analysis.scorer import temperature_of
     from pipeline.analysis.teacher_features import write_features
     from pipeline.data.order.mixture import make_mixture
-    from pipeline.data.shards.caption_field import CaptionField
     from pipeline.data.shards.manifest_format import load_manifest
+    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
     from pipeline.model.evaluation_model import load_for_evaluation
     from pipeline.model.starting_weights import model_folder_in

@@ -239,7 +239,7 @@ def check_scans(data: bytes) -> None:
     Raises:
         ImageError: It has too many.
     """
-    if data[:2] != b"\xff\xd8" or _scans(data, limit=ORDINARY_SCANS) <= ORDINARY_SCANS:
+    if data[:2] != b"\xff\xd8" or _has_one_scan(data) or _scans(data, limit=ORDINARY_SCANS) <= ORDINARY_SCANS:
         return
     limit = min(MAX_SCANS, max(ORDINARY_SCANS, MAX_SCANNED_PIXELS // max(1, _frame_pixels(data))))
     if _scans(data, limit=limit) > limit:

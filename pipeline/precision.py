@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -59,7 +59,11 @@ def true_fp32() -> Iterator[None]:
     backends: Any = torch.backends
     cuda, mkldnn = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn), backends.mkldnn
     operators = (*cuda, mkldnn.matmul, mkldnn.conv)
-    matmul, convolution = _unless_mixed(torch.get_float32_matmul_precision), _unless_mixed(_cudnn_allows_tf32)
+    matmul = convolution = None
+    with suppress(RuntimeError):  # torch refuses to read a setting where only the newer interface was used
+        matmul = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        convolution = backends.cudnn.allow_tf32
     before = [operator.fp32_precision for operator in operators]
     if matmul not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
@@ -71,23 +75,11 @@ def true_fp32() -> Iterator[None]:
         yield
     finally:
         if matmul not in (None, "highest"):
-            torch.set_float32_matmul_precision(str(matmul))
+            torch.set_float32_matmul_precision(matmul)
         if convolution:
             backends.cudnn.allow_tf32 = True
         for operator, precision in zip(operators, before, strict=True):
             operator.fp32_precision = precision
-
-
-def _cudnn_allows_tf32() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32)
-
-
-def _unless_mixed(read: Callable[[], Any]) -> Any:
-    """A setting of the older interface; None where torch refuses because only the newer one was used."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
 
 
 @contextmanager

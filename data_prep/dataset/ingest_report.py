@@ -16,10 +16,10 @@ from data_prep.dataset.statistics import PARTS, SIDE_EDGES, WORD_EDGES, Census, 
 from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import write_text
 
 REPORT_NAME, DATASHEET_NAME = "report.html", "datasheet.md"

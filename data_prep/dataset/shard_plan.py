@@ -14,9 +14,8 @@ from typing import Any
 from data_prep.dataset.dataset_folder import Folder, content, signed
 from data_prep.settings.download_config import SubsetConfig
 from data_prep.settings.source_config import SourceConfig
-from data_prep.sources.metadata_tables import read
+from data_prep.sources.metadata_tables import check_rows, check_unchanged, identity_of, read
 from data_prep.sources.subset import Subset
-from data_prep.sources.table_identity import check_rows, check_unchanged, identity_of
 from pipeline.config import to_tree
 from pipeline.errors import UserError
 from pipeline.files import flush, path_below, sha256_of, write_text

@@ -15,11 +15,10 @@ import numpy as np
 
 from data_prep.dataset.dataset_folder import Folder, read_meta
 from data_prep.dataset.duplicates import MAX_DISTANCE, near_duplicates, signature, stacked
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import counted_errors
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 from pipeline.errors import UserError
 from pipeline.pixels import open_image
 

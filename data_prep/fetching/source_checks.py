@@ -24,7 +24,7 @@ from data_prep.reasons import FetchError
 from data_prep.settings.download_config import DownloadConfig, FetchConfig
 from data_prep.settings.source_config import HASH_KINDS, SourceConfig
 from data_prep.sources import metadata_tables
-from data_prep.sources.table_identity import check_rows
+from data_prep.sources.metadata_tables import check_rows
 from data_prep.sources.text_columns import columns_of
 from pipeline.errors import UserError
 from pipeline.pixels import ImageError, read_rgb

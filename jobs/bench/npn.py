@@ -27,8 +27,8 @@ from jobs.bench.harness import alternate, parser, place, ratios, seconds, show
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.optimizers import AdaGrad
 from pipeline.objectives.pairwise import Workspace
+from pipeline.objectives.parts import AdaGrad
 
 LR, EPS, TAU = 0.01, 1e-14, 0.03
 

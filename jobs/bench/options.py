@@ -28,7 +28,7 @@ from pipeline.distributed.world import start_world
 from pipeline.metrics.mfu import known_peak, training_flops
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import micro_batches
 
 OPTIONS = (
     "none",

@@ -16,7 +16,7 @@ from jobs.bench.train import Rounds, head, step_parser, step_seconds
 from pipeline.distributed.world import start_world
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import micro_batches
 
 CONTENDERS = {
     "trimmed": (1, True, False),

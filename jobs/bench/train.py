@@ -37,8 +37,7 @@ from pipeline.model.finetuning import LoraConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 
 OPTIMIZER = OptimizerConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
 CONTENDERS: dict[str, dict[str, Any]] = {

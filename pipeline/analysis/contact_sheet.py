@@ -13,11 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pipeline.analysis.pair_scores import by_score
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.files import write_text
 
 SIDE = 192

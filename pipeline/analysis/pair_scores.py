@@ -27,9 +27,9 @@ from torch import Tensor
 
 from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of
 from pipeline.data.order.hashing import draw
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import replacing, write_json

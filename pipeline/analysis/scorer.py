@@ -12,8 +12,8 @@ from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.pair_scores import Scorer, ScoringFacts, reference_pairs
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from pipeline.cores import thread_map
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pipeline.analysis.pair_scores import encode
 from pipeline.analysis.shard_pairs import read_pairs
 from pipeline.data.loading.feature_file import FeatureStore
 from pipeline.data.order.mixture import Mixture
-from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_json

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from pipeline.config import section
-from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CaptionField
 
 MOST_WORKERS = 12
 """Default limit per rank: at 500 to 900 images per second and worker, more than a GPU trains on."""
@@ -59,7 +60,7 @@ class CropConfig:
                 raise ValueError(f"crop.{name} = {(low, high)} must satisfy 0 < low <= high{limit}")
         return self
 
-    @property
+    @functools.cached_property
     def fixed(self) -> bool:
         """Whether every crop is the central square."""
         return self.scale == self.ratio == (1.0, 1.0)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import BATCH_KEYS, BUCKET, EngineConfig, deepspeed_settings, zero_stage
@@ -22,7 +22,7 @@ from pipeline.engine.engine_protocol import EngineFacts, register_engine
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, check_stage, parameter_groups, set_lr
 from pipeline.engine.state import DeepSpeedState
 from pipeline.errors import UserError
-from pipeline.model.packing import PackedText
+from pipeline.model.attention import PackedText
 from pipeline.model.towers import Towers
 
 COMPILE_OPTIONS = {"fallback_random": True}
@@ -98,13 +98,8 @@ class DeepSpeedEngine:
             # and fail to trace them. As in a new process, they are constants.
             torch.compiler.reset()
             self._engine.compile(compile_kwargs={"options": COMPILE_OPTIONS})
+        self.module: Towers = self._engine.module
         self.state = DeepSpeedState(self._engine, stage=self.stage, world=world, frozen=frozen)
-
-    @property
-    def module(self) -> Towers:
-        towers = self._engine.module
-        assert isinstance(towers, nn.Module)
-        return towers  # type: ignore[return-value]
 
     def forward(self, image: Tensor, text: Tensor | PackedText) -> tuple[Tensor, Tensor]:
         """See `Engine.forward`; images of another precision than `dtype` are cast."""

@@ -20,7 +20,7 @@ from pipeline.config import Registry
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
-from pipeline.model.packing import PackedText
+from pipeline.model.attention import PackedText
 from pipeline.model.towers import Towers
 
 

@@ -51,9 +51,8 @@ def evaluate(
 
     from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.datasets.suite import Suite, open_suite
-    from pipeline.evaluation.run.checkpoint import load_checkpoint
+    from pipeline.evaluation.run.checkpoint import load_checkpoint, prepare
     from pipeline.evaluation.run.evaluator import EvaluationConfig, Evaluator
-    from pipeline.evaluation.run.folders import prepare
     from pipeline.evaluation.run.session import Alone, Session
     from pipeline.evaluation.run.summary import write_summary
     from pipeline.model.evaluation_model import EvaluationModel

@@ -26,11 +26,10 @@ from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
-from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.architectures import CONFIG_NAME, save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.model.tokenizers import save_tokenizer
 
 TOLERANCE = 1e-5
 

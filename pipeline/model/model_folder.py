@@ -21,8 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.architectures import CONFIG_NAME, Architecture, add_foreign_towers, load_open_clip
-from pipeline.model.tokenizers import refuse_hidden_code, save_tokenizer
+from pipeline.model.architectures import (
+    CONFIG_NAME,
+    Architecture,
+    add_foreign_towers,
+    load_open_clip,
+    refuse_hidden_code,
+    save_tokenizer,
+)
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"

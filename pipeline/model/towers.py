@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.model.architectures import Architecture, describe
-from pipeline.model.attention import use_packed_attention
+from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.batchnorm import use_fp32_batch_norms
 from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS
-from pipeline.model.packing import PackedText, use_fp32_embedding_sums
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
     create_from,

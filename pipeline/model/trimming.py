@@ -16,8 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.model.attention import CausalPackedAttention, causal_text_transformer, to_device
-from pipeline.model.packing import PackedText, encode_packed, pack
+from pipeline.model.attention import (
+    CausalPackedAttention,
+    PackedText,
+    causal_text_transformer,
+    encode_packed,
+    pack,
+    to_device,
+)
 
 MULTIPLE = 8
 """Widths are multiples of this: efficient for kernels, and few different shapes to compile."""
@@ -74,7 +80,12 @@ class TextChunks:
         """
         self._lengths = lengths if packed else None
         self._text, self._rows, self._widths = text, list[slice | Tensor](chunks), [text.shape[1]] * len(chunks)
-        if lengths is None or packed:
+        self.computed_tokens = text.numel()
+        """Tokens that one forward pass over the local batch computes."""
+        if lengths is None:
+            return
+        if packed:
+            self.computed_tokens = int(lengths.sum())
             return
         if len(chunks) > 1:
             order = lengths.argsort(stable=True)
@@ -82,6 +93,7 @@ class TextChunks:
             order = to_device(order, text.device)
             self._rows = [order[rows] for rows in chunks]
         self._widths = [trimmed_width(lengths[rows], context_length=text.shape[1]) for rows in chunks]
+        self.computed_tokens = sum(len(lengths[rows]) * width for rows, width in zip(chunks, self._widths, strict=True))
 
     def tokens(self, index: int) -> Tensor | PackedText:
         """[c, l] tokens of micro-batch `index`, or the packed ones."""
@@ -99,14 +111,6 @@ class TextChunks:
         if isinstance(self._rows[0], slice):
             return joined
         return torch.empty_like(joined).index_copy_(0, torch.cat(self._rows), joined)  # type: ignore[arg-type]
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens that one forward pass over the local batch computes."""
-        if self._lengths is not None:
-            return int(self._lengths.sum())
-        rows = (len(range(*r.indices(len(self._text)))) if isinstance(r, slice) else len(r) for r in self._rows)
-        return sum(count * width for count, width in zip(rows, self._widths, strict=True))
 
 
 def text_trimming(
@@ -161,7 +165,7 @@ def encode_text(clip: nn.Module, text: Tensor | PackedText) -> Tensor:
     """`clip.encode_text` for texts of up to the model's context length, before normalisation.
 
     Same as open_clip's `CLIP.encode_text`, which only takes texts of exactly the context length, except that the
-    position embeddings are cut, too. Other classes cut them themselves. Packed texts are computed by `packing`.
+    position embeddings are cut, too. Other classes cut them themselves. Packed texts are computed by `encode_packed`.
     """
     if isinstance(text, PackedText):
         return encode_packed(clip, text)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
-from pipeline.objectives.optimizers import Adam, Momentum
-from pipeline.objectives.parts import Temperature
+from pipeline.objectives.parts import Adam, Momentum, Temperature
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.sogclr import EstimatorConfig, MovingAverages, temperature_slopes

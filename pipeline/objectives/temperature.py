@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipeline.config import section
 from pipeline.objectives.base import ObjectiveConfig, ObjectiveContext, Pair
-from pipeline.objectives.optimizers import Adam
-from pipeline.objectives.parts import StatefulPart, Temperature
+from pipeline.objectives.parts import Adam, StatefulPart, Temperature
 
 log = logging.getLogger(__name__)
 TauSchedule = Literal["encoders", "constant"]

@@ -171,7 +171,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     run, world = trainer.run, trainer.world
     for _ in range(WARM_UP):
         batch = _train(trainer)
-    trainer.take_step.batches.settle()
+    trainer.batches.settle()
     loader = run.batch_size / _mean_seconds(lambda: next(trainer.state.loader), SHARES["loader"] * seconds, world)
     alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
     evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)
@@ -217,7 +217,7 @@ def _mean_seconds(call: Callable[[], object], seconds: float, world: World) -> f
 
 def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[float, dict[str, float]]:
     """Mean seconds of a step on the same batch again and again, and the shares of its phases."""
-    batches = trainer.take_step.batches
+    batches = trainer.batches
     batches._loader, loader = itertools.repeat(batch), batches._loader  # a step fetches the batch after it
     try:
         trainer.meter.start()
@@ -229,7 +229,7 @@ def _steps_alone(trainer: Trainer, batch: Batch, *, seconds: float) -> tuple[flo
 
 
 def _train(trainer: Trainer) -> Batch:
-    batch = trainer.take_step.batches.next()
+    batch = trainer.batches.next()
     trainer.train_step(batch)
     trainer.state.step += 1
     return batch
@@ -237,7 +237,7 @@ def _train(trainer: Trainer) -> Batch:
 
 def _encode(trainer: Trainer, batch: Batch) -> None:
     device = trainer.world.device
-    image = trainer.take_step.normalized(batch.image.to(device))
+    image = trainer.normalized(batch.image.to(device))
     with torch.inference_mode():
         trainer.state.engine.forward(image, batch.text.to(device))
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import pixels
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CorruptSample, DamagedTar
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, read_bytes, read_lines
 

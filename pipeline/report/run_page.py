@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import is_local, open_records
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.files import write_text
 from pipeline.report import charts

@@ -20,8 +20,8 @@ from pipeline.data.loading.tokenize import fast_tokenizer
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.workers import preload
 from pipeline.distributed.world import World, limit_collectives
-from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import ENGINES, Engine
+from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
 from pipeline.evaluation.watch.watcher import forget_after
 from pipeline.metrics.logger import Telemetry
@@ -34,10 +34,8 @@ from pipeline.training.gradient_check import GradientCheck
 from pipeline.training.observer import Observer
 from pipeline.training.periodic_tests import PeriodicEvaluation, PeriodicTests
 from pipeline.training.recipe import RunConfig
-from pipeline.training.recovery import SkippedSteps
-from pipeline.training.run_state import RunState
-from pipeline.training.step import BatchStep, PrefetchedBatches, TrainStep
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.run_state import RunState, SkippedSteps
+from pipeline.training.step import PrefetchedBatches, TrainStep, micro_batches
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import HeldOutPairs, Validation
 
@@ -176,7 +174,7 @@ def build_trainer(
     evaluation = None
     if run.evaluation.suite is not None:
         evaluation = PeriodicEvaluation(run.evaluation, run=folder, world=world)
-    take = TrainStep(
+    take_step = TrainStep(
         engine,
         state.objective,
         world=world,
@@ -196,7 +194,10 @@ def build_trainer(
     return Trainer(
         state=state,
         end=end,
-        take_step=BatchStep(batches=batches, normalized=normalized, trimming=trimming, take=take),
+        batches=batches,
+        normalized=normalized,
+        trimming=trimming,
+        take_step=take_step,
         telemetry=telemetry,
         observer=Observer(
             folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize

@@ -18,7 +18,7 @@ from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.optim import decay_in_gradient, gradient_in_moment
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training.step_parts import frozen_statistics, seeded
+from pipeline.training.step import frozen_statistics, seeded
 
 TOLERANCE = {False: 1e-3, True: 0.15}
 """Largest relative distance allowed, by `engine.bf16` (measured on random inputs: below 1e-6, and 1.1 to 1.6%)."""

@@ -24,7 +24,7 @@ from pipeline.files import write_json
 from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import weights_digest
 from pipeline.training.run_state import RunState
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import micro_batches
 
 IDENTITY, FEATURES = "identity.json", "features.npy"
 

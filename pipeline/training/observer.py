@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World
-from pipeline.engine.lr_schedule import lr_scale
+from pipeline.engine.optim import lr_scale
 from pipeline.metrics.logger import Telemetry, TelemetryConfig
 from pipeline.metrics.mfu import Utilization
 from pipeline.training.run_state import RunState

@@ -20,7 +20,7 @@ from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives.selection import View, gumbel_noise, select
 from pipeline.precision import plain_arithmetic
 from pipeline.training.run_state import RunState
-from pipeline.training.step_parts import batch_norms_of, frozen_statistics, micro_batches, seeded
+from pipeline.training.step import batch_norms_of, frozen_statistics, micro_batches, seeded
 from pipeline.training.teacher import StoredTeacher, open_features
 
 

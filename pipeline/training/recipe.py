@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -17,11 +18,10 @@ from pipeline.checkpoint.writer import CheckpointConfig
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig, Source, as_sources
 from pipeline.data.shards.check_shards import check_captions
-from pipeline.engine.ema import EmaConfig
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.engine_protocol import ENGINES
-from pipeline.engine.lr_schedule import ScheduleConfig, stage_steps
-from pipeline.engine.optim import OptimizerConfig
+from pipeline.engine.optim import OptimizerConfig, ScheduleConfig, stage_steps
+from pipeline.engine.state import EmaConfig
 from pipeline.errors import UserError
 from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig
@@ -132,7 +132,7 @@ class RunConfig:
     validation: ValidationConfig = ValidationConfig()
     plan: PlanConfig = PlanConfig()
 
-    @property
+    @functools.cached_property
     def total_steps(self) -> int:
         """Whole batches in the sample budget."""
         return self.samples // self.batch_size

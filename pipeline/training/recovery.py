@@ -18,124 +18,64 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.checkpoint.layout import fallback_run, fallback_runs, name_of
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run_files import write_run_id
-from pipeline.training.recipe import RunConfig
-
-FINITE_STEPS = 3
-"""Applied steps after a checkpoint that show that its weights were not ruined already."""
-T = TypeVar("T")
-
-
-@dataclass
-class SkippedSteps:
-    """Counts of a run, which survive resuming."""
-
-    skipped: int = 0
-    rollbacks: int = 0
-    in_a_row: int = 0
-    """Skipped steps since the last applied one."""
-    rolled_back_to: int | None = None
-    """The step of the checkpoint to which the last roll-back returned."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.rollbacks, self.in_a_row = (int(state[k]) for k in ("skipped", "rollbacks", "in_a_row"))
-        self.rolled_back_to = state.get("rolled_back_to")
-
-    def note(self, *, applied: bool) -> None:
-        """Count one more step."""
-        self.skipped += not applied
-        self.in_a_row = 0 if applied else self.in_a_row + 1
-
-    def last_good(self, step: int) -> int:
-        """After `step` steps, checkpoints of this step and of earlier ones are good."""
-        return step - self.in_a_row - FINITE_STEPS
-
-    def choose(self, newest: Callable[[int], T | None], *, step: int, step_of: Callable[[T], int]) -> T | None:
-        """The checkpoint to roll back to; None if there is none from before the skipped steps.
-
-        Args:
-            newest: Returns the newest checkpoint up to a step.
-            step: Steps taken, the skipped ones included.
-            step_of: Returns a checkpoint's step.
-        """
-        found = newest(self.last_good(step)) or newest(step - self.in_a_row)
-        if found is not None and step_of(found) == self.rolled_back_to:
-            return newest(step_of(found) - 1) or found
-        return found
-
-    def roll_back(self, to: int) -> None:
-        """Count a roll-back to the checkpoint of this step."""
-        self.in_a_row, self.rollbacks, self.rolled_back_to = 0, self.rollbacks + 1, to
-
-    def scalars(self) -> dict[str, float]:
-        return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
-
-    def check(self, run: RunConfig, *, step: int) -> bool:
-        """Whether to roll back now, after step number `step` (from 0).
-
-        Raises:
-            UserError: Too many steps were skipped, and no further rollback is allowed.
-        """
-        if self.in_a_row <= run.max_skipped_steps:
-            return False
-        if self.rollbacks < run.max_rollbacks:
-            return True
-        advice = (
-            f"The run has already rolled back {self.rollbacks} times, as often as max_rollbacks allows."
-            if self.rollbacks
-            else "With max_rollbacks=1 the run would return to the checkpoint before them and skip their data."
-        )
-        raise UserError(
-            f"{self.in_a_row} steps in a row were skipped, up to step {step} (max_skipped_steps = "
-            f"{run.max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. {advice} Resume "
-            "from an earlier checkpoint with a smaller optimizer.lr."
-        )
-
+from pipeline.training.run_state import RunState
 
 PAUSE_SECONDS = 15.0
 
 
-def checkpoint_before(
-    skipped: SkippedSteps, folder: Path, *, world: World, step: int, on_event: Callable[[str], None]
+def roll_back(
+    state: RunState, *, writer: CheckpointWriter, report: Callable[..., None], on_rollback: Callable[[int], None]
 ) -> Checkpoint:
-    """The checkpoint to which a run rolls back. Collective.
+    """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
+
+    The run continues from it as a run that is resumed: its step may be one of an earlier stage. Collective.
 
     Args:
-        skipped: The run's counts.
-        folder: The run's folder.
-        world: The ranks.
-        step: Steps taken, the skipped ones included.
-        on_event: Called with messages, on rank 0.
+        state: After a step that was skipped; the skipped steps are those before `state.step + 1`.
+        writer: Of the run's checkpoints.
+        report: Called with messages and facts, on rank 0.
+        on_rollback: Called on rank 0 with the step of the checkpoint.
 
     Raises:
         UserError: There is no checkpoint from before the skipped steps.
     """
+    run, world, skipped, here = state.run, state.world, state.skipped, state.step + 1
+    count = skipped.in_a_row
+    writer.wait()  # the checkpoint may be the one that is being written
 
     def newest(not_after: int) -> Checkpoint | None:
         with suppress(UserError):  # all of them are damaged
-            return agreed_checkpoint(folder, "latest", world=world, on_event=on_event, not_after=not_after)
+            return agreed_checkpoint(Path(run.output), "latest", world=world, on_event=report, not_after=not_after)
         return None
 
-    found = skipped.choose(newest, step=step, step_of=lambda checkpoint: checkpoint.step)
+    found = skipped.choose(newest, step=here, step_of=lambda checkpoint: checkpoint.step)
     if found is None:
-        count = skipped.in_a_row
         raise UserError(
-            f"{count} steps in a row were skipped, and there is no checkpoint from before step {step - count}, the "
+            f"{count} steps in a row were skipped, and there is no checkpoint from before step {here - count}, the "
             "first of them, to roll back to. Start again with a smaller optimizer.lr."
         )
-    return found
+    skipped.roll_back(found.step)
+    if world.is_main:
+        writer.abandon_after(found.step)
+        on_rollback(found.step)
+    report(
+        f"Rolled back to {found.path.name} after {count} skipped steps in a row; the data continues after "
+        f"them (rollback {skipped.rollbacks} of {run.max_rollbacks}).",
+        step=here,
+        rollbacks=skipped.rollbacks,
+        checkpoint=found.path.name,
+    )
+    now = {"data": state.loader.state_dict(state.position), "faults": skipped.state_dict()}
+    return replace(found, meta={**found.meta, **now})
 
 
 def save_again(

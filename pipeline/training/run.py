@@ -138,18 +138,18 @@ def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
 
 def _open_features(trainer: Trainer, architecture: Architecture) -> None:
     """Open what a step reads beside its batch: stored image features, a teacher's features, a selection's reference."""
-    run, state, step, event = trainer.run, trainer.state, trainer.take_step, trainer.telemetry.event
-    step.image_features = open_image_features(state, architecture, report=event)
+    run, state, event = trainer.run, trainer.state, trainer.telemetry.event
+    trainer.image_features = open_image_features(state, architecture, report=event)
     if run.data.teacher_features is not None:
         folder, setting = Path(run.data.teacher_features), "data.teacher_features"
-        step.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
-        event(f"Teacher: {step.teacher.facts.describe()}.")
+        trainer.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
+        event(f"Teacher: {trainer.teacher.facts.describe()}.")
     size = architecture.image_size
-    step.selection = open_selection(state, image_size=size, normalized=step.normalized, trimming=step.trimming)
-    if step.selection is not None:
+    trainer.selection = open_selection(state, image_size=size, normalized=trainer.normalized, trimming=trainer.trimming)
+    if trainer.selection is not None:
         event(
             f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
-            f"reference: {step.selection.reference.facts.describe()}."
+            f"reference: {trainer.selection.reference.facts.describe()}."
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,18 +15,90 @@ from pipeline.config import to_tree
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.position import Position
 from pipeline.distributed.world import World
-from pipeline.engine.ema import WeightAverage
 from pipeline.engine.engine_protocol import Engine
+from pipeline.engine.state import WeightAverage
 from pipeline.errors import UserError
 from pipeline.model.finetuning import Adapters, is_adapter, merged
 from pipeline.model.model_folder import weights_digest
 from pipeline.model.starting_weights import resized_moments, resized_state
 from pipeline.objectives import Objective
 from pipeline.training.recipe import RunConfig
-from pipeline.training.recovery import SkippedSteps
 from pipeline.training.run_start import PREVIOUS, read_origin
 from pipeline.training.validation import ValidationHistory
 from pipeline.versions import versions
+
+FINITE_STEPS = 3
+"""Applied steps after a checkpoint that show that its weights were not ruined already."""
+T = TypeVar("T")
+
+
+@dataclass
+class SkippedSteps:
+    """Counts of a run, which survive resuming."""
+
+    skipped: int = 0
+    rollbacks: int = 0
+    in_a_row: int = 0
+    """Skipped steps since the last applied one."""
+    rolled_back_to: int | None = None
+    """The step of the checkpoint to which the last roll-back returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped, self.rollbacks, self.in_a_row = (int(state[k]) for k in ("skipped", "rollbacks", "in_a_row"))
+        self.rolled_back_to = state.get("rolled_back_to")
+
+    def note(self, *, applied: bool) -> None:
+        """Count one more step."""
+        self.skipped += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + 1
+
+    def last_good(self, step: int) -> int:
+        """After `step` steps, checkpoints of this step and of earlier ones are good."""
+        return step - self.in_a_row - FINITE_STEPS
+
+    def choose(self, newest: Callable[[int], T | None], *, step: int, step_of: Callable[[T], int]) -> T | None:
+        """The checkpoint to roll back to; None if there is none from before the skipped steps.
+
+        Args:
+            newest: Returns the newest checkpoint up to a step.
+            step: Steps taken, the skipped ones included.
+            step_of: Returns a checkpoint's step.
+        """
+        found = newest(self.last_good(step)) or newest(step - self.in_a_row)
+        if found is not None and step_of(found) == self.rolled_back_to:
+            return newest(step_of(found) - 1) or found
+        return found
+
+    def roll_back(self, to: int) -> None:
+        """Count a roll-back to the checkpoint of this step."""
+        self.in_a_row, self.rollbacks, self.rolled_back_to = 0, self.rollbacks + 1, to
+
+    def scalars(self) -> dict[str, float]:
+        return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
+
+    def check(self, run: RunConfig, *, step: int) -> bool:
+        """Whether to roll back now, after step number `step` (from 0).
+
+        Raises:
+            UserError: Too many steps were skipped, and no further rollback is allowed.
+        """
+        if self.in_a_row <= run.max_skipped_steps:
+            return False
+        if self.rollbacks < run.max_rollbacks:
+            return True
+        advice = (
+            f"The run has already rolled back {self.rollbacks} times, as often as max_rollbacks allows."
+            if self.rollbacks
+            else "With max_rollbacks=1 the run would return to the checkpoint before them and skip their data."
+        )
+        raise UserError(
+            f"{self.in_a_row} steps in a row were skipped, up to step {step} (max_skipped_steps = "
+            f"{run.max_skipped_steps}): the run has diverged. Their sample ids are in metrics.jsonl. {advice} Resume "
+            "from an earlier checkpoint with a smaller optimizer.lr."
+        )
 
 
 @dataclass(kw_only=True)

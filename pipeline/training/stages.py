@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from pipeline.engine.lr_schedule import stage_steps
+from pipeline.engine.optim import stage_steps
 from pipeline.model.starting_weights import resized_state
 from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming

@@ -5,33 +5,30 @@ the features of all micro-batches are computed without a graph, the objective se
 every micro-batch then goes through the model again, with a graph, to receive its rows of the feature gradient. The
 result is the gradient of the whole batch in the memory of one micro-batch, at the cost of one more forward pass.
 
-The next batch for a GPU is fetched in a thread, from the begin of a step on: `BatchStep` takes a step from a batch to
-new weights, `TrainStep` its part on tensors.
+The next batch for a GPU is fetched in a thread, from the begin of a step on. `Trainer.train_step` takes a step from a
+batch to new weights, `TrainStep` its part on tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.data.loading.loader import Batch
 from pipeline.distributed.timing import Meter, Phases
 from pipeline.distributed.world import World
 from pipeline.engine.engine_protocol import Engine
-from pipeline.model.trimming import TextChunks, TextTrimming
+from pipeline.model.trimming import TextChunks
 from pipeline.objectives.base import Objective, ObjectiveOutput
 from pipeline.objectives.distill import Teacher
-from pipeline.training.image_features import ImageFeatures
-from pipeline.training.pair_selection import Selection
-from pipeline.training.step_parts import BatchStatistics, Flags, batch_norms_of, frozen_statistics, seeded
-from pipeline.training.teacher import StoredTeacher
 
 
 @dataclass(frozen=True)
@@ -132,64 +129,6 @@ class StepResult:
 
 OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None]
 """Takes the inputs of a step, its feature gradients, and its number."""
-
-
-@dataclass(kw_only=True)
-class BatchStep:
-    """Takes steps on one rank, each from a batch."""
-
-    batches: PrefetchedBatches
-    normalized: Callable[[Tensor], Tensor]
-    """uint8 images on the device -> images as the engine takes them."""
-    trimming: TextTrimming | None
-    """None: the towers read whole texts, padding included."""
-    take: TrainStep
-    image_features: ImageFeatures | None = None
-    """Stored outputs of a locked image tower; None: the tower runs in every step."""
-    teacher: StoredTeacher | None = None
-    """Whose similarities the run learns from, too."""
-    selection: Selection | None = None
-    """Which pairs of those that are read are trained on; None: all."""
-
-    def __call__(
-        self, batch: Batch, *, step: int, lr_scale: float, stop: bool = False, missing: bool = False
-    ) -> StepResult:
-        """Take one step. Collective.
-
-        Args:
-            batch: This rank's part of the global batch.
-            step: Number of the step, from 0.
-            lr_scale: The learning rate as a share of its peak.
-            stop: Whether this rank has received a signal to stop.
-            missing: The batch is a stand-in: no rank takes the step.
-        """
-        images = self.batches.image(batch)
-        if not missing:
-            self.batches.fetch_ahead(step)
-        selected: dict[str, Tensor] = {}
-        if self.selection is not None:
-            with self.take.phases("selection"):
-                batch, images, selected = self.selection.choose(batch, images, step=step, missing=missing)
-        image = self.normalized(images)
-        computed = len(image) / len(batch.text)
-        if self.image_features is not None:
-            with self.take.phases("forward"):
-                image = self.image_features.outputs(batch, image)
-        texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
-        result = self.take(
-            (image, texts.to(image.device, non_blocking=True)),
-            sample_ids=batch.sample_id.to(image.device, non_blocking=True),
-            step=step,
-            lr_scale=lr_scale,
-            stop=stop,
-            missing=missing,
-            text_lengths=self.trimming.lengths(texts) if self.trimming else None,
-            teacher=self.teacher.of(batch.sample_id, device=image.device, stand_in=missing) if self.teacher else None,
-        )
-        if self.image_features is not None and not result.missing:
-            self.image_features.save()
-        output = replace(result.output, metrics={**result.output.metrics, **selected})
-        return replace(result, output=output, images=computed, sample_id=batch.sample_id)
 
 
 class TrainStep:
@@ -340,3 +279,75 @@ class TrainStep:
             [(~torch.isfinite(total)).float(), *(torch.full_like(total, float(flag)) for flag in (stop, skip))]
         )
         return Flags(self.world.all_reduce(flags, "max"))
+
+
+@contextlib.contextmanager
+def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
+    """Inside, the global random state is a function of the arguments only; it is restored at the end.
+
+    A second forward pass under the same arguments drops the same units, and no random state is in a checkpoint.
+    """
+    name = f"forward {seed} {step} {rank} {micro_batch}".encode()
+    value = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(value)
+        yield
+
+
+def batch_norms_of(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The batch norms of a model."""
+    return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+class BatchStatistics:
+    """The running statistics of batch norms as they are now, for a step that turns out to be skipped."""
+
+    def __init__(self, batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> None:
+        self._now = [buffer for norm in batch_norms for buffer in norm.buffers(recurse=False)]
+        self._kept = [buffer.clone() for buffer in self._now]
+
+    def restore(self) -> None:
+        """Undo what forward passes have changed since."""
+        with torch.no_grad():
+            for buffer, kept in zip(self._now, self._kept, strict=True):
+                buffer.copy_(kept)
+
+
+@contextlib.contextmanager
+def frozen_statistics(batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Inside, batch norms normalize with the batch's statistics, but do not update their running statistics."""
+    before = [(norm.track_running_stats, norm.running_mean, norm.running_var) for norm in batch_norms]
+    counters = [norm.num_batches_tracked for norm in batch_norms]
+    for norm in batch_norms:
+        norm.track_running_stats = False
+        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, (tracks, mean, var), counter in zip(batch_norms, before, counters, strict=True):
+            norm.track_running_stats, norm.running_mean, norm.running_var = tracks, mean, var
+            norm.num_batches_tracked = counter
+
+
+def micro_batches(local_batch: int, micro_batch: int | None) -> list[slice]:
+    """The rows of each micro-batch of a rank; None makes one of the whole local batch."""
+    size = micro_batch or local_batch
+    return [slice(i, min(i + size, local_batch)) for i in range(0, local_batch, size)]
+
+
+class Flags:
+    """Numbers of the device on their way to the host; reading them waits for nothing that is queued after them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._on_host, self._arrived = values, None
+        if values.is_cuda:
+            self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._on_host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def read(self) -> list[bool]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [bool(value) for value in self._on_host.tolist()]

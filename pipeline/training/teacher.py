@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.order.mixture import Mixture
-from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
 

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.writer import CheckpointWriter
 from pipeline.data.loading.loader import Batch
@@ -19,17 +21,21 @@ from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
-from pipeline.engine.lr_schedule import lr_scale as scheduled_scale
+from pipeline.engine.optim import lr_scale as scheduled_scale
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
+from pipeline.model.trimming import TextTrimming
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
+from pipeline.training.image_features import ImageFeatures
 from pipeline.training.observer import Observer, scalars_of
+from pipeline.training.pair_selection import Selection
 from pipeline.training.periodic_tests import MissedTests, PeriodicTests
 from pipeline.training.recipe import RunConfig
-from pipeline.training.recovery import checkpoint_before, save_again
+from pipeline.training.recovery import roll_back, save_again
 from pipeline.training.run_state import RunState
-from pipeline.training.step import BatchStep, StepResult
+from pipeline.training.step import PrefetchedBatches, StepResult, TrainStep
+from pipeline.training.teacher import StoredTeacher
 
 EXIT_DONE, EXIT_NOT_SAVED = 0, 74
 """74 (EX_IOERR): the last checkpoint could not be written; make room, and start again with --resume latest."""
@@ -42,7 +48,12 @@ class Trainer:
     state: RunState
     end: int
     """The step at which this stage of the run ends; without stages, the run."""
-    take_step: BatchStep
+    batches: PrefetchedBatches
+    normalized: Callable[[Tensor], Tensor]
+    """uint8 images on the device -> images as the engine takes them."""
+    trimming: TextTrimming | None
+    """None: the towers read whole texts, padding included."""
+    take_step: TrainStep
     telemetry: Telemetry
     observer: Observer
     meter: Meter
@@ -53,6 +64,12 @@ class Trainer:
     tests: PeriodicTests
     on_rollback: Callable[[int], None]
     """Called on rank 0 with the step to which the run has rolled back."""
+    image_features: ImageFeatures | None = None
+    """Stored outputs of a locked image tower; None: the tower runs in every step."""
+    teacher: StoredTeacher | None = None
+    """Whose similarities the run learns from, too."""
+    selection: Selection | None = None
+    """Which pairs of those that are read are trained on; None: all."""
     missed: MissedTests = field(default_factory=MissedTests)
     """What was due at the checkpoint that was restored, but was prevented."""
     rollback: Checkpoint | None = None
@@ -67,7 +84,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.run, self.world = self.state.run, self.state.world
-        self.phases = self.take_step.take.phases
+        self.phases = self.take_step.phases
 
     @property
     def goes_on(self) -> bool:
@@ -125,8 +142,12 @@ class Trainer:
             if self.state.step > self.saved_step:
                 self._save(now=True)
             return True
+        self.state.skipped.note(applied=result.applied)
         if self.state.skipped.check(self.run, step=self.state.step):
-            self.rollback = self._roll_back()
+            self.batches.settle()
+            self.rollback = roll_back(
+                self.state, writer=self.writer, report=self.telemetry.event, on_rollback=self.on_rollback
+            )
             return result.stop
         self.state.step += 1
         self._record(batch, result)
@@ -157,7 +178,7 @@ class Trainer:
         """The next batch, and False; or a stand-in and True, if the run is to stop and there is none."""
         self.phases.mark("data", step=self.state.step)
         try:
-            batch = self.take_step.batches.next()
+            batch = self.batches.next()
         except NoBatch:
             return self.state.loader.stand_in(), True
         self.state.position = batch.position
@@ -173,30 +194,61 @@ class Trainer:
         Args:
             batch: This rank's part of the global batch.
             stop: Whether this rank has received a signal to stop.
-            missing: The batch is a stand-in.
+            missing: The batch is a stand-in: no rank takes the step.
             lr_scale: Share of the learning rates, by default that of the schedule.
         """
+        state, step = self.state, self.state.step
         if lr_scale is None:
-            lr_scale = scheduled_scale(self.run.schedule, step=self.state.step, total_steps=self.run.total_steps)
-        result = self.take_step(batch, step=self.state.step, lr_scale=lr_scale, stop=stop, missing=missing)
+            lr_scale = scheduled_scale(self.run.schedule, step=step, total_steps=self.run.total_steps)
+        images = self.batches.image(batch)
+        if not missing:
+            self.batches.fetch_ahead(step)
+        selected: dict[str, Tensor] = {}
+        if self.selection is not None:
+            with self.phases("selection"):
+                batch, images, selected = self.selection.choose(batch, images, step=step, missing=missing)
+        image = self.normalized(images)
+        computed = len(image) / len(batch.text)
+        if self.image_features is not None:
+            with self.phases("forward"):
+                image = self.image_features.outputs(batch, image)
+        texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
+        result = self.take_step(
+            (image, texts.to(image.device, non_blocking=True)),
+            sample_ids=batch.sample_id.to(image.device, non_blocking=True),
+            step=step,
+            lr_scale=lr_scale,
+            stop=stop,
+            missing=missing,
+            text_lengths=self.trimming.lengths(texts) if self.trimming else None,
+            teacher=self.teacher.of(batch.sample_id, device=image.device, stand_in=missing) if self.teacher else None,
+        )
+        output = replace(result.output, metrics={**result.output.metrics, **selected})
+        result = replace(result, output=output, images=computed, sample_id=batch.sample_id)
         if result.missing:
             return result
-        self.utilization.count(text_tokens=result.text_tokens, images=result.images)
-        self.state.skipped.note(applied=result.applied)
-        if result.applied:
-            if self.state.ema is not None:
-                self.state.ema.update()
-            self._check_gradient()
-        else:
+        if self.image_features is not None:
+            self.image_features.save()
+        if result.applied and state.ema is not None:
+            state.ema.update()
+        if result.applied and self.gradient_check is not None:
+            distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
+            self.gradient_check = self.take_step.on_gradients = None
+            self.telemetry.event(
+                f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
+                f"({TOLERANCE[state.engine.bf16]:g} allowed)."
+            )
+        if not result.applied:
             self._report_skipped(result)
         self.meter.count()
         self.phases.mark("records")
-        if batch.position.batch == self.state.loader.steps_per_epoch:
+        if batch.position.batch == state.loader.steps_per_epoch:
             self._report_epoch(batch)
         return result
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
+        self.utilization.count(text_tokens=result.text_tokens, images=result.images)
         self.observer.after(
             self.state.step,
             result=result,
@@ -238,15 +290,6 @@ class Trainer:
         self.phases.mark("last checkpoint")
         return self.world.gather_objects(value)[0]
 
-    def _check_gradient(self) -> None:
-        if self.gradient_check is not None:
-            distance = self.gradient_check.finish(clipping=self.run.engine.gradient_clipping)
-            self.gradient_check = self.take_step.take.on_gradients = None
-            self.telemetry.event(
-                f"Gradient probe: engine and plain autograd differ by {distance:.1e} "
-                f"({TOLERANCE[self.state.engine.bf16]:g} allowed)."
-            )
-
     def _report_skipped(self, result: StepResult) -> None:
         assert result.sample_id is not None
         ids = [i for rank in self.world.gather_objects(result.sample_id.tolist()) for i in rank]
@@ -254,32 +297,6 @@ class Trainer:
             "The engine skipped the step (gradient overflow)" if result.finite else "Loss or its gradient is not finite"
         )
         self.telemetry.event(f"{what} at step {self.state.step}: step skipped.", step=self.state.step, sample_ids=ids)
-
-    def _roll_back(self) -> Checkpoint:
-        """A good checkpoint from before the skipped steps, whose data continues after them; later ones are removed.
-
-        The run continues from it as a run that is resumed: its step may be one of an earlier stage.
-        """
-        self.take_step.batches.settle()
-        skipped, here = self.state.skipped, self.state.step + 1
-        count = skipped.in_a_row
-        self.writer.wait()  # the checkpoint may be the one that is being written
-        found = checkpoint_before(
-            skipped, Path(self.run.output), world=self.world, step=here, on_event=self.telemetry.event
-        )
-        skipped.roll_back(found.step)
-        if self.world.is_main:
-            self.writer.abandon_after(found.step)
-            self.on_rollback(found.step)
-        self.telemetry.event(
-            f"Rolled back to {found.path.name} after {count} skipped steps in a row; the data continues after "
-            f"them (rollback {skipped.rollbacks} of {self.run.max_rollbacks}).",
-            step=here,
-            rollbacks=skipped.rollbacks,
-            checkpoint=found.path.name,
-        )
-        now = {"data": self.state.loader.state_dict(self.state.position), "faults": skipped.state_dict()}
-        return replace(found, meta={**found.meta, **now})
 
     def _report_epoch(self, batch: Batch) -> None:
         """Log the samples that were seen and skipped in the epoch that ends with this batch."""

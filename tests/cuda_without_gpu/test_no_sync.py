@@ -28,7 +28,7 @@ from pipeline.objectives.npn import kernels
 from pipeline.objectives.npn.network import NPNS
 from pipeline.objectives.registry import OBJECTIVES, parse_objective
 from pipeline.objectives.temperature import TemperatureConfig
-from pipeline.training.step_parts import Flags
+from pipeline.training.step import Flags
 
 RANKS, LOCAL, DIM, STEPS = 4, 8, 16, 3
 SMALL = {"prototypes": 16, "inner_steps": 2, "restart_every": 2}

@@ -11,7 +11,7 @@ from tests.cuda_without_gpu.recorder import Record
 from tests.cuda_without_gpu.training_steps import FILES, QUEUED
 from tests.launch import run
 
-READ = "training/step_parts:read"
+READ = "training/step:read"
 """Reads what was copied to the host before the backward pass was queued."""
 ON_THE_HOST = ("model/trimming:trimmed_width", "objectives/base:steps", READ, "zero/utils:")
 """Readings of tensors that are in host memory on a GPU machine, too; the last one in stage 3's first steps only."""

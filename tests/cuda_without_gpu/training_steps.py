@@ -26,8 +26,7 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.world import World, leave, start_world
 from pipeline.model.batchnorm import use_fp32_batch_norms
-from pipeline.training.step_parts import frozen_statistics
+from pipeline.training.step import frozen_statistics
 
 ROWS, STEPS = 12, 3
 

@@ -20,8 +20,7 @@ from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.objectives import Objective, ObjectiveContext, build_objective, objective_names
 from pipeline.training.gradient_check import GradientCheck
-from pipeline.training.step import TrainStep
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 
 BATCH, STEPS, EACH = 16, 20, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pipeline.distributed.world import World, leave, start_world
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-from pipeline.engine.ema import EmaConfig, WeightAverage
 from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups
+from pipeline.engine.state import EmaConfig, WeightAverage
 from pipeline.errors import UserError
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 

@@ -26,8 +26,8 @@ from data_prep.scenes.scene import ScenesConfig
 from data_prep.scenes.server import serve_scenes
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import sha256_of
 
 PAIRS, SHARD = 240, 100

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.engine.lr_schedule import lr_scale
+from pipeline.engine.optim import lr_scale
 from pipeline.training.recipe import load_recipe
 from tests.e2e.test_train import BATCH, STEPS, equal, records, settings, weights
 from tests.launch import run

@@ -18,8 +18,7 @@ from torchvision.transforms import RandomResizedCrop
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder, crop_box, normalize, shrink_for, shrunk
 from pipeline.data.order.hashing import draw
-from pipeline.data.shards.caption_field import CaptionField
-from pipeline.data.shards.tar_reader import CorruptSample, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZE = 96

@@ -14,10 +14,10 @@ import torch
 
 from pipeline.data.loading.decode import normalize
 from pipeline.errors import UserError
+from pipeline.model.architectures import build_tokenizer
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import save_open_clip
 from pipeline.model.starting_weights import find_start
-from pipeline.model.tokenizers import build_tokenizer
 from pipeline.model.towers import ModelConfig, build_towers, check_model
 from pipeline.objectives import build_objective
 

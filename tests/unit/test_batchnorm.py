@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.model.batchnorm import Fp32BatchNorm2d, use_fp32_batch_norms
-from pipeline.training.step_parts import frozen_statistics
+from pipeline.training.step import frozen_statistics
 
 
 def pair() -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import UserError
-from pipeline.model.packing import Fp32SumEmbedding
+from pipeline.model.attention import Fp32SumEmbedding
 from pipeline.model.towers import ModelConfig, build_towers, unread_pixels
 from pipeline.training.gradient_check import compare_gradients
 from tests.unit.test_architecture_families import write_tokenizer

@@ -57,11 +57,9 @@ DATA_PREP = {
 }
 # What data_prep may import from the pipeline in addition to BASE: formats and facts that both sides must agree on.
 SHARED = {
-    # The page of a data set reads the samples of any shards as training does.
-    "pipeline.data.shards.caption_field",
     "pipeline.data.shards.storage",
     "pipeline.data.shards.manifest_format",
-    # Stored images are checked with the decoder that other readers of shards use.
+    # Samples are read and checked as training does.
     "pipeline.data.shards.rgb_image",
     "pipeline.data.shards.tar_reader",
     "pipeline.evaluation.datasets.datacomp",

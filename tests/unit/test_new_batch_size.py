@@ -12,7 +12,7 @@ import torch
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.distributed.world import World
-from pipeline.engine.lr_schedule import ScheduleConfig, lr_scale
+from pipeline.engine.optim import ScheduleConfig, lr_scale
 from pipeline.errors import UserError
 from tests.metrics import metrics
 from tests.shards import count_tokens, write_shards

@@ -25,8 +25,8 @@ from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scor
 from pipeline.analysis.shard_pairs import read_pairs
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import load_manifest
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.starting_weights import model_folder_in

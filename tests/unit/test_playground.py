@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import jobs.playground as job
-from pipeline.data.shards.caption_field import CaptionField
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.protocols.texts import class_vectors

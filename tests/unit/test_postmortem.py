@@ -161,7 +161,7 @@ def test_a_stalled_loading_worker_is_reported_in_its_own_words(
     beat(run)
     monkeypatch.setattr(os, "_exit", lambda code: threading.Event().wait())
     start_recording(run, rank=0)
-    with StallWatch(0.05, lambda: "Rank 0: no batch came. Worker 1 is stopped, has open 00007.tar."):
+    with StallWatch(0.05, lambda: "Rank 0: no batch came. Worker 1 is stopped, has open 00007.tar.").waiting():
         deadline = time.monotonic() + 20
         while not (run / "heartbeats" / "exit-00000.json").exists():
             assert time.monotonic() < deadline

@@ -205,7 +205,7 @@ def test_a_step_waits_nowhere_for_the_next_batch(tmp_path: Path, monkeypatch: py
         return found
 
     def ahead(trainer: Any) -> Any:
-        trainer.take_step.batches = prefetched(source(trainer.state.loader), steps=4, meter=trainer.meter)
+        trainer.batches = prefetched(source(trainer.state.loader), steps=4, meter=trainer.meter)
         return fit(trainer)
 
     fit = trainer_module.Trainer.fit

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from pipeline.analysis.shard_pairs import PairBatch, read_pairs
 from pipeline.data.data_config import CropConfig, DataConfig, Source
 from pipeline.data.loading.decode import ImageDecoder
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.playground.gallery import open_image

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
-from pipeline.training.recovery import SkippedSteps
+from pipeline.training.run_state import SkippedSteps
 from pipeline.training.step import StepResult, TrainStep
 from tests.metrics import metrics
 from tests.shards import write_shards

@@ -70,7 +70,7 @@ LEAVES = """
 import time
 from pipeline.data.loading import worker_processes as stalls
 stalls.PATIENCE_SECONDS, stalls.LEAVE_SECONDS = 0.2, 0.5
-with stalls.StallWatch(600, str, stopped=lambda: True):
+with stalls.StallWatch(600, str, stopped=lambda: True).waiting():
     time.sleep(100)
 """
 

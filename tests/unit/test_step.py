@@ -14,8 +14,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
 from pipeline.training.recipe import check_micro_batch
-from pipeline.training.step import StepResult, TrainStep
-from pipeline.training.step_parts import micro_batches, seeded
+from pipeline.training.step import StepResult, TrainStep, micro_batches, seeded
 
 BATCH, IDS = 8, torch.arange(8)
 

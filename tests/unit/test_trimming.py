@@ -13,15 +13,13 @@ from torch import Tensor
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
-from pipeline.model.attention import PackedLayout
+from pipeline.model.attention import PackedLayout, PackedText, pack
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.model.packing import PackedText, pack
 from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective
-from pipeline.training.step import TrainStep
-from pipeline.training.step_parts import micro_batches
+from pipeline.training.step import TrainStep, micro_batches
 from tests.shards import sample, write_shards
 from tests.towers import write_tiny
 from tests.training import train_here

@@ -15,8 +15,7 @@ from torch import Tensor
 from jobs.studies import tuned, tuned_page
 from jobs.studies.schedule import in_processes
 from jobs.studies.small_towers import orders
-from jobs.studies.tuned_near import NearPlus, blocks_of_two, log_weights
-from jobs.studies.tuned_run import TunedSetting, load, settings_of, train
+from jobs.studies.tuned_run import NearPlus, TunedSetting, blocks_of_two, load, log_weights, settings_of, train
 from pipeline.objectives import build_objective
 from tests.unit.objectives_reference import unit_features
 

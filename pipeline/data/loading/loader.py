@@ -39,8 +39,8 @@ from pipeline.data.loading.worker_processes import (
 )
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.check_shards import check_shards
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.workers import start_forkserver, start_workers
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -159,13 +159,23 @@ class Loader:
             self._parts = self._start()
         file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
-        self.position = _advance(self.position, parts, steps=self.layout.steps)
+        at = self.position
+        epoch, batch = (at.epoch, at.batch) if at.batch < self.layout.steps else (at.epoch + 1, 0)
+        assert all((part.epoch, part.batch) == (epoch, batch) for part in parts), "workers are out of step"
+        before = at if epoch == at.epoch else Position()
+        corrupt = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
+        self.position = Position(
+            epoch=epoch,
+            batch=batch + 1,
+            order_hash=(before.order_hash + sum(part.order_hash for part in parts)) & MASK,
+            corrupt=before.corrupt.plus(corrupt) if corrupt else before.corrupt,
+        )
         return Batch(
             image=self._join(parts),
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=self.position,
-            replaced=sum(part.corrupt.total() for part in parts),
+            replaced=corrupt.total(),
             features=self._stored_features(parts, file.dtype) if file else None,
         )
 
@@ -274,7 +284,7 @@ class Loader:
 
     def _next_part(self, parts: Iterator[Part | Failure]) -> Part:
         try:
-            with self._watch:
+            with self._watch.waiting():
                 part = next(parts)
         except (RuntimeError, OSError, EOFError) as error:
             if self._watch.given_up:
@@ -321,20 +331,6 @@ class Loader:
         rows = sum(len(part.image_bHWC) for part in parts)
         joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
         return torch.cat([part.image_bHWC for part in parts], out=joined).permute(0, 3, 1, 2)
-
-
-def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
-    """The position after one more batch, whose parts these are."""
-    if at.batch == steps:
-        at = Position(epoch=at.epoch + 1)
-    assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
-    fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
-    return Position(
-        epoch=at.epoch,
-        batch=at.batch + 1,
-        order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
-        corrupt=at.corrupt.plus(fresh),
-    )
 
 
 def _as_is(part: Any) -> Any:

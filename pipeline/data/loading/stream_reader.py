@@ -12,10 +12,9 @@ from typing import Literal
 
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Segments
-from pipeline.data.shards.caption_field import CaptionField
 from pipeline.data.shards.manifest_format import Manifest, Shard
 from pipeline.data.shards.storage import StreamHash, is_local, open_records
-from pipeline.data.shards.tar_reader import DamagedTar, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, DamagedTar, TarRecord
 from pipeline.errors import UserError
 
 TRUNCATED = "shard is damaged or shorter than its manifest says"
@@ -87,7 +86,7 @@ class SequentialReader:
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.
                         if start == stored.samples and stream_hash is not None:
                             self._check(shard, stored, stream_hash.finish())
-                        yield self.checked(record, shard)
+                        yield self.checked(record, shard) if self.altered else record
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
@@ -169,7 +168,7 @@ class StreamReader:
         record = self._buffer.pop(place)
         self._readable -= not record.problem
         self.kept_bytes -= record.size
-        return self._checked(record, place)
+        return self._checked(record, place) if self._source.altered else record
 
     def peek(self, place: int) -> TarRecord:
         """The record of a place, kept for its own turn.
@@ -179,13 +178,12 @@ class StreamReader:
         """
         while self._next <= place and self._readable < READ_AHEAD * self.order.buffer:
             self._read_one()
-        if place in self._buffer:
-            return self._checked(self._buffer[place], place)
+        if record := self._buffer.get(place):
+            return self._checked(record, place) if self._source.altered else record
         return next(self._source.read(self.first + place))
 
     def _checked(self, record: TarRecord, place: int) -> TarRecord:
-        if not self._source.altered:
-            return record
+        """The record of a place, or a problem in its place if its shard turned out to be altered."""
         return self._source.checked(record, self._source.locate(self.first + place)[1])
 
     def _read_one(self) -> None:

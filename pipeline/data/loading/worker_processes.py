@@ -11,8 +11,8 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -131,7 +131,7 @@ class NoBatch(Exception):
 
 
 class StallWatch:
-    """Context manager around each wait for a batch: a wait that takes too long ends this process with exit code 76.
+    """Watches each wait for a batch: a wait that takes too long ends this process with exit code 76.
 
     A thread watches, because the wait may be in the kernel: torch's own limit does not cover the connection over which
     a worker hands out an image tensor, and a stopped worker does not answer there.
@@ -161,14 +161,17 @@ class StallWatch:
         self._since: float | None = None
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for a batch."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
             self._thread.start()
         self._since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._since = None
+        try:
+            yield
+        finally:
+            self._since = None
 
     def _watch(self) -> None:
         given_up = 0.0

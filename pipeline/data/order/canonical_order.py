@@ -9,6 +9,7 @@ per stream, T = L // b steps per epoch, S shuffle buffer. A *place* is an index 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,22 @@ class Layout:
     global_batch: int
     streams: int
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """b: rows of a global batch that one stream fills."""
         return self.global_batch // self.streams
 
-    @property
+    @cached_property
     def stream_length(self) -> int:
         """L: samples of one stream."""
         return self.samples // self.streams
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """T: global batches in an epoch."""
         return self.stream_length // self.rows
 
-    @property
+    @cached_property
     def dropped(self) -> int:
         """Samples of an epoch that are in no batch."""
         return self.samples - self.steps * self.global_batch

@@ -1,15 +1,19 @@
 """Read webdataset tars sequentially: one pass over the headers; payloads are read only if they are needed.
 
 Supports USTAR, PAX and GNU long names, the formats that webdataset, img2dataset and our own ingestion write. About five
-times as fast per sample as Python's tarfile, which builds an object for each member.
+times as fast per sample as Python's tarfile, which builds an object for each member. A sample's caption is a member of
+the tar, or in a field of its JSON member (`CaptionField`).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from pipeline.data.order.hashing import draw
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
@@ -173,7 +177,8 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
         raise DamagedTar("is compressed, so readers cannot seek in it: store it as a plain tar")
     try:
         stored = int(header[148:156].rstrip(b"\0 ") or b"0", 8)
-        size = _number(header[124:136])
+        field = header[124:136]  # octal, or GNU's base-256 encoding for 8 GiB and more
+        size = int.from_bytes(field[1:], "big") if field[0] & 0x80 else int(field.strip(b"\0 ") or b"0", 8)
     except ValueError as error:
         raise DamagedTar("has a damaged header") from error
     if not 0 <= size <= LARGEST:
@@ -195,13 +200,6 @@ def _parsed_size(text: str) -> int:
     if not 0 <= size <= LARGEST:
         raise DamagedTar("has a damaged PAX header")
     return size
-
-
-def _number(field: bytes) -> int:
-    """An octal field, or GNU's base-256 encoding for 8 GiB and more."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    return int(field.strip(b"\0 ") or b"0", 8)
 
 
 def _pax(payload: bytes) -> dict[str, str]:
@@ -233,7 +231,7 @@ def _payload(file: BinaryIO, size: int) -> bytes:
     data = file.read(size) if size <= PIECE else b"".join(_pieces(file, size))
     if len(data) < size:
         raise DamagedTar("ends inside a file")
-    _skip_exactly(file, -size % BLOCK)
+    _skip(file, size, read=size)
     return data
 
 
@@ -244,23 +242,81 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
         size -= len(piece)
 
 
-def _skip(file: BinaryIO, size: int) -> None:
-    _skip_exactly(file, size + -size % BLOCK)
-
-
-def _skip_exactly(file: BinaryIO, size: int) -> None:
-    if not size:
+def _skip(file: BinaryIO, size: int, *, read: int = 0) -> None:
+    """Go past a file of `size` bytes and its padding, of which `read` bytes were read."""
+    left = size + -size % BLOCK - read
+    if not left:
         return
     if file.seekable():
         try:
-            file.seek(size, 1)
+            file.seek(left, 1)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             raise DamagedTar("ends inside a file") from error  # beyond the largest file of this file system
         return
-    while size:
-        piece = file.read(min(size, 1 << 20))
+    while left:
+        piece = file.read(min(left, 1 << 20))
         if not piece:
             raise DamagedTar("ends inside a file")
-        size -= len(piece)
+        left -= len(piece)
+
+
+@dataclass(frozen=True)
+class CaptionField:
+    """The setting `data.caption`: suffix of the member and, if that is JSON, the name of the field."""
+
+    suffix: str = "txt"
+    field: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CaptionField:
+        """Parse `txt`, another suffix, or `json:FIELD`.
+
+        Raises:
+            ValueError: `text` is none of these.
+        """
+        suffix, colon, field = text.partition(":")
+        valid = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
+        if not valid or suffix.lower() in IMAGE_SUFFIXES:
+            raise ValueError(f"{text!r} is neither the suffix of a caption, such as txt, nor json:FIELD")
+        return cls(suffix.lower(), field if colon else None)
+
+    def __str__(self) -> str:
+        return self.suffix if self.field is None else f"{self.suffix}:{self.field}"
+
+    def read(self, record: TarRecord, *, state: int = 0) -> str:
+        """The caption of a sample.
+
+        Args:
+            record: The stored sample.
+            state: Hash key that draws one text where a JSON field holds several.
+
+        Raises:
+            CorruptSample: The caption is missing, empty or not UTF-8.
+        """
+        if record.caption is None:
+            raise CorruptSample("caption is missing")
+        try:
+            text = record.caption.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptSample("caption is not UTF-8") from error
+        if self.field is not None:
+            text = _choose(_field(text, self.field), state)
+        if not text.strip():
+            raise CorruptSample("caption is empty")
+        return text
+
+
+def _field(text: str, name: str) -> Any:
+    try:
+        return json.loads(text).get(name)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptSample("caption's JSON cannot be read") from error
+
+
+def _choose(value: Any, state: int) -> str:
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
+    if not texts:
+        raise CorruptSample("caption is missing")
+    return texts[draw(state, 0) % len(texts)]

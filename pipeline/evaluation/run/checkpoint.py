@@ -1,16 +1,29 @@
-"""Load any checkpoint as a model to evaluate; weights that differ from their recorded digests are refused."""
+"""A checkpoint as an evaluation sees it: its model, and where its results go.
+
+Weights that differ from their recorded digests are refused. Results have one folder per checkpoint; the lock of a suite
+is one for all checkpoints of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.checkpoint.layout import META_NAME, read_meta
+from pipeline.checkpoint.layout import EMA_NAME, FOLDER_NAME, META_NAME, PREFIX, read_meta
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.task_data import plain
+from pipeline.evaluation.datasets.suite import Suite
+from pipeline.evaluation.datasets.task_data import TaskError, plain
+from pipeline.evaluation.identity import conditions
+from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
+from pipeline.evaluation.run.session import Session
+from pipeline.evaluation.run.summary import Evaluation
 from pipeline.files import sha256_of
 from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
@@ -104,3 +117,129 @@ def _stored_positions(source: str) -> int | None:
         return None if found is None else int(found.shape[0])
     except Exception:  # any other file type: the model is already loaded, and this only adds a note
         return None
+
+
+LONGEST_NAME = 80
+
+
+def prepare(
+    models: Sequence[EvaluationModel], suite: Suite, *, output: str | Path | None, session: Session
+) -> tuple[list[Evaluation], Suite]:
+    """The evaluations to run, and the suite with tasks that it had when first evaluated here and that are gone now.
+
+    The first process reads the locks and states the conditions, so that all processes decide alike.
+
+    Raises:
+        UserError: Results cannot be written, or a lock is damaged.
+    """
+    folders = output_folders([model.source for model in models], output)
+    paths = [lock_path(folder, several=output is not None and len(models) > 1) for folder in folders]
+
+    def read() -> dict[Path, SuiteLock]:
+        for folder in folders:
+            check_output(folder)
+        return {path: SuiteLock.read(path) for path in paths}
+
+    try:
+        locks = session.on_main(read)
+    except TaskError as error:
+        raise UserError(str(error)) from error
+    whole = len(suite.entries) == len(suite.keys)
+    if whole and not session.config.relock:
+        suite = suite.with_lost(list(dict.fromkeys(key for lock in locks.values() for key in lock.lost(suite))))
+    found = session.on_main(lambda: [conditions(model, session) for model in models])
+    evaluations = [
+        Evaluation(model, folder, locks[path], conditions=same, notes=tuple(notes_on(model)))
+        for model, folder, path, same in zip(models, folders, paths, found, strict=True)
+    ]
+    return evaluations, suite
+
+
+def output_folders(sources: Sequence[str], output: str | Path | None) -> list[Path]:
+    """One folder per checkpoint.
+
+    Raises:
+        UserError: `output` cannot be a folder, or two checkpoints would share one.
+    """
+    if output is not None:
+        check_output(Path(output))
+        if len(sources) == 1:
+            return [Path(output)]
+        return [Path(output) / name for name in _distinct(sources)]
+    folders = [default_folder(source) for source in sources]
+    twice = {folder for folder in folders if folders.count(folder) > 1}
+    if twice:
+        raise UserError(
+            f"Several checkpoints would write to {min(twice)}: evaluate them in calls of their own, "
+            "each with an --output of its own."
+        )
+    return folders
+
+
+def check_output(output: Path) -> None:
+    """Check that results can be written to this path.
+
+    Raises:
+        UserError: They cannot.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UserError(f"--output {output} is a file: give a folder, new or existing.") from error
+    except OSError as error:
+        shown = plain(output, longest=200)
+        raise UserError(f"--output {shown} cannot be a folder: {error.strerror}. Give another.") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise UserError(f"Results cannot be written to {output}: it is read-only. Give another --output.")
+
+
+def checkpoint_name(source: str) -> str:
+    """A short folder name: `step-00000500` for a folder, `ViT-B-32-openai` for ARCH:PRETRAINED."""
+    arch, colon, pretrained = source.partition(":")
+    if Path(source).is_dir() or not colon:
+        name = Path(source).resolve().name
+    else:
+        name = f"{Path(arch).stem if arch.endswith('.json') else arch}-{_stem(pretrained)}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{_short_digest(source)}"
+
+
+def default_folder(source: str) -> Path:
+    """RUN/evaluation/<checkpoint> for RUN/checkpoints/<checkpoint>, else evaluation/<name> below the current folder.
+
+    For the average of the weights in a checkpoint: RUN/evaluation-ema/<checkpoint>.
+    """
+    path = Path(source).resolve()
+    if path.is_dir() and path.name == EMA_NAME and path.parent.parent.name == FOLDER_NAME:
+        return path.parents[2] / "evaluation-ema" / path.parent.name
+    if path.is_dir() and path.parent.name == FOLDER_NAME:
+        return path.parent.parent / "evaluation" / path.name
+    return Path("evaluation") / checkpoint_name(source)
+
+
+def lock_path(folder: Path, *, several: bool) -> Path:
+    """Where the lock of a suite is: one for all checkpoints of a run or of a call, else beside the results."""
+    shared = several or (folder.name.startswith(PREFIX) and folder.parent.name == "evaluation")
+    return (folder.parent if shared else folder) / LOCK_NAME
+
+
+def _distinct(sources: Sequence[str]) -> list[str]:
+    """Short names of checkpoints; names that would be equal get a digest of their source."""
+    names = [checkpoint_name(source) for source in sources]
+    count = Counter(names)
+    found = [
+        name if count[name] == 1 else f"{name}-{_short_digest(str(Path(source).resolve()))}"
+        for name, source in zip(names, sources, strict=True)
+    ]
+    if len(set(found)) < len(found):
+        raise UserError(f"The checkpoint {sources[0]} was given twice: give every checkpoint once.")
+    return found
+
+
+def _stem(pretrained: str) -> str:
+    path = Path(pretrained)
+    return path.stem if path.is_file() or len(path.parts) > 1 else pretrained
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

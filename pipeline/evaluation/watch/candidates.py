@@ -13,8 +13,7 @@ from pipeline.checkpoint.layout import PREFIX, finished_checkpoints
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts
 from pipeline.evaluation.identity import Digests
-from pipeline.evaluation.run.checkpoint import is_complete, stated_files
-from pipeline.evaluation.run.folders import default_folder
+from pipeline.evaluation.run.checkpoint import default_folder, is_complete, stated_files
 from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.model.architectures import CONFIG_NAME

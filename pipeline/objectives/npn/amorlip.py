@@ -20,8 +20,7 @@ from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn import mlp
 from pipeline.objectives.npn.network import ReplicatedNetwork
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO
-from pipeline.objectives.optimizers import Adam
-from pipeline.objectives.parts import StatefulPart
+from pipeline.objectives.parts import Adam, StatefulPart
 from pipeline.objectives.registry import register
 from pipeline.objectives.softmax import AnchorBatch, AnchorWeights, SoftmaxObjective
 from pipeline.objectives.temperature import LearnedTemperature, TemperatureConfig

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.objectives.optimizers import AdaGrad, InnerOptimizer
 from pipeline.objectives.pairwise import Workspace
+from pipeline.objectives.parts import AdaGrad, InnerOptimizer
 
 _CPU_PIECE = 2**18
 """Elements per thread of a piece that stays in a CPU's caches between consecutive passes."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from pipeline.config import Registry, section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.prototypes import Anchors
-from pipeline.objectives.optimizers import AdaGrad, Adam, InnerOptimizer
-from pipeline.objectives.parts import StatefulPart
+from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
 

@@ -34,6 +34,7 @@ from jobs.studies.small_towers import (
 from pipeline.objectives.distill import Teacher
 from pipeline.objectives.selection import View, gumbel_noise, select
 from pipeline.objectives.softmax import SoftmaxObjective
+from pipeline.objectives.temperature import LearnedTemperature
 
 SETTING = SeparationSetting(pairs=2048, batch=128, epochs=4, held_out=2048)
 STRONG = replace(SETTING, hidden=512, epochs=8)
@@ -82,15 +83,17 @@ def train(
     """
     objective = make_objective({"name": "openclip", "distill": distill}, setting, seed=seed)
     assert isinstance(objective, SoftmaxObjective)
+    temperature = objective.temperature
+    assert isinstance(temperature, LearnedTemperature)
     if selects and stored is not None:
         plain = course.batches
-        course.batches = selected(course, plain, stored, objective.temperature.value, count=setting.batch, seed=seed)
+        course.batches = selected(course, plain, stored, temperature.value, count=setting.batch, seed=seed)
     for step in course.walk():
         teacher = Teacher(stored.image[step.ids], stored.text[step.ids], stored.tau) if distill and stored else None
         course.descend(objective.loss(step.image, step.text, sample_ids=step.ids, teacher=teacher), scale=step.scale)
         objective.commit(lr_scale=step.scale)
     with torch.no_grad():
-        return View(*course.embed(*course.pairs), objective.temperature.value().item())
+        return View(*course.embed(*course.pairs), temperature.value().item())
 
 
 def selected(
@@ -109,8 +112,8 @@ def selected(
 def better_half(stored: View) -> Tensor:
     """Rows of the pairs that score above the median: similarity over temperature, minus both log-normalizers."""
     rows = torch.arange(len(stored.image))
-    score = -sum(exact_log_normalizers(stored.image, stored.text, tau=stored.tau, rows=rows))
-    return score.argsort(descending=True)[: len(rows) // 2]
+    of_image, of_text = exact_log_normalizers(stored.image, stored.text, tau=stored.tau, rows=rows)
+    return (of_image + of_text).argsort()[: len(rows) // 2]
 
 
 def batches_of(rows: Tensor, setting: SeparationSetting, *, steps: int, seed: int) -> Iterator[Tensor]:

@@ -72,6 +72,7 @@ def command(
         start_output,
     )
     from pipeline.analysis.scorer import make_scorer
+    from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import check_keys, load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
@@ -83,6 +84,7 @@ def command(
         raise click.BadParameter(str(error), param_hint="--caption") from error
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     manifest = load_manifest(folder, allow_commands=allow_commands, allow_outside=allow_outside)
+    check_caption(manifest, caption, name="--caption")
     place = Path(output)
     for wanted in filter(None, (list_worst, index_best)):
         check_writable(wanted[1])

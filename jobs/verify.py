@@ -108,7 +108,7 @@ def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
 
 
 def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
-    from data_prep.dataset.duplicates import find_duplicates
+    from data_prep.dataset.duplicates import RULE, find_duplicates
 
     undecodable: list[str] = []
     found = find_duplicates(folder, allow_outside=allow_outside, on_undecodable=undecodable.append)
@@ -117,8 +117,11 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     samples, shown = sum(map(len, found.exact)), "; ".join(" = ".join(group[:4]) for group in found.exact[:5])
     click.echo(f"{len(found.exact):,} groups of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
     shown = "; ".join(f"{key} like {kept}" for key, kept in list(found.near.items())[:5])
-    click.echo(f"{len(found.near):,} near duplicates of an earlier sample{shown and ': ' + shown}")
+    click.echo(f"{len(found.near):,} near duplicates of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
+    if not surplus:
+        click.echo(f"There is nothing to remove; {output} is empty.")
+        return
     click.echo(
         f"The {len(surplus):,} surplus samples are in {output}; captions were not compared. Check them, then remove "
         f"them: neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}"

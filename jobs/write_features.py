@@ -39,6 +39,7 @@ def command(
     from pipeline.analysis.scorer import temperature_of
     from pipeline.analysis.teacher_features import write_features
     from pipeline.data.order.mixture import make_mixture
+    from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
@@ -52,7 +53,10 @@ def command(
         raise click.BadParameter(str(error), param_hint="--caption") from error
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
-    mixture = make_mixture([load_manifest(folder, **allowed) for folder in data])
+    manifests = [load_manifest(folder, **allowed) for folder in data]
+    for manifest in manifests:
+        check_caption(manifest, caption, name="--caption")
+    mixture = make_mixture(manifests)
     with start_world(device=device) as world:
         spec = world.gather_objects(str(model_folder_in(Path(model)) or model))[0]  # a run may go on writing
         teacher = load_for_evaluation(spec, device=world.device)

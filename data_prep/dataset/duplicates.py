@@ -36,6 +36,10 @@ _BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
 MAX_DISTANCE = 3
 MAX_MEAN, MAX_PIXEL = 6, 32
 _SIDE = 8
+RULE = (
+    f"near: {MAX_DISTANCE} or fewer of 64 bits of the difference hash differ, and {_SIDE} x {_SIDE} thumbnails in "
+    f"colour by at most {MAX_MEAN} of 255 on average and {MAX_PIXEL} anywhere"
+)
 
 
 @dataclass(frozen=True)

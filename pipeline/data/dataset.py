@@ -15,6 +15,7 @@ from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader, build_loader
 from pipeline.data.loading.position import replaced
 from pipeline.data.loading.worker import Tokenize
+from pipeline.data.shards.check_shards import check_captions
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
@@ -50,12 +51,6 @@ class OrderedDataset(IterableDataset[Rows]):
         Raises:
             UserError: The data does not fit the settings, cannot be read, or has too many corrupt samples.
         """
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1:
-            raise UserError(
-                f"A DataLoader with num_workers={info.num_workers} would give the rows of a batch to different "
-                "batches: use num_workers=0, and `workers` of neuclip.dataset for decoding processes."
-            )
         loader = self._open()
         limit = self._config.corrupt_limit / self._world.size
         for _ in range(loader.steps_per_epoch - loader.position.batch % loader.steps_per_epoch):
@@ -98,6 +93,12 @@ class OrderedDataset(IterableDataset[Rows]):
         return {**self.__dict__, "_loader": None, "_state": state}
 
     def _open(self) -> Loader:
+        if (info := get_worker_info()) is not None:
+            raise UserError(
+                f"num_workers={info.num_workers} of a DataLoader: its processes would repeat the first epoch, since "
+                "each epoch starts new ones, and several would give the rows of a batch to different batches. Use "
+                "num_workers=0, and `workers` of neuclip.dataset for decoding processes."
+            )
         if self._loader is None:
             self._loader = build_loader(self._config, world=self._world, seed=self._seed, **self._decoding)
             if self._state is not None:
@@ -135,7 +136,7 @@ def dataset(
         `load_state_dict`. It does its own batching: use `DataLoader(..., batch_size=None, num_workers=0)`.
 
     Raises:
-        UserError: A setting is not valid.
+        UserError: A setting is not valid, or the first samples lack the captions that it names.
     """
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if ranks is None else ranks
@@ -147,6 +148,7 @@ def dataset(
     if not 0 <= rank < ranks:
         raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
     config = parse(DataConfig, {**settings, "sources": str(folder)}, prefix="data")
+    check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)
     return OrderedDataset(config, world=world, seed=seed, decoding=decoding, normalization=normalization)

@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -53,7 +54,8 @@ def start_workers(loader: DataLoader[T]) -> Iterator[T]:
         return iter(loader)
     with signals_blocked():  # torch may start helper processes here
         try:
-            with _hidden_main():
+            with _hidden_main(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Got pickle error")  # of torch, before the second try
                 return iter(loader)
         except (pickle.PicklingError, AttributeError):
             return iter(loader)

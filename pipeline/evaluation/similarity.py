@@ -32,13 +32,14 @@ def score(
         batch_size: Images or texts that are encoded at a time.
 
     Returns:
-        fp32 values in [-1, 1] on the CPU: [n] of the pairs, or [n, m].
+        fp32 values in [-1, 1] on the CPU: [n] of the pairs, [] of a single image and a single text (`float` takes it),
+        or always [n, m] with `matrix`.
 
     Raises:
         UserError: The numbers of images and texts differ, or an image cannot be read.
     """
-    if isinstance(images, str | Path) or hasattr(images, "convert"):
-        images = [images]
+    one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
+    images = [images] if one_image else images
     texts = [texts] if isinstance(texts, str) else texts
     if not matrix and len(images) != len(texts):
         raise UserError(
@@ -56,7 +57,10 @@ def score(
     image = _encode(images, image_batch, model.encode_image, size=size, device=device, dim=model.dim)
     tokenize = model.tokenize
     text = _encode(texts, lambda part: tokenize(list(part)), model.encode_text, size=size, device=device, dim=model.dim)
-    return image @ text.T if matrix else (image * text).sum(1)
+    if matrix:
+        return image @ text.T
+    pairs = (image * text).sum(1)
+    return pairs[0] if one_image and one_text else pairs
 
 
 def _encode(

@@ -16,6 +16,7 @@ from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.mixture import load_mixture
+from pipeline.data.shards.check_shards import check_captions
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
 from pipeline.objectives.selection import SelectionConfig
@@ -161,6 +162,7 @@ def _samples_of(epochs: Any, tree: Mapping[str, Any]) -> int:
     # The same layout of an epoch as in `make_layout`: streams of equal length, whole batches.
     steps = n // streams // max(1, read // streams) if isinstance(streams, int) and streams > 0 else n // read
     if steps < 1:
+        check_captions(cfg.parse(DataConfig, _section(tree, "data"), prefix="data"))  # else it is refused after this
         raise UserError(
             f"An epoch of {n:,} samples does not fill one batch of {read} (batch_size = {batch}): lower batch_size "
             "(and data.streams, which must divide it)."

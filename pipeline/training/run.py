@@ -103,8 +103,9 @@ def setup(
         trainer = build_trainer(state, architecture, telemetry=telemetry, end=stage.end, resumed=checkpoint)
         trainer.missed = missed
         stack.callback(trainer.writer.close)
-        if checkpoint is None and (start := describe_start(run, state.engine.module.logit)):
-            notes += [start, *state.engine.module.notes]
+        if checkpoint is None:
+            start = describe_start(run, state.engine.module.logit)
+            notes += [*filter(None, [start]), *state.engine.module.notes]
         _report_start(trainer, notes)
         if checkpoint is not None:
             skipped = state.restore(checkpoint)

@@ -174,6 +174,9 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
 
 
 def test_features_of_something_else_are_refused(base: Path) -> None:
+    mistyped = features(base, "--caption", "json:captoins", output="mistyped").exception
+    assert "--caption = 'json:captoins' is in none of the first samples" in str(mistyped)
+    assert not (base / "mistyped").exists()
     result = features(base, data="other")
     assert "holds features with another data" in str(result.exception)
     assert "another caption (txt, now json:url)" in str(features(base, "--caption", "json:url").exception)
@@ -216,6 +219,13 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path) -> No
     (base / "torn" / "features.npy").write_bytes(body)
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
+
+
+def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:
+    train_here(f"output={base / 'odd'}", f"data.sources={base / 'shards'}", "samples=8", "model.image_size=17",
+               f"model.arch={base / 'small.json'}", "data.corrupt_limit=0.1")  # fmt: skip
+    logged = (base / "odd" / "metrics.jsonl").read_text()
+    assert "Images of 17 px hold 2 x 2 patches of 8 px: the last 1 px" in logged
 
 
 def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:

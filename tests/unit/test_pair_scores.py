@@ -28,6 +28,7 @@ from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.starting_weights import model_folder_in
 from tests.launch import run as launch
@@ -172,6 +173,13 @@ def test_unreadable_samples_are_listed_with_their_reason(base: Path, tmp_path: P
     assert bad
     assert all(row >= 32 and math.isnan(rows["score"][row] or math.nan) for row in bad)
     assert f"{40 - len(bad)} of 40 pairs have scores" in result.output
+
+
+def test_a_mistyped_caption_is_refused_before_anything_is_scored(base: Path, tmp_path: Path) -> None:
+    result = score(base, tmp_path / "out", "--caption", "json:captoins")
+    assert isinstance(result.exception, UserError)
+    assert "--caption = 'json:captoins' is in none of the first samples" in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_lists_of_the_worst_and_best_pairs(tmp_path: Path, base: Path) -> None:

@@ -52,7 +52,9 @@ def test_score_equals_open_clips_cosines_for_any_batch_size(run: Path, tmp_path:
     torch.testing.assert_close(neuclip.score(model, opened, TEXTS[:2], matrix=True), image @ text[:2].T, rtol=0,
                                atol=1e-5)  # fmt: skip
     assert neuclip.score(str(run), [], []).shape == (0,)
-    assert torch.equal(neuclip.score(model, str(paths[0]), TEXTS[0]), neuclip.score(model, paths[:1], TEXTS[:1]))
+    assert torch.equal(neuclip.score(model, str(paths[0]), TEXTS[0]), neuclip.score(model, paths[:1], TEXTS[:1])[0])
+    assert neuclip.score(model, opened[0], TEXTS[0]).shape == ()
+    assert neuclip.score(model, opened[0], TEXTS[:1]).shape == (1,)
     assert neuclip.score(model, opened[0], TEXTS, matrix=True).shape == (1, 3)
 
 

@@ -169,6 +169,7 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     result = CliRunner().invoke(command, [str(copied), "--duplicates", str(listed)], standalone_mode=False)
     assert listed.read_text().split() == ["0000000009", "0000000020"]
     assert "1 groups of exact duplicates with 2 samples" in result.output
+    assert "(near: 3 or fewer of 64 bits of the difference hash differ, and 8 x 8 thumbnails" in result.output
     result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
     assert "2 samples removed from 2 shards" in result.output
     assert duplicates.find_duplicates(copied) == duplicates.Duplicates([], {})
@@ -188,6 +189,7 @@ def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(folder), "--duplicates", str(tmp_path / "list")], standalone_mode=False)
     assert result.exception is None
     assert "0 near duplicates of an earlier sample" in result.output
+    assert f"There is nothing to remove; {tmp_path / 'list'} is empty." in result.output
     assert "1 images cannot be decoded and were not compared: s2" in result.output
 
 

@@ -38,17 +38,28 @@ def check_captions(config: DataConfig) -> None:
     """
     allowed = {"allow_commands": config.allow_commands, "allow_outside": config.allow_outside}
     for source in config.sources:
-        wanted = source.caption or config.caption
         try:
             manifest = load_manifest(source.manifest, **allowed)
-            url = manifest.url(manifest.shards[0])
-            found = _caption_places(url) if is_local(url) else []
-        except (UserError, OSError, tarfile.TarError):
+        except (UserError, OSError):
             continue
-        if found and wanted not in found:
-            raise UserError(
-                f"data.caption = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(found))}"
-            )
+        check_caption(manifest, source.caption or config.caption)
+
+
+def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption") -> None:
+    """As `check_captions` for one source, whose captions are given by the setting or option `name`.
+
+    Raises:
+        UserError: As `check_captions`.
+    """
+    url = manifest.url(manifest.shards[0])
+    try:
+        found = _caption_places(url) if is_local(url) else []
+    except (UserError, OSError, tarfile.TarError):
+        return
+    if found and wanted not in found:
+        raise UserError(
+            f"{name} = {wanted!r} is in none of the first samples of {url}. {suggest(wanted, tuple(found))}"
+        )
 
 
 def _caption_places(path: str) -> list[str]:

@@ -108,17 +108,23 @@ def test_wrong_names_and_settings_are_rejected() -> None:
         units_of("methods", size="desk", overrides=("optimizer.lrr=1",))
 
 
-def test_the_arms_of_cheap_that_were_not_run_are_declared_and_wait_for_their_teacher(
+def test_the_arms_of_cheap_with_a_teacher_wait_for_its_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     units = {unit.arm: unit for unit in units_of("cheap", size="desk") if unit.seed == 0}
     assert units["packed_texts"].run.model.text_batching == "packed"
-    assert {units[arm].run.objective.distill for arm in ("distilled", "distilled_self")} == {1.0}
+    assert {units[arm].run.objective.distill for arm in ("distilled", "distilled_self", "together_distilled")} == {1.0}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "cheap-teacher-self").mkdir(parents=True)
     ready = without_missing_teachers(list(units.values()))
-    assert {unit.arm for unit in units.values()} - {unit.arm for unit in ready} == {"distilled"}
-    assert "Skipped: cheap/wide/distilled/seed0 needs data/cheap-teacher;" in capsys.readouterr().out
+    assert {unit.arm for unit in units.values()} - {unit.arm for unit in ready} == {
+        "distilled",
+        "selected",
+        "together_distilled",
+    }
+    printed = capsys.readouterr().out
+    assert "Skipped: cheap/wide/distilled/seed0 needs data/cheap-teacher;" in printed
+    assert "Skipped: cheap/wide/selected/seed0 needs data/cheap-teacher;" in printed
 
 
 def test_comparisons_have_intervals_and_are_corrected_for_their_number() -> None:

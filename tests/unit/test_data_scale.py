@@ -36,11 +36,11 @@ from tests.shards import count_tokens, write_shards
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate node cache, used for every manifest, however small."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
     monkeypatch.setattr(manifest_format, "SHARED_BYTES", 0)
     monkeypatch.setattr(mixtures, "SHARED_SHARDS", 0)
-    (tmp_path / "tmp").mkdir()
-    return tmp_path / "tmp" / f"neuclip-{os.getuid()}"
+    (tmp_path / "t").mkdir()  # short: sockets have names of 108 characters at most
+    return tmp_path / "t" / f"neuclip-{os.getuid()}"
 
 
 def rows(sizes: list[int], name: str = "a") -> list[tuple[str, int, int, str]]:

@@ -173,7 +173,7 @@ class Objective(ABC):
             UserError: The global batch is too small or larger than the context's, or there is a teacher without
                 `distill` or the reverse.
         """
-        if self._pending is not _NOTHING:
+        if self.is_pending:
             raise RuntimeError(
                 "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
@@ -198,7 +198,7 @@ class Objective(ABC):
         Args:
             lr_scale: The encoders' learning-rate schedule at this step, in [0, 1].
         """
-        if self._pending is _NOTHING:
+        if not self.is_pending:
             raise RuntimeError("commit() without compute(): nothing is pending")
         pending, self._pending = self._pending, _NOTHING
         with plain_arithmetic(self.context.device):

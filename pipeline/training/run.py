@@ -105,7 +105,7 @@ def setup(
         stack.callback(trainer.writer.close)
         if checkpoint is None:
             start = describe_start(run, state.engine.module.logit)
-            notes += [*filter(None, [start]), *state.engine.module.notes]
+            notes += [note for note in (start, *state.engine.module.notes) if note]
         _report_start(trainer, notes)
         if checkpoint is not None:
             skipped = state.restore(checkpoint)

@@ -21,7 +21,7 @@ BATCH, STEPS, DIM = 8, 4, 16
 EMA = EmaConfig(decay=0.3, warmup=True)
 DECAYS = (0.1, 2 / 11, 0.25, 4 / 13)
 """(1 + t) / (10 + t), the warm-up of the average; the last one is above the decay."""
-# Some gradients are 0 except for rounding (attention's key biases); with a small eps, Adam amplifies it to full steps.
+# Gradients that are 0 except for rounding: with a small eps, Adam amplifies them to full steps.
 CONFIGS = {
     "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3),
     "lamb": OptimizerConfig(name="lamb", lr=2e-3, eps=1e-3),
@@ -32,7 +32,17 @@ CONFIGS = {
 
 
 def towers(arch: str) -> Towers:
-    return build_towers(ModelConfig(arch=arch), seed=0)[0].train()
+    """Attention's key biases, whose gradients are 0 except for rounding, get 0: Lion would step by the noise's sign."""
+    model = build_towers(ModelConfig(arch=arch), seed=0)[0].train()
+    for name, value in model.named_parameters():
+        if name.endswith("in_proj_bias"):
+            value.register_hook(without_keys)
+    return model
+
+
+def without_keys(gradient: Tensor) -> Tensor:
+    query, key, value = gradient.chunk(3)
+    return torch.cat([query, torch.zeros_like(key), value])
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,7 +31,6 @@ from pipeline.pixels import check_scans
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
 RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
-TOO_LARGE = "image is larger than data.max_pixels"
 PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
 SHRINKS = (8, 4, 2)
 """Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
@@ -122,10 +121,13 @@ class ImageDecoder:
             return self._raw(pixels, state)
         return self._exact(data, state)
 
+    def _check(self, height: int, width: int) -> None:
+        if height * width > self.max_pixels:
+            raise CorruptSample("image is larger than data.max_pixels")
+
     def _fast(self, data: bytes, state: int) -> Tensor:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        if height * width > self.max_pixels:
-            raise CorruptSample(TOO_LARGE)
+        self._check(height, width)
         check_scans(data)
         if colorspace not in RGB_JPEG:
             raise ValueError(f"PIL decodes {colorspace}")
@@ -144,8 +146,7 @@ class ImageDecoder:
 
     def _raw(self, pixels_HWC: NDArray[np.uint8], state: int) -> Tensor:
         height, width, _ = pixels_HWC.shape
-        if height * width > self.max_pixels:
-            raise CorruptSample(TOO_LARGE)
+        self._check(height, width)
         top, left, h, w = crop_box(height, width, crop=self.crop, state=state)
         return self._resized(torch.from_numpy(pixels_HWC[top : top + h, left : left + w].copy()))
 

@@ -159,23 +159,13 @@ class Loader:
             self._parts = self._start()
         file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
-        at = self.position
-        epoch, batch = (at.epoch, at.batch) if at.batch < self.layout.steps else (at.epoch + 1, 0)
-        assert all((part.epoch, part.batch) == (epoch, batch) for part in parts), "workers are out of step"
-        before = at if epoch == at.epoch else Position()
-        corrupt = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
-        self.position = Position(
-            epoch=epoch,
-            batch=batch + 1,
-            order_hash=(before.order_hash + sum(part.order_hash for part in parts)) & MASK,
-            corrupt=before.corrupt.plus(corrupt) if corrupt else before.corrupt,
-        )
+        self.position = _advance(self.position, parts, steps=self.layout.steps)
         return Batch(
             image=self._join(parts),
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=self.position,
-            replaced=corrupt.total(),
+            replaced=sum(part.corrupt.total() for part in parts),
             features=self._stored_features(parts, file.dtype) if file else None,
         )
 
@@ -331,6 +321,20 @@ class Loader:
         rows = sum(len(part.image_bHWC) for part in parts)
         joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
         return torch.cat([part.image_bHWC for part in parts], out=joined).permute(0, 3, 1, 2)
+
+
+def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
+    """The position after one more batch, whose parts these are."""
+    if at.batch == steps:
+        at = Position(epoch=at.epoch + 1)
+    assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
+    fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
+    return Position(
+        epoch=at.epoch,
+        batch=at.batch + 1,
+        order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
+        corrupt=at.corrupt.plus(fresh),
+    )
 
 
 def _as_is(part: Any) -> Any:

@@ -86,7 +86,7 @@ class SequentialReader:
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.
                         if start == stored.samples and stream_hash is not None:
                             self._check(shard, stored, stream_hash.finish())
-                        yield self.checked(record, shard) if self.altered else record
+                        yield self.checked(record, shard)
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
@@ -168,7 +168,7 @@ class StreamReader:
         record = self._buffer.pop(place)
         self._readable -= not record.problem
         self.kept_bytes -= record.size
-        return self._checked(record, place) if self._source.altered else record
+        return self._checked(record, place)
 
     def peek(self, place: int) -> TarRecord:
         """The record of a place, kept for its own turn.
@@ -178,12 +178,13 @@ class StreamReader:
         """
         while self._next <= place and self._readable < READ_AHEAD * self.order.buffer:
             self._read_one()
-        if record := self._buffer.get(place):
-            return self._checked(record, place) if self._source.altered else record
+        if place in self._buffer:
+            return self._checked(self._buffer[place], place)
         return next(self._source.read(self.first + place))
 
     def _checked(self, record: TarRecord, place: int) -> TarRecord:
-        """The record of a place, or a problem in its place if its shard turned out to be altered."""
+        if not self._source.altered:
+            return record
         return self._source.checked(record, self._source.locate(self.first + place)[1])
 
     def _read_one(self) -> None:

@@ -80,11 +80,42 @@ class DecodedRows:
         self.decoded: list[int] = []
         """The rows so far that have an image."""
         self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
-        self.decoder = decoder
-        self.store = store
-        self.image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
-        """Of the rows in `decoded`; what follows them is not set."""
-        self.crops, self.choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+        self._decoder = decoder
+        self._store = store
+        self._image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
+        self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+
+    @property
+    def images(self) -> Tensor:
+        """uint8 [len(decoded), H, W, 3]"""
+        whole = len(self.decoded) == len(self._image_bHWC)
+        return self._image_bHWC if whole else self._image_bHWC[: len(self.decoded)].clone()
+
+    def add(self, record: TarRecord, *, sample_id: int, number: int, caption: CaptionField) -> None:
+        """Decode a record as the next row.
+
+        Args:
+            record: The sample as stored.
+            sample_id: Its id.
+            number: The row's number in the epoch.
+            caption: Where captions are.
+
+        Raises:
+            CorruptSample: It cannot be used; no row is added.
+        """
+        if record.problem:
+            raise CorruptSample(record.problem)
+        if record.image is None:
+            raise CorruptSample("image is missing")
+        text = caption.read(record, state=draw(self._choices, number))
+        stored = self._store.read(sample_id) if self._store else None
+        if stored is not None and self.features is not None:
+            self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
+        else:
+            pixels = self._decoder(record.image, state=draw(self._crops, number))
+            self._image_bHWC[len(self.decoded)] = pixels.permute(1, 2, 0)
+            self.decoded.append(len(self.captions))
+        self.captions.append(text)
 
 
 class StreamFiller:
@@ -143,22 +174,9 @@ class StreamFiller:
         """
         sample_id, shard = self._source.locate(reader.first + place)
         self._on_sample(sample_id)
-        record = read(place)
-        if record.problem:
-            raise CorruptSample(record.problem)
-        if record.image is None:
-            raise CorruptSample("image is missing")
         # The row's number in the epoch keys its crop: a sample may occur more than once in an epoch.
         number = self.stream * self._order.layout.stream_length + turn
-        text = self._source.caption(shard).read(record, state=draw(rows.choices, number))
-        stored = rows.store.read(sample_id) if rows.store else None
-        if stored is not None and rows.features is not None:
-            rows.features[len(rows.captions)] = np.frombuffer(stored, dtype=np.uint8)
-        else:
-            pixels = rows.decoder(record.image, state=draw(rows.crops, number))
-            rows.image_bHWC[len(rows.decoded)] = pixels.permute(1, 2, 0)
-            rows.decoded.append(len(rows.captions))
-        rows.captions.append(text)
+        rows.add(read(place), sample_id=sample_id, number=number, caption=self._source.caption(shard))
         return sample_id
 
     def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
@@ -249,8 +267,6 @@ class StreamDataset(IterableDataset[Part | Failure]):
         noted = [-1] if self.reading is None or info is None else self.reading
         note = functools.partial(operator.setitem, noted, 0 if info is None else info.id)
         store = FeatureStore(self.features) if self.features else None
-        b = self.order.layout.rows
-        count = b * len(streams)
         while True:
             mixture = self.order.mixture
             source = SequentialReader(
@@ -266,24 +282,28 @@ class StreamDataset(IterableDataset[Part | Failure]):
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
-                rows = DecodedRows(count, decoder=self.decoder, store=store, seed=self.order.seed, epoch=epoch)
-                corrupt: Counter[tuple[str, str]] = Counter()
-                ids = [i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)]
-                sample_id, decoded = np.array(ids, np.int64), len(rows.decoded)
-                yield Part(
-                    epoch=epoch,
-                    batch=batch,
-                    image_bHWC=rows.image_bHWC if decoded == count else rows.image_bHWC[:decoded].clone(),
-                    text=self.tokenize(rows.captions).numpy(),
-                    sample_id=sample_id,
-                    order_hash=order_hash(sample_id, epoch=epoch, batch=batch, first_row=streams[0] * b),
-                    corrupt=corrupt,
-                    features=rows.features,
-                    missing=np.array(rows.decoded, dtype=np.int64) if store else None,
-                )
+                yield self._part(fillers, store, epoch=epoch, batch=batch)
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
+
+    def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
+        count = self.order.layout.rows * len(fillers)
+        rows = DecodedRows(count, decoder=self.decoder, store=store, seed=self.order.seed, epoch=epoch)
+        corrupt: Counter[tuple[str, str]] = Counter()
+        sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
+        hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
+        return Part(
+            epoch=epoch,
+            batch=batch,
+            image_bHWC=rows.images,
+            text=self.tokenize(rows.captions).numpy(),
+            sample_id=sample_id,
+            order_hash=hashed,
+            corrupt=corrupt,
+            features=rows.features,
+            missing=np.array(rows.decoded, dtype=np.int64) if store else None,
+        )
 
 
 def joined_features(parts: Sequence[Part]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -69,6 +69,9 @@ class Anchors:
             ids=ids,
         )
 
+    def full_precision(self) -> Anchors:
+        return replace(self, low=None)
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -187,29 +190,32 @@ def unit_gradient(
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
     """
-    total: Tensor | None = None
-    alphas, live = [], division.live if division else len(at.weight)
-    shape, like = tuple(at.weight.shape), at.weight
+    total, alphas, live = None, [], division.live if division else len(at.weight)
     for part, z in _products(anchors, at, workspace, division):
+        whole = part is anchors
         powers, shift, sums = passes.exponentials(z, at, workspace)
         del z  # on a GPU it is no buffer of the workspace, and its memory is free for the product
         log_sum = None if division is None else division.add_up(shift, sums, passes)
         pull, alpha = passes.run(_pull, (shift, sums, log_sum), part, live, objective, len(anchors))
-        if pull.dtype != like.dtype:
-            product = _matmul_low(powers.T, pull, "low_gradient", workspace)
-            if part is anchors:  # one block, and no sum
-                total = product
-            elif total is None:
-                total = workspace.take("gradient", shape, like=like).copy_(product)
-            else:
-                total.add_(product)
-        elif total is None:
-            total = torch.mm(powers.T, pull, out=workspace.take("gradient", shape, like=like))
-        else:
-            total.addmm_(powers.T, pull)
+        total = _add_product(total, powers, pull, at, workspace, whole=whole)
         alphas.append(alpha)
     assert total is not None  # there are anchors
     return UnitGradient(total, at), torch.cat(alphas)
+
+
+def _add_product(
+    total: Tensor | None, powers: Tensor, pull: Tensor, at: Prototypes, space: Workspace, *, whole: bool
+) -> Tensor:
+    """total + p^T pull, [m, d], summed over blocks in the precision of W; `whole`: there is one block and no sum."""
+    shape = tuple(at.weight.shape)
+    if pull.dtype == at.weight.dtype:
+        if total is None:
+            return torch.mm(powers.T, pull, out=space.take("gradient", shape, like=at.weight))
+        return total.addmm_(powers.T, pull)
+    product = _matmul_low(powers.T, pull, "low_gradient", space)
+    if whole:
+        return product
+    return space.take("gradient", shape, like=at.weight).copy_(product) if total is None else total.add_(product)
 
 
 def alpha_slopes(
@@ -230,7 +236,7 @@ def alpha_slopes(
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
     to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
-    full, space = replace(anchors, low=None), Workspace()
+    full, space = anchors.full_precision(), Workspace()
     at, start = prepare(full, weight_md, space), 0
     for part, z in _products(full, at, space, None):
         count: int | Tensor = len(weight_md)

@@ -2,6 +2,7 @@
 
     python -m jobs.bench.kills --output kills.json           # 200 kills
     python -m jobs.bench.kills --kills 4 --same-layout 2 --fork 1 --tables 1 --epoch 10     # a short form
+    python -m jobs.bench.kills --output kills.json --work FOLDER    # 200 kills over several sessions
 
 Runs of the same settings on generated shards: one undisturbed (2 ranks, ZeRO stage 1), one killed with SIGKILL and
 resumed on 1, 2 or 4 ranks at a ZeRO stage from 0 to 3, and one killed and resumed on the undisturbed layout. They have
@@ -16,7 +17,8 @@ checkpoint of a stage and the first of the next, where every run is killed at le
 checkpoints on disk are removed, and the mirror's are used. A run that has reached its end is not killed again. The
 result, one JSON file, says whether every epoch had the same samples in the same order as in the undisturbed run, how
 far losses and weights differ, and whether weights, losses, scores and rollbacks are the same bits where the layout
-stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time.
+stayed. Exit code 1: something was lost. On a slow disk, TMPDIR=/dev/shm saves most of the time. With --work, runs and
+counts of kills stay in a folder, and the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -225,10 +227,14 @@ def end(processes: list[ForkProcess], victims: list[ForkProcess]) -> list[int | 
 
 
 def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
-    """Kill a run, each start on a random layout, and let the last start finish. Returns the counts."""
-    draw, run, log = random.Random(seed), work / case.name, work / f"{case.name}.log"
-    done, startup, begun = Counter[str](), 5.0, time.monotonic()
-    while True:
+    """Kill a run, each start on a random layout, and let the last start finish. Returns the counts.
+
+    They are kept in `work`: an interrupted case goes on with its next kill, and a finished one is not run again.
+    """
+    run, log, journal = work / case.name, work / f"{case.name}.log", work / f"{case.name}.json"
+    done, startup = Counter[str](json.loads(journal.read_text()) if journal.exists() else {}), 5.0
+    while not done["finished"]:
+        draw = random.Random(f"{seed}, {case.name}, {done['kills']}")
         ranks, stage = draw.choice(case.layouts)
         begin = time.monotonic()
         processes = start([*settings(work, case, stage=stage), *case.resume], ranks=ranks, log=log)
@@ -249,6 +255,8 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
                     said += ", and its checkpoints are lost"
                     done.update(["with the loss of the checkpoints on disk"])
                 print(said, flush=True)
+                done["seconds"] += round(time.monotonic() - begin)
+                write_json(journal, done)
                 continue
         for process in processes:
             process.join(SECONDS_PER_START)
@@ -256,7 +264,9 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
         if any(codes):
             printed = log.read_text(errors="replace")
             raise SystemExit(f"{printed[-5000:]}\n{case.name} ended with {codes} after {done['kills']} kills")
-        return {"seconds": round(time.monotonic() - begun), **dict(sorted(done.items()))}
+        done.update({"finished": 1, "seconds": round(time.monotonic() - begin)})
+        write_json(journal, done)
+    return dict(sorted(done.items()))
 
 
 def lose_the_disk(work: Path, case: Case, *, draw: random.Random) -> bool:
@@ -278,10 +288,15 @@ def measure(
     seed: int,
     report: Callable[[Result], object],
 ) -> Result:
-    """Run all cases in the empty folder `work`, with the options of `main`; `report` gets each result so far.
+    """Run all cases in `work`, a folder that is empty or holds an interrupted measurement, with the options of `main`.
+
+    `report` gets each result so far.
 
     Returns:
         Counts of kills and how the killed run differs from the undisturbed one, by the case's name.
+
+    Raises:
+        SystemExit: The folder holds a measurement with other options or of another commit.
     """
     import pipeline.training.run  # noqa: F401 (the ranks are forked with it)
 
@@ -301,18 +316,22 @@ def measure(
         calm = Case(f"undisturbed-{method}", 0, whole_epochs(tables), more=(f"objective.name={method}",))
         pairs.append((calm, replace(calm, name=method, kills=tables, layouts=every)))
 
-    (work / "shards").mkdir()
-    make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
-    write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
+    begun, plan = work / "plan.json", {**run, "kills": [case.kills for _, case in pairs]}
+    if begun.exists() and (other := json.loads(begun.read_text())) != plan:
+        raise SystemExit(f"{work} holds a measurement of {other}, not of {plan}. Name another folder with --work.")
+    if not begun.exists():
+        (work / "shards").mkdir()
+        make_shards(work / "shards", shards=8, samples=BATCH * epoch // 8, shorter=40)
+        write_suite(ScenesConfig(pairs=50, held_out=12, retrieval_pairs=8, image_size=32), work / "suite")
+        write_json(begun, plan)
     choose_poison(load_recipe(None, settings(work, plain, stage=SAME[1])))
     poison_objective()
-    run = {"commit": source_commit(), "steps": plain.steps, "batch": BATCH, "pairs": BATCH * epoch, "seed": seed}
     result: Result = {"run": run}
     for calm, case in pairs:
         if not case.kills:
             continue
-        if not (work / calm.name).exists():
-            killed_run(work, calm, seed=seed)
+        killed_run(work, calm, seed=seed)
         done = killed_run(work, case, seed=seed)
         result[case.name] = {**done, **compare(work / case.name, outcome(work / calm.name))}
         report(result)
@@ -332,13 +351,17 @@ def main() -> None:
     parser.add_argument("--epoch", type=int, default=30, metavar="STEPS", help="steps of an epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result there, too, after each run")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the runs there; go on if interrupted")
     options = vars(parser.parse_args())
-    output = options.pop("output")
-    work = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
+    output, kept = options.pop("output"), options.pop("work")
+    if kept:
+        kept.mkdir(parents=True, exist_ok=True)
+    work = kept or Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the end of every forked rank
     try:
-        result = measure(work, **options, report=lambda found: output and write_json(output, found))
+        result = measure(work.absolute(), **options, report=lambda found: output and write_json(output, found))
     finally:
-        shutil.rmtree(work)
+        if not kept:
+            shutil.rmtree(work)
     print(json.dumps(result, indent=1))
     if not is_intact(result):
         raise SystemExit(1)

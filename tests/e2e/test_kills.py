@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from jobs.bench.killed_runs import TOLERANCE, is_intact, relative_difference
-from tests.launch import run
+from tests.launch import ROOT, command, environment, run
 
 
 def test_losses_near_zero_differ_by_rounding_only() -> None:
@@ -25,7 +29,15 @@ def test_losses_near_zero_differ_by_rounding_only() -> None:
 def test_nothing_is_lost_by_kills(tmp_path: Path) -> None:
     output = tmp_path / "kills.json"
     counts = ("--kills", "2", "--same-layout", "1", "--fork", "0", "--tables", "0", "--epoch", "10")
-    run("jobs.bench.kills", *counts, "--output", str(output), timeout=1800)
+    more = ("--output", str(output), "--work", str(tmp_path / "work"))
+    call, journal = command("jobs.bench.kills", *counts, *more), tmp_path / "work/changing-layouts.json"
+    with subprocess.Popen(call, cwd=ROOT, env=environment(), start_new_session=True) as interrupted:
+        while interrupted.poll() is None and not journal.exists():
+            time.sleep(0.05)
+        os.killpg(interrupted.pid, signal.SIGKILL)  # with the ranks it has started
+    printed = run("jobs.bench.kills", *counts, *more, timeout=1800).stdout
+    assert "changing-layouts: kill 1 " not in printed
+    assert "changing-layouts: kill 2 " in printed
     result = json.loads(output.read_text())
     assert is_intact(result)
     cases = {"changing-layouts": 2, "same-layout": 1}

@@ -6,8 +6,10 @@
     python -m jobs.studies.tuned eps FEATURES --cell icons-16384-b64-learned
     python -m jobs.studies.tuned page
 
-FEATURES is the folder of `tuned_pairs`. Every finished run is a line of `docs/studies/tuned/runs.csv`; a command does
-those that are missing. The plan, with the rules that these commands follow, is `docs/studies/tuned/plan.md`.
+A cell's name may end with more trials than the usual ones, as icons-16384-b16-learned-16trials: the first are shared
+with the cell without them, the reported seeds are new. FEATURES is the folder of `tuned_pairs`. Every finished run is
+a line of `docs/studies/tuned/runs.csv`; a command does those that are missing. The plan, with the rules that these
+commands follow, is `docs/studies/tuned/plan.md`.
 """
 
 from __future__ import annotations
@@ -33,19 +35,21 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "studies" / "tuned"
 RUNS = FOLDER / "runs.csv"
 SAMPLES = 65_536
 ARMS = (
-    "openclip", "siglip", "fastclip_v3", "amorlip", "batch_gcl", "neuclip", "neuclip_plus",
+    "openclip", "siglip", "fastclip_v3", "amorlip", "batch_gcl", "neuclip", "neuclip_plus", "neuclip_power",
     "near_plus", "near_openclip", "near_unweighted",
 )  # fmt: skip
 TUNED_AS = {"near_plus": "neuclip_plus", "near_unweighted": "neuclip_plus", "near_openclip": "openclip"}
 """Arms that use the values of another one."""
 TRIALS, FINALISTS, SEEDS = 8, 2, 5
 TUNING_SEEDS, SWEEP_SEED = (1000, 1001), 100
-VALUES = ("lr", "tau", "tau_lr", "eps", "rho", "bias")
+VALUES = ("lr", "tau", "tau_lr", "eps", "rho", "bias", "power")
 MEASURES = ("nce", "recall_at_1", "mrr", "error_batch", "error_in_use", "tau_end", "cpu_seconds")
 COLUMNS = ("phase", "cell", "arm", "seed", "trial", "samples", *VALUES, *MEASURES, "commit")
 EPS = (1e-14, 1 / 4096, 1 / 512, 1 / 64, 1 / 16, 1 / 4, 1.0)
 SWEEP = (1e-14, 1e-6, None, 1 / 4096, 1 / 512, 1 / 64, 1 / 16, 1 / 4, 1.0)
 """None: 1/n."""
+POWERS = (0.0625, 0.125, 0.25, 0.5)
+"""objective.ratio_power of `neuclip_power`; it is 1 for `neuclip_plus` and in effect 0 for `batch_gcl`."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +75,28 @@ def setting_of(cell: str, samples: int) -> TunedSetting:
     Raises:
         click.BadParameter: It is no such name.
     """
-    found = re.fullmatch(r"(icons|synthetic)-(\d+)-b(\d+)-(learned|fixed)", cell)
+    found = re.fullmatch(r"(icons|synthetic)-(\d+)-b(\d+)-(learned|fixed)(-\d+trials)?", cell)
     if not found:
         raise click.BadParameter(f"{cell!r}: expected DATA-PAIRS-bBATCH-TEMPERATURE, as icons-16384-b64-learned")
     return TunedSetting(found[1], int(found[2]), int(found[3]), samples, found[4] == "learned")
 
 
+def trials_in(cell: str) -> tuple[str, int]:
+    """The name of a cell without its number of trials, and the number."""
+    base, _, more = cell.partition("trials")[0].rpartition("-") if cell.endswith("trials") else (cell, "", TRIALS)
+    return base, int(more)
+
+
 def draw_values(trial: int, *, learned: bool) -> tuple[float, ...]:
-    """The values of a trial, in the order of `VALUES`: the same for all arms."""
-    draw = random.Random(trial)
-    lr, tau_lr = (math.exp(draw.uniform(math.log(a), math.log(b))) for a, b in ((5e-4, 1.6e-2), (2e-4, 2e-2)))
+    """The values of a trial, in the order of `VALUES`: the same for all arms; beyond TRIALS from narrower ranges."""
+    draw, narrow = random.Random(trial), trial >= TRIALS
+    lr, tau_lr = (
+        math.exp(draw.uniform(math.log(a), math.log(b))) for a, b in ((5e-4, 4e-3 if narrow else 1.6e-2), (2e-4, 2e-2))
+    )
     tau, fixed = math.exp(draw.uniform(math.log(0.03), math.log(0.2))), draw.choice((0.05, 0.07, 0.1, 0.14))
-    return lr, tau if learned else fixed, tau_lr, draw.choice(EPS), draw.uniform(1, 7), draw.uniform(-10, 0)
+    eps = draw.choice(EPS[:3] if narrow else EPS)
+    rho = math.exp(draw.uniform(math.log(0.5), math.log(4))) if narrow else draw.uniform(1, 7)
+    return lr, tau if learned else fixed, tau_lr, eps, rho, draw.uniform(-10, 0), draw.choice(POWERS)
 
 
 def perform(run: TunedRun, features: Path) -> dict[str, Any]:
@@ -132,13 +146,27 @@ def best(cell: str, arm: str) -> tuple[str, tuple[float, ...]]:
     Raises:
         click.ClickException: The arm has not been tuned.
     """
-    lines = [line for line in of(cell, TUNED_AS.get(arm, arm), "tune") if _loss(line) < math.inf]
+    arm = TUNED_AS.get(arm, arm)
+    chosen = finalists(cell, arm)
+    lines = [line for line in tried(cell, arm) if _loss(line) < math.inf and line["trial"] in chosen]
     by_trial = {line["trial"]: [one for one in lines if one["trial"] == line["trial"]] for line in lines}
     whole = {trial: found for trial, found in by_trial.items() if len(found) == len(TUNING_SEEDS)}
     if not whole:
         raise click.ClickException(f"{arm} has not been tuned in {cell}: run `tune` first")
     trial = min(whole, key=lambda one: statistics.fmean(_loss(line) for line in whole[one]))
-    return trial, tuple(float(whole[trial][0][key]) for key in VALUES)
+    return trial, tuple(float(whole[trial][0][key] or 1) for key in VALUES)
+
+
+def tried(cell: str, arm: str) -> list[dict[str, str]]:
+    """The finished runs of an arm's trials; those of a cell with more trials are kept under its name without them."""
+    base, trials = trials_in(cell)
+    return [line for line in of(base, arm, "tune") if int(line["trial"]) < trials]
+
+
+def finalists(cell: str, arm: str) -> list[str]:
+    """The trials that are best with the first tuning seed, a quarter of all."""
+    first = sorted((line for line in tried(cell, arm) if line["seed"] == str(TUNING_SEEDS[0])), key=_loss)
+    return [line["trial"] for line in first[: FINALISTS * trials_in(cell)[1] // TRIALS]]
 
 
 def of(cell: str, arm: str, phase: str) -> list[dict[str, str]]:
@@ -155,7 +183,7 @@ def trials_of(cell: str, arms: Iterable[str], *, seeds: Iterable[int], chosen: d
     """Tuning runs of the chosen trials of each arm."""
     learned = setting_of(cell, SAMPLES).learned
     return [
-        TunedRun("tune", cell, arm, seed, trial, SAMPLES, draw_values(int(trial), learned=learned))
+        TunedRun("tune", trials_in(cell)[0], arm, seed, trial, SAMPLES, draw_values(int(trial), learned=learned))
         for seed in seeds
         for arm in arms
         for trial in chosen[arm]
@@ -183,12 +211,9 @@ def _options(command: Any) -> Any:
 def tune(features: Path, cell: str, arms: str, processes: int) -> None:
     """Trials of every arm, then further seeds of the best ones."""
     names = [arm for arm in arms.split(",") if arm not in TUNED_AS]
-    every = {arm: [str(trial) for trial in range(TRIALS)] for arm in names}
+    every = {arm: [str(trial) for trial in range(trials_in(cell)[1])] for arm in names}
     do(trials_of(cell, names, seeds=TUNING_SEEDS[:1], chosen=every), features, processes=processes)
-    best_of: dict[str, list[str]] = {}
-    for arm in names:
-        first = [line for line in of(cell, arm, "tune") if line["seed"] == str(TUNING_SEEDS[0])]
-        best_of[arm] = [line["trial"] for line in sorted(first, key=_loss)[:FINALISTS]]
+    best_of = {arm: finalists(cell, arm) for arm in names}
     do(trials_of(cell, names, seeds=TUNING_SEEDS[1:], chosen=best_of), features, processes=processes)
 
 
@@ -197,9 +222,10 @@ def tune(features: Path, cell: str, arms: str, processes: int) -> None:
 def report(features: Path, cell: str, arms: str, processes: int) -> None:
     """The reported seeds of every arm with its tuned values."""
     chosen = {arm: best(cell, arm) for arm in arms.split(",")}
+    first = SEEDS * (trials_in(cell)[1] // TRIALS - 1)
     runs = [
         TunedRun("report", cell, arm, seed, trial, SAMPLES, values)
-        for seed in range(SEEDS)
+        for seed in range(first, first + SEEDS)
         for arm, (trial, values) in chosen.items()
     ]
     do(runs, features, processes=processes)

@@ -257,6 +257,7 @@ def settings_of(arm: str, setting: TunedSetting, values: Mapping[str, float]) ->
     tau = {"tau_min": 0.005, "tau_init": values["tau"], "tau_lr": values["tau_lr"] if setting.learned else 0.0}
     robust = {**tau, "rho": values["rho"], "eps": values["eps"]}
     npn = {**robust, "restart_every": 100}
+    plus = {"name": "neuclip_plus", **npn, "prototypes": min(QUEUE, setting.pairs // 8)}
     return {
         "openclip": {"name": "openclip", **tau},
         "siglip": {"name": "siglip", **tau, "bias_init": values["bias"]},
@@ -264,7 +265,8 @@ def settings_of(arm: str, setting: TunedSetting, values: Mapping[str, float]) ->
         "batch_gcl": {"name": "fastclip_v3", **robust, "tau_lr_fall": 1.0, "gamma_schedule": "constant", "gamma": 1.0},
         "amorlip": {"name": "amorlip", **tau, "rho": 2 * values["rho"]},
         "neuclip": {"name": "neuclip", **npn, "prototypes": 512},
-        "neuclip_plus": {"name": "neuclip_plus", **npn, "prototypes": min(QUEUE, setting.pairs // 8)},
+        "neuclip_plus": plus,
+        "neuclip_power": {**plus, "ratio_power": values.get("power", 1.0)},
     }[arm]
 
 

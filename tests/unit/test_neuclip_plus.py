@@ -32,13 +32,14 @@ def normalizers(
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("cap", [0, 2.0])
-def test_losses_and_gradients_equal_the_equations(cap: float) -> None:
+@pytest.mark.parametrize(("cap", "power"), [(0, 1.0), (2.0, 1.0), (0, 0.25), (2.0, 0.75)])
+def test_losses_and_gradients_equal_the_equations(cap: float, power: float) -> None:
     settings = {
         "name": "neuclip_plus",
         "prototypes": PROTOTYPES,
         "eps": EPS,
         "ratio_cap": cap,
+        "ratio_power": power,
         "tau_lr": 0.0,
         "rho": 1.5,
     }
@@ -57,6 +58,7 @@ def test_losses_and_gradients_equal_the_equations(cap: float) -> None:
             h = (similarity - similarity.diagonal()[:, None]) / 0.2
             g = h.exp().masked_fill(torch.eye(BATCH, dtype=torch.bool), 0).sum(1) / (BATCH - 1)
             alpha = normalizers(a.detach(), b.detach(), earlier, ids.tolist(), 0.2).log()
+            alpha = power * alpha + (1 - power) * (EPS + g.detach()).log()
             if cap:
                 alpha = torch.maximum(alpha, (EPS + g.detach()).log() - math.log(cap))
             loss = loss + 0.2 * ((EPS + g) * (-alpha).exp() + alpha).mean()
@@ -69,6 +71,21 @@ def test_losses_and_gradients_equal_the_equations(cap: float) -> None:
         objective.commit()
         history.append((image.detach(), text.detach()))
         seen += ids.tolist()
+
+
+def test_with_power_zero_it_is_the_batch_s_own_estimate_in_the_robust_loss() -> None:
+    shared = {"rho": 1.5, "eps": EPS, "tau_init": 0.2, "tau_lr": 0.01}
+    plus = {"name": "neuclip_plus", "prototypes": PROTOTYPES, "ratio_power": 0.0, **shared}
+    gcl = {"name": "fastclip_v3", "gamma_schedule": "constant", "gamma": 1.0, "tau_lr_fall": 1.0, **shared}
+    objectives = [build_objective(config, context=context(BATCH, dataset_size=SAMPLES)) for config in (plus, gcl)]
+    for step in range(4):
+        image, text = unit_features(BATCH, seed=step)
+        outputs = [objective.compute(image, text, sample_ids=ids_of(step)) for objective in objectives]
+        assert relative_error(outputs[0].grad_image, outputs[1].grad_image) < 1e-9
+        assert relative_error(outputs[0].grad_text, outputs[1].grad_text) < 1e-9
+        for objective in objectives:
+            objective.commit()
+        assert objectives[0].logit_parameters() == pytest.approx(objectives[1].logit_parameters(), rel=1e-9)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])

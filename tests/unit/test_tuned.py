@@ -19,7 +19,7 @@ from jobs.studies.tuned_run import NearPlus, TunedSetting, blocks_of_two, load, 
 from pipeline.objectives import build_objective
 from tests.unit.objectives_reference import unit_features
 
-VALUES = dict(zip(tuned.VALUES, (4e-3, 0.1, 2e-3, 1e-3, 1.5, -5.0), strict=True))
+VALUES = dict(zip(tuned.VALUES, (4e-3, 0.1, 2e-3, 1e-3, 1.5, -5.0, 0.5), strict=True))
 
 
 def matchings(items: list[int]) -> Iterator[list[tuple[int, int]]]:

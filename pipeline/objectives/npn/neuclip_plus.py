@@ -42,6 +42,9 @@ class NeuClipPlusConfig(NeuClipConfig):
     ratio_cap: float = Field(default=2.0, ge=0)
     """As in `neuclip`, where it is 5. Pooling alone bounds q by (m + B - 1) / (B - 1). A lower bound adds bias and
     removes variance from the gradients of small batches."""
+    ratio_power: float = Field(default=1.0, ge=0, le=1)
+    """The gradients weigh an anchor by q to this power. 1: by its share in the global loss. 0: all alike, with the
+    batch's own estimate, as `fastclip_v3` with gamma 1. Between them, less bias or less variance."""
     stop_gradient: Literal[True] = True
     """Alpha is a constant in the gradients of encoders and temperature."""
 
@@ -61,8 +64,11 @@ class NeuClipPlus(NeuClip):
     """`neuclip` with exp(alpha) = (m exp(alpha_npn) + (B - 1) (eps + g)) / (m + B - 1) in place of exp(alpha_npn).
 
     Both estimates are means over samples of the dataset, m prototypes and B - 1 partners: this is their common mean.
-    Prototypes of an anchor's own sample are excluded by their ids, and its m is smaller by their number.
+    Prototypes of an anchor's own sample are excluded by their ids, and its m is smaller by their number. With
+    p = `ratio_power` below 1, alpha is p times this value plus (1 - p) log(eps + g).
     """
+
+    config: NeuClipPlusConfig
 
     def __init__(self, config: NeuClipPlusConfig, context: ObjectiveContext) -> None:
         super().__init__(config, context)
@@ -80,7 +86,7 @@ class NeuClipPlus(NeuClip):
 
     def chosen_normalizers(self, prediction: Prediction, targets: Pair) -> Pair:
         first, second = (
-            pooled(alpha, target, prototypes=prediction.prototypes)
+            torch.lerp(target, pooled(alpha, target, prototypes=prediction.prototypes), self.config.ratio_power)
             for alpha, target in zip(prediction.alpha, targets, strict=True)
         )
         return first, second

@@ -261,10 +261,11 @@ def test_the_plan_counts_what_is_read_and_scored(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_select_what_one_does(base: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_selects_what_one_does(base: Path, ranks: int) -> None:
     fixed = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
              "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
              "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
-    run("jobs.train", *fixed, *settings(base, "two-ranks"), ranks=2)
+    run("jobs.train", *fixed, *settings(base, f"on-{ranks}"), ranks=ranks)
     for key in ("loss", "learnability", "selected_learnability"):
-        assert values(base, "two-ranks", key) == pytest.approx(values(base, "whole", key), rel=1e-4, abs=1e-5)
+        assert values(base, f"on-{ranks}", key) == pytest.approx(values(base, "whole", key), rel=1e-4, abs=1e-5)

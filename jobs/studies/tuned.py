@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from jobs.studies.schedule import in_processes
-from jobs.studies.tuned_page import has_eps, page
+from jobs.studies.tuned_page import TRIALS, has_eps, page, trials_in
 from jobs.studies.tuned_run import TunedSetting, train
 from pipeline.versions import source_commit
 
@@ -40,7 +40,7 @@ ARMS = (
 )  # fmt: skip
 TUNED_AS = {"near_plus": "neuclip_plus", "near_unweighted": "neuclip_plus", "near_openclip": "openclip"}
 """Arms that use the values of another one."""
-TRIALS, FINALISTS, SEEDS = 8, 2, 5
+FINALISTS, SEEDS = 2, 5
 TUNING_SEEDS, SWEEP_SEED = (1000, 1001), 100
 VALUES = ("lr", "tau", "tau_lr", "eps", "rho", "bias", "power")
 MEASURES = ("nce", "recall_at_1", "mrr", "error_batch", "error_in_use", "tau_end", "cpu_seconds")
@@ -79,12 +79,6 @@ def setting_of(cell: str, samples: int) -> TunedSetting:
     if not found:
         raise click.BadParameter(f"{cell!r}: expected DATA-PAIRS-bBATCH-TEMPERATURE, as icons-16384-b64-learned")
     return TunedSetting(found[1], int(found[2]), int(found[3]), samples, found[4] == "learned")
-
-
-def trials_in(cell: str) -> tuple[str, int]:
-    """The name of a cell without its number of trials, and the number."""
-    base, _, more = cell.partition("trials")[0].rpartition("-") if cell.endswith("trials") else (cell, "", TRIALS)
-    return base, int(more)
 
 
 def draw_values(trial: int, *, learned: bool) -> tuple[float, ...]:

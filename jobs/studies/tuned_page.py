@@ -15,6 +15,8 @@ EQUAL = "openclip at equal CPU time"
 LARGER = "openclip at four times the batch"
 BASELINES = ("openclip", "siglip", EQUAL, LARGER, "neuclip_plus")
 """The last one only for the arms of `near`."""
+TRIALS = 8
+"""Trials of each arm where a cell's name gives no other number."""
 Comparison = tuple[str, str, str, str, str]
 """Phase, cell, arm (of the sweep: arm and eps), the arm it is compared with, measure."""
 
@@ -46,6 +48,12 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
         text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
         text += table(own, phase, cell, compared, significant, arms=arms)
     return "\n".join([*text, "", *tuning(lines, arms=arms)]) + "\n"
+
+
+def trials_in(cell: str) -> tuple[str, int]:
+    """The name of a cell without its number of trials, and the number."""
+    base, _, more = cell.partition("trials")[0].rpartition("-") if cell.endswith("trials") else (cell, "", TRIALS)
+    return base, int(more)
 
 
 def name_of(line: Mapping[str, str]) -> str:
@@ -130,16 +138,20 @@ def spread(rows: Lines, measure: str, form: str) -> str:
 def tuning(lines: Lines, *, arms: Sequence[str]) -> list[str]:
     """How many trials each arm had, and the values of the one that is reported."""
     text = ["## Tuning", "", "The trials of each arm, and the values that are reported.", ""]
-    rows = [["cell", "arm", "runs", "trial", "lr", "tau", "tau_lr", "eps", "rho", "bias", "loss in tuning"]]
+    keys = ("lr", "tau", "tau_lr", "eps", "rho", "bias", "power")
+    rows = [["cell", "arm", "trials", "chosen", *keys, "loss in tuning"]]
     for cell in dict.fromkeys(line["cell"] for line in lines):
+        base, limit = trials_in(cell)
         for arm in arms:
-            tried = [line for line in lines if (line["phase"], line["cell"], line["arm"]) == ("tune", cell, arm)]
+            tried = [line for line in lines if (line["phase"], line["cell"], line["arm"]) == ("tune", base, arm)]
+            tried = [line for line in tried if int(line["trial"]) < limit]
             report = [line for line in lines if (line["phase"], line["cell"], line["arm"]) == ("report", cell, arm)]
             if not tried or not report:
                 continue
             one = report[0]
             losses = [float(line["nce"]) for line in tried if line["trial"] == one["trial"]]
-            values = [f"{float(one[key]):.3g}" for key in ("lr", "tau", "tau_lr", "eps", "rho", "bias")]
+            values = [f"{float(one[key]):.3g}" if one[key] else "–" for key in keys]
             mean = f"{statistics.fmean(losses):.3f}"
-            rows.append([cell, f"`{arm}`", str(len(tried)), one["trial"], *values, mean])
+            trials = str(len({line["trial"] for line in tried}))
+            rows.append([cell, f"`{arm}`", trials, one["trial"], *values, mean])
     return [*text, *as_lines(rows, labels=2)]

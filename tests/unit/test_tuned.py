@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from torch import Tensor
@@ -138,6 +139,27 @@ def test_what_is_in_the_file_is_not_run_again(tmp_path: Path, monkeypatch: pytes
         assert [row["seed"] for row in csv.DictReader(file)] == ["1000", "1001"]
     assert tuned.best(cell, "openclip")[0] == "0"
     assert tuned.best(cell, "near_openclip") == tuned.best(cell, "openclip")
+
+
+def test_more_trials_leave_the_choice_of_the_cell_without_them_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"1000": [5, 3, 2, 4, 6, 7, 8, 9, 1, 2.5], "1001": {1: 3, 2: 4, 8: 1.5, 9: 0.5}}
+    pairs = [(seed, enumerate(found) if isinstance(found, list) else found.items()) for seed, found in losses.items()]
+    lines = [
+        {**line("siglip", int(seed), nce, phase="tune", trial=str(trial)), "seed": seed, "lr": str(trial / 100)}
+        for seed, found in pairs
+        for trial, nce in found
+    ]
+    monkeypatch.setattr(tuned, "finished", lambda: lines)
+    assert tuned.finalists(CELL, "siglip") == ["2", "1"]
+    assert tuned.best(CELL, "siglip")[0] == "1"  # of the first eight, and of the best two by the first seed
+    more = f"{CELL}-16trials"
+    assert tuned.finalists(more, "siglip") == ["8", "2", "9", "1"]
+    assert tuned.best(more, "siglip")[0] == "8"
+    assert tuned.best(more, "siglip")[1][0] == 0.08
+    with pytest.raises(click.BadParameter):
+        tuned.setting_of(f"{CELL}-trials", 64)
+    runs = tuned.trials_of(more, ["siglip"], seeds=[1000], chosen={"siglip": ["3"]})
+    assert runs[0].cell == CELL  # trials are shared
 
 
 def test_runs_that_have_not_begun_are_cancelled_when_the_caller_stops(tmp_path: Path) -> None:

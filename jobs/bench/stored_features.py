@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from jobs.bench.harness import Value, parser, show
-from jobs.studies.paired import Spread
+from jobs.studies.outcomes import Spread
 from jobs.studies.separation import HELD_OUT_PAIRS, SeparationSetting, course_of
 from jobs.studies.small_towers import (
     Course,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pipeline.data.dataset import dataset
     from pipeline.errors import UserError
     from pipeline.evaluation import evaluate
-    from pipeline.evaluation.similarity import score
     from pipeline.model.evaluation_model import load_for_evaluation as load
+    from pipeline.model.evaluation_model import score
     from pipeline.objectives import build_objective
 
 __all__ = ["UserError", "__version__", "build_objective", "dataset", "evaluate", "load", "score"]
@@ -41,7 +41,7 @@ _PUBLIC = {
     "dataset": ("pipeline.data.dataset", "dataset"),
     "evaluate": ("pipeline.evaluation", "evaluate"),
     "load": ("pipeline.model.evaluation_model", "load_for_evaluation"),
-    "score": ("pipeline.evaluation.similarity", "score"),
+    "score": ("pipeline.model.evaluation_model", "score"),
 }
 
 

@@ -87,7 +87,7 @@ def examine(
 ) -> Iterator[DoctorFinding]:
     """Run all checks, the cheap ones first, and yield each finding as soon as it is known."""
     from pipeline.planning import node_checks
-    from pipeline.planning.collectives import check_collectives
+    from pipeline.planning.measured_checks import check_collectives
 
     yield from node_checks.check_packages(constraints)
     yield node_checks.check_compiler()
@@ -97,7 +97,7 @@ def examine(
         gloo = pool.submit(check_collectives, "cpu", ranks=ranks)
         import torch
 
-        from pipeline.planning.loading_check import check_loading
+        from pipeline.planning.measured_checks import check_loading
 
         yield gloo.result()
 

@@ -12,8 +12,8 @@ from jobs.known_settings import DOWNLOAD, RecipePath
 
 if TYPE_CHECKING:
     from data_prep.fetching.supervisor import Progress
+    from data_prep.icons.icon_package import IconsConfig
     from data_prep.settings.download_config import DownloadConfig
-    from data_prep.settings.icons_config import IconsConfig
     from pipeline.data.shards.manifest_format import Manifest
 
 
@@ -34,9 +34,9 @@ def command(recipe: str | None, plan_only: bool, retry_failed: bool, overrides: 
 
     Sections: source, subset, image, guard, fetch, monitor. `--plan-only` writes only the plan. All settings and their
     defaults are in data_prep/settings/download_config.py; those of a download are stored in OUTPUT/download.yaml.
-    `--recipe icons` renders the icons of an npm package instead (data_prep/settings/icons_config.py).
+    `--recipe icons` renders the icons of an npm package instead (data_prep/icons/icon_package.py).
     """
-    from data_prep.settings.icons_config import IconsConfig, parse_download
+    from data_prep.icons.icon_package import IconsConfig, parse_download
     from pipeline.config import merge, parse_overrides, read_yaml
 
     config = parse_download(merge(read_yaml(recipe) if recipe else {}, parse_overrides(overrides)))

@@ -11,7 +11,7 @@ import click
 from jobs.known_settings import TRAINING, RecipePath, complete_settings, load_run
 
 if TYPE_CHECKING:
-    from pipeline.data.order.data_costs import DataPlan
+    from pipeline.planning.run_costs import DataPlan
     from pipeline.planning.run_plan import RunPlan
     from pipeline.training.recipe import RunConfig
 

@@ -180,8 +180,8 @@ def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
 
 def programs() -> dict[str, list[tuple[str, Any, str]]]:
     """Programs with their sections (heading, class, dotted prefix), without the objective's section."""
+    from data_prep.icons.icon_package import IconsConfig
     from data_prep.settings.download_config import DownloadConfig
-    from data_prep.settings.icons_config import IconsConfig
     from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig

@@ -254,8 +254,8 @@ def _study(recipe: Path | None, settings: list[str]) -> None:
 
 
 def _download(recipe: Path | None, settings: list[str]) -> None:
+    from data_prep.icons.icon_package import parse_download
     from data_prep.settings.download_config import DownloadConfig
-    from data_prep.settings.icons_config import parse_download
     from data_prep.settings.source_config import resolve
 
     tree = read_yaml(recipe) if recipe is not None else {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from data_prep.reasons import is_transient, meaning_of
 from data_prep.settings.source_config import SourceConfig
 from pipeline.config import to_tree
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
-from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.files import write_text
@@ -169,11 +167,7 @@ def _pictures(manifest: Manifest, caption: CaptionField, places: set[Place]) -> 
             for place, record in zip(range(max(wanted) + 1), records, strict=False):
                 if place not in wanted:
                     continue
-                small = rgb_image(record.image or b"")
-                small.thumbnail((192, 192))
-                buffer = io.BytesIO()
-                small.save(buffer, "JPEG", quality=85)
-                source = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+                source = thumbnail_url(rgb_image(record.image or b""), (192, 192))
                 pictures[number, place] = {"source": source, "caption": caption.read(record)}
     return pictures
 

@@ -14,7 +14,7 @@ from data_prep.sources.hub import in_a_line
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
 from pipeline.evaluation.datasets.suite import Entry, find_folders, index_folders, open_task
-from pipeline.evaluation.datasets.suite_facts import relative_name
+from pipeline.evaluation.datasets.task_data import relative_name
 from pipeline.files import path_below, replacing, sha256_of
 
 Files = Mapping[str, Mapping[str, Any]]

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
-from data_prep.icons.icon_package import SetFacts, read_icon_set
+from data_prep.icons.icon_package import HeldOutConfig, SetFacts, read_icon_set
 from data_prep.pairs.listing import Listed
-from data_prep.settings.icons_config import HeldOutConfig
 from pipeline.errors import UserError
 
 LICENCE, BRAND, HIDDEN = "licence", "brand logos", "hidden"

@@ -24,14 +24,13 @@ from data_prep.dataset.ingest_report import DATASHEET_NAME, template
 from data_prep.evalsets.write_sets import SHARD_SIZE, write_retrieval, write_zeroshot
 from data_prep.icons import icon_list
 from data_prep.icons.icon_list import BLANK, HELD_OUT, NOT_RENDERED, TASKS, IconOptions, list_icons
-from data_prep.icons.icon_package import SetFacts, package_folder, read_sets
+from data_prep.icons.icon_package import PACKAGE, IconsConfig, SetFacts, package_folder, read_sets
 from data_prep.pairs.listing import Listed, Listing, write_listing
 from data_prep.pairs.make_shards import DROPPED_NAME, PairsConfig, make_shards
 from data_prep.pairs.pair import Pair
-from data_prep.settings.icons_config import PACKAGE, IconsConfig
 from pipeline.data.shards.manifest_format import Manifest, make_manifest
 from pipeline.errors import UserError
-from pipeline.evaluation.datasets.suite_facts import FACTS_NAME, read_facts
+from pipeline.evaluation.datasets.task_data import FACTS_NAME, read_facts
 from pipeline.files import write_json, write_text
 from pipeline.pixels import read_rgb
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.pairs import image_files, parquet_source, table_rows, tar_rows
+from data_prep.pairs import image_files, parquet_source, tar_rows
 from data_prep.pairs.listing import FileSource, Listed, Listing, write_listing
 from data_prep.pairs.pair import PairSource
 from pipeline.errors import UserError
@@ -45,7 +45,7 @@ def kind_of(source: str) -> str:
     """
     path = Path(source)
     suffix = path.suffix.lower()
-    tables = dict.fromkeys((*table_rows.SUFFIXES, ".txt"), "table")
+    tables = dict.fromkeys((*image_files.TABLE_SUFFIXES, ".txt"), "table")
     known = {".json": "coco", ".parquet": "parquet", ".tar": "tars", **tables}
     if path.is_file():
         if suffix in known:
@@ -86,7 +86,9 @@ def _kind_of_folder(path: Path) -> str:
 
 
 def _tables(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in table_rows.SUFFIXES and path.is_file())
+    return sorted(
+        path for path in folder.iterdir() if path.suffix.lower() in image_files.TABLE_SUFFIXES and path.is_file()
+    )
 
 
 def open_source(source: str, options: SourceOptions, *, listing: Path, stored: Listing | None = None) -> PairSource:
@@ -110,7 +112,7 @@ def open_source(source: str, options: SourceOptions, *, listing: Path, stored: L
         return stored if stored is not None else write_listing(listing, rows(), root=root, group_images=group)
 
     if kind == "table":
-        table = table_rows.open_table(
+        table = image_files.open_table(
             _only_table(path), images=images, image=options.image, caption=options.caption, header=options.header
         )
         return FileSource(listed(table.rows, root=table.images), table.facts)

@@ -1,23 +1,217 @@
-"""Pairs of image files: a folder with a text file beside each image, and COCO's caption annotations."""
+"""Pairs of image files: listed in a CSV, TSV or JSONL table, beside a text file each, or in COCO's annotations."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from data_prep import reasons
 from data_prep.pairs.listing import Listed
-from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in
+from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in, choose_columns
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
 from pipeline.files import text_lines
 
-SUFFIXES = frozenset(f".{suffix}" for suffix in FORMAT_SUFFIXES)
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+IMAGE_SUFFIXES = frozenset(f".{suffix}" for suffix in FORMAT_SUFFIXES)
 CAPTION_SUFFIXES = (".txt", ".caption")
+_DELIMITERS = ",\t;|"
+_GUESSED_FROM = 20
+"""Lines that the delimiter is guessed from."""
+_NUMBERED = re.compile(r"(.+\.\w{3,5})#(\d+)$")
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """A table on this machine, and where its image paths start."""
+
+    path: Path
+    images: Path
+    image: str
+    caption: str
+    header: tuple[str, ...] = ()
+    """Column names of a file without a line of names."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "table", "image": self.image, "caption": self.caption}
+
+    def rows(self) -> Iterator[Listed]:
+        """Stream every row of the table; unreadable rows have a problem."""
+        with _open(self.path) as file:
+            for number, row in _rows(file, self.path, self.header, table=self):
+                place = f"{self.path.name}:{number}"
+                if isinstance(row, str):
+                    yield Listed(place, problem=MALFORMED_ROW, detail=row)
+                    continue
+                name = row.get(self.image)
+                if not isinstance(name, str) or not name.strip():
+                    yield Listed(place, problem=MALFORMED_ROW, detail=f"no image path in {self.image!r}")
+                    continue
+                yield Listed(place, str(image_path(self.images, name.strip())), captions_in(row.get(self.caption)))
+
+    def names_image(self, line: str, *, delimiter: str, columns: Sequence[str]) -> bool:
+        """Whether a line, split without regard to quotes, has one of the images at their place."""
+        fields, place = line.strip("\r\n").split(delimiter), columns.index(self.image)
+        found = [fields[i] for i in (place, place - len(columns)) if -len(fields) <= i < len(fields)]
+        return any(_is_file(self.images / name.strip().strip('"')) for name in found)
+
+
+def open_table(
+    path: Path, *, images: Path | None, image: str | None, caption: str | None, header: Sequence[str] = ()
+) -> PairTable:
+    """Read a table's head to find its columns, and check that its images can be found.
+
+    Args:
+        path: A CSV, TSV or JSONL file.
+        images: Folder that image paths are relative to; None takes the table's.
+        image: Column of the image paths; None detects it.
+        caption: Column of the captions; None detects it.
+        header: Column names of a file without a header line.
+
+    Raises:
+        UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
+    """
+    with _open(path) as file:
+        head = [row for _, row in itertools.islice(_rows(file, path, header), 100) if isinstance(row, Mapping)]
+    if not head:
+        raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
+                        " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
+    names = list(dict.fromkeys(name for row in head for name in row))
+    note = "" if header or _is_json(path) else "If the table has no line of names, give them with --header."
+    found = choose_columns(names, image=image, caption=caption, where=str(path), note=note)
+    folder = images if images is not None else path.parent
+    table = PairTable(path, folder, *found, tuple(header))
+    tried = [image_path(folder, row[found[0]].strip()) for row in head if isinstance(row.get(found[0]), str)]
+    if tried and not any(map(_is_file, tried)):
+        raise UserError(
+            f"None of the first {len(tried)} images of {path} exists, such as {tried[0]}: paths in column "
+            f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
+        )
+    return table
+
+
+def image_path(folder: Path, name: str) -> Path:
+    """The path of a table's image, without the number of the caption that Flickr8k appends: `dog.jpg#0`."""
+    numbered = _NUMBERED.match(name)
+    return folder / numbered[1] if numbered and not _is_file(folder / name) else folder / name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name
+        return False
+
+
+def _open(path: Path) -> TextIO:
+    # An invalid byte should affect one row only: it becomes a surrogate, and the row is dropped with a reason.
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _rows(
+    file: TextIO, path: Path, header: Sequence[str], *, table: PairTable | None = None
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Line number and row; an unreadable row is its description. With `table`, quotes are checked as well."""
+    return _json_rows(file) if _is_json(path) else _csv_rows(file, path, header, table)
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def _json_rows(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, f"not JSON: {error}"
+            continue
+        yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+
+
+def _csv_rows(
+    file: TextIO, path: Path, header: Sequence[str], table: PairTable | None
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Line number and row; a row with a wrong number of fields is its description.
+
+    Raises:
+        UserError: A quote that is never closed makes one row of several.
+    """
+    csv.field_size_limit(1 << 24)
+    head = list(itertools.islice(file, _GUESSED_FROM))
+    file.seek(0)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else _delimiter(head)
+    lines: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in file:
+            lines.append(line)
+            yield line
+
+    reader = csv.reader(noted(), delimiter=delimiter)
+    names = list(header) if header else [name.strip() for name in next(reader, [])]
+    if twice := sorted(name for name in set(names) if name and names.count(name) > 1):
+        raise UserError(
+            f"{path} has several columns called {twice[0]!r}: rename all but one of them in its first line."
+        )
+    while True:
+        number = reader.line_num + 1
+        lines.clear()
+        problem = ""
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            problem = str(error)
+        if table is not None and len(lines) > 1:
+            _check_quotes(lines, number, table, delimiter=delimiter, columns=names)
+        if problem:
+            yield number, problem
+            continue
+        if not fields:
+            continue
+        if len(fields) != len(names):
+            yield number, f"{len(fields)} fields instead of {len(names)}"
+        else:
+            yield number, dict(zip(names, fields, strict=True))
+
+
+def _delimiter(lines: Sequence[str]) -> str:
+    """The delimiter that splits most of the lines into as many fields as the first, which must be several."""
+
+    def agreement(delimiter: str) -> tuple[int, int]:
+        counts = []
+        with contextlib.suppress(csv.Error):
+            counts += [len(fields) for fields in csv.reader(lines, delimiter=delimiter) if fields]
+        return (counts.count(counts[0]) if counts and counts[0] > 1 else 0, lines[0].count(delimiter) if lines else 0)
+
+    return max(_DELIMITERS, key=agreement)
+
+
+def _check_quotes(lines: list[str], number: int, table: PairTable, *, delimiter: str, columns: Sequence[str]) -> None:
+    """Refuse a row with the images of several rows: the others' text would become part of its caption.
+
+    Raises:
+        UserError: It has.
+    """
+    named = (line for line in lines if table.names_image(line, delimiter=delimiter, columns=columns))
+    if len(list(itertools.islice(named, 2))) == 2:
+        raise UserError(
+            f"{table.path}: a quote is not closed in the row that begins at line {number:,}, which would swallow "
+            f"{len(lines) - 1:,} lines. Close it, double the quotes inside values, or give the table as JSONL."
+        )
 
 
 @dataclass(frozen=True)
@@ -47,7 +241,7 @@ class ImageFolder:
     def _lonely_texts(self) -> Iterator[Listed]:
         """Text files without an image, which may be images of another format or under another name."""
         for root, files in _walk(self.path):
-            images = {Path(name).stem for name in files if Path(name).suffix.lower() in SUFFIXES}
+            images = {Path(name).stem for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES}
             for name in files:
                 if Path(name).suffix.lower() in CAPTION_SUFFIXES and Path(name).stem not in images:
                     place = Path(root, name).relative_to(self.path).as_posix()
@@ -58,7 +252,7 @@ def image_names(folder: Path) -> Iterator[str]:
     """Relative names of all image files below a folder, sorted folder by folder."""
     for root, files in _walk(folder):
         for name in files:
-            if Path(name).suffix.lower() in SUFFIXES and not name.startswith("."):
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith("."):
                 yield Path(root, name).relative_to(folder).as_posix()
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
-from data_prep.sources.separated_values import separated_values
-from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized
+from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized, separated_values
 from pipeline.errors import UserError
 from pipeline.files import sha256_of
 

@@ -3,6 +3,6 @@
 NAME.yaml     the declaration of a study (read by `declare.py`)
 unit.py       one run with its measurements and costs, in its own process
 schedule.py   runs all units of a study on the available devices
-outcomes.py   outcomes -> means, spreads, differences (`paired.py`);  publish.py  -> markdown, CSV, figures
+outcomes.py   outcomes -> means, spreads, paired differences;  publish.py  -> markdown, CSV, figures
 towers.py     what the programs `separation` and `tuned` share: small towers, trained in seconds
 """

@@ -15,8 +15,7 @@ from typing import Any
 
 from jobs.studies import study_figures
 from jobs.studies.declare import Study, Unit, Variant, arms_of, load_study, size_of
-from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, paired, spread
-from jobs.studies.paired import LEVEL, Spread, as_lines, holm, shown
+from jobs.studies.outcomes import COLUMNS, LEVEL, PAIRED, Outcome, Spread, as_lines, holm, paired, shown, spread
 from pipeline.cores import usable_cores
 from pipeline.report.run_page import render as render_page
 from pipeline.versions import source_commit

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs.studies.paired import LEVEL, Spread, as_lines, difference, shown, shown_difference, significant
+from jobs.studies.outcomes import LEVEL, Spread, as_lines, difference, shown, shown_difference, significant
 from jobs.studies.publish import DATA_NAME, csv_of, figure_title, provenance, read_data, write_data, write_texts
 from jobs.studies.separation import ARMS, BASELINE, BASELINES, NAME, REPRODUCES, SHARED, TAU, TITLE
 from jobs.studies.study_figures import STYLE, as_svg

@@ -6,8 +6,8 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from jobs.studies.paired import LEVEL, Spread, as_lines, difference, shown, shown_difference
-from jobs.studies.paired import significant as survivors
+from jobs.studies.outcomes import LEVEL, Spread, as_lines, difference, shown, shown_difference
+from jobs.studies.outcomes import significant as survivors
 
 Lines = Sequence[Mapping[str, str]]
 COMPARED = {"nce": ("held-out loss", "+.3f"), "recall_at_1": ("R@1, points", "+.2f")}

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_prep.icons.icon_list import IconOptions, list_icons, share_of
-from data_prep.icons.icon_package import package_folder, read_sets
-from data_prep.settings.icons_config import HeldOutConfig, IconSourceConfig
+from data_prep.icons.icon_package import HeldOutConfig, IconSourceConfig, package_folder, read_sets
 from pipeline.pixels import open_image
 
 SIDE, DIM = 32, 256

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import warnings
 from collections.abc import Sequence
 from html import escape
@@ -14,7 +12,7 @@ import pyarrow.parquet as pq
 
 from pipeline.analysis.pair_scores import by_score
 from pipeline.data.shards.manifest_format import Manifest
-from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.files import write_text
@@ -95,10 +93,7 @@ def _thumbnail(body: bytes) -> str:
             image = rgb_image(body)
     except CorruptSample:  # it has a score, so it was readable a moment ago
         return ""
-    image.thumbnail((2 * SIDE, SIDE))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return thumbnail_url(image, (2 * SIDE, SIDE))
 
 
 def _figure(row: dict[str, Any], pairs: dict[tuple[str, int], tuple[str, str]]) -> str:

@@ -44,26 +44,11 @@ def why_not_siglip(clip: Any, model_cfg: Mapping[str, Any]) -> str:
     return "its text tower is one of transformers" if text.get("hf_model_name") else ""
 
 
-def siglip(model: EvaluationModel, *, logit_scale: float, logit_bias: float) -> Any:
-    """The trained model as a `SiglipModel`, in eval mode.
-
-    Args:
-        model: Of SigLIP's family, see `why_not_siglip`.
-        logit_scale: 1 / tau.
-        logit_bias: The bias of the sigmoid loss, 0 without one.
-    """
-    import transformers
-
-    clip: Any = model.towers.clip
-    found = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model))).eval()
+def siglip_state(clip: Any) -> dict[str, Tensor]:
+    """open_clip's weights under transformers' names, for towers that pass `why_not_siglip`."""
     image, unknown = _image_state(clip.visual.trunk.state_dict())
     assert not unknown, unknown
-    state = {**image, **_text_state(clip.text.state_dict())}
-    state["logit_scale"], state["logit_bias"] = torch.tensor([logit_scale]).log(), torch.tensor([logit_bias])
-    missing, unexpected = found.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
-    assert all(name.endswith("position_ids") for name in missing), missing
-    return found
+    return {**image, **_text_state(clip.text.state_dict())}
 
 
 def siglip_config(model: EvaluationModel) -> dict[str, Any]:

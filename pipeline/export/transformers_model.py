@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.export.siglip_model import block, is_siglip, pooled, siglip, why_not_siglip, write_tokenizer
+from pipeline.export.siglip_model import (
+    block,
+    is_siglip,
+    pooled,
+    siglip_config,
+    siglip_state,
+    why_not_siglip,
+    write_tokenizer,
+)
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.model_folder import allow_by_umask
 
@@ -84,22 +92,21 @@ def write_transformers(
         raise UserError(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
+    towers = model.towers.clip
     if sigmoid:
-        siglip(model, logit_scale=logit_scale, logit_bias=logit_bias).save_pretrained(str(folder))
-        _write_processor(model, folder, kind="SiglipImageProcessor")
-        write_tokenizer(model, folder)
-        allow_by_umask(*folder.glob("*.safetensors"))
-        return _difference(model, folder, *examples)
-    clip = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model))).eval()
-    state = clip_state(model.towers.clip.state_dict())
-    state["logit_scale"] = torch.tensor(logit_scale).log()
-    missing, unexpected = clip.load_state_dict(state, strict=False)
+        found = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model)))
+        state = {**siglip_state(towers), "logit_bias": torch.tensor([logit_bias])}
+    else:
+        found = transformers.CLIPModel(transformers.CLIPConfig(**clip_config(model)))
+        state = clip_state(towers.state_dict())
+    state["logit_scale"] = torch.tensor(logit_scale).log().view_as(found.logit_scale)
+    missing, unexpected = found.load_state_dict(state, strict=False)
     lost = [name for name in missing if not name.endswith("position_ids")]
     assert not lost, lost
     assert not unexpected, unexpected
-    clip.save_pretrained(str(folder))
-    _write_processor(model, folder, kind="CLIPImageProcessor")
-    _write_tokenizer(model, folder)
+    found.save_pretrained(str(folder))
+    _write_processor(model, folder, kind="SiglipImageProcessor" if sigmoid else "CLIPImageProcessor")
+    (write_tokenizer if sigmoid else _write_tokenizer)(model, folder)
     allow_by_umask(*folder.glob("*.safetensors"))
     return _difference(model, folder, *examples)
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pipeline.config import section
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
-from pipeline.model.batchnorm import use_fp32_batch_norms
 from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
+from pipeline.model.image_tower import use_fp32_batch_norms
 from pipeline.model.model_folder import LOGIT_KEYS
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,

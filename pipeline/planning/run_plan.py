@@ -10,19 +10,20 @@ from pathlib import Path
 from pipeline.data.data_config import MOST_WORKERS
 from pipeline.data.loading.feature_file import FeatureFile
 from pipeline.data.order.canonical_order import make_layout
-from pipeline.data.order.data_costs import DataPlan, plan_data
 from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
+from pipeline.metrics.mfu import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.architectures import Architecture
 from pipeline.model.starting_weights import find_start
-from pipeline.model.tower_costs import TowerCosts, activation_bytes, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers, without_weights
 from pipeline.objectives import ObjectiveMemory
 from pipeline.planning.run_costs import (
     Cost,
+    DataPlan,
     EngineMemory,
     SimulatedObjective,
     engine_memory,
+    plan_data,
     run_cost,
     simulate_objective,
     tower_passes,

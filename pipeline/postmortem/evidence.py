@@ -20,8 +20,7 @@ from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.errors import UserError
-from pipeline.evaluation.watch.ledger import DONE, FINISHED
-from pipeline.evaluation.watch.watcher import LEDGER_FOLDER
+from pipeline.evaluation.watch.ledger import DONE, FINISHED, LEDGER_FOLDER
 from pipeline.run_files import METRICS_NAME, read_records, read_run_id
 from pipeline.training.recipe import CONFIG_NAME, check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, Origin, read_origin

@@ -307,12 +307,12 @@ def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[int, Statistic]:
 def _other_classification(score: Score, outcomes: Outcomes) -> tuple[int, Statistic] | None:
     """Metrics over classes and groups, computed by the evaluation's own functions."""
     from pipeline.evaluation.datasets.datacomp import TASKS
-    from pipeline.evaluation.protocols import groups
+    from pipeline.evaluation.protocol import group_metrics, macro_recall
 
     rows = len(outcomes["target"])
     if score.main_metric == "mean_per_class_recall":
-        return rows, lambda drawn: groups.macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
+        return rows, lambda drawn: macro_recall(outcomes["target"][drawn], outcomes["prediction"][drawn])
     task = TASKS.get(score.task)
     if task is None or not task.fields:
         return None
-    return rows, lambda drawn: groups.metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]
+    return rows, lambda drawn: group_metrics(task, {k: v[drawn] for k, v in outcomes.items()})[task.main_metric]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,7 +229,7 @@ def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: 
 
 
 def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
-    from pipeline.data.shards.rgb_image import rgb_image
+    from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 
     if not is_local(url) or not Path(url).is_file():
         return None
@@ -240,10 +239,6 @@ def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:
         if record is None or record.image is None or record.caption is None:
             return None
         text = field.read(record)
-        image = rgb_image(record.image)
-        image.thumbnail((SIDE, SIDE))
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=80)
+        return SamplePair(text, thumbnail_url(rgb_image(record.image), (SIDE, SIDE)))
     except (OSError, ValueError, UserError):
         return None
-    return SamplePair(text, f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")

@@ -23,7 +23,7 @@ from pipeline.distributed.world import World, limit_collectives
 from pipeline.engine.engine_protocol import ENGINES, Engine
 from pipeline.engine.state import WeightAverage
 from pipeline.evaluation.run.images import WORKER_IMPORTS
-from pipeline.evaluation.watch.watcher import forget_after
+from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.architectures import Architecture

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World, leave, start_world
-from pipeline.model.batchnorm import use_fp32_batch_norms
+from pipeline.model.image_tower import use_fp32_batch_norms
 from pipeline.training.step import frozen_statistics
 
 ROWS, STEPS = 12, 3

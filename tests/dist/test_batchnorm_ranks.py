@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.model.batchnorm import use_fp32_batch_norms
+from pipeline.model.image_tower import use_fp32_batch_norms
 from tests.dist.batchnorm_ranks import net, results
 from tests.e2e.test_train import records, settings
 from tests.launch import run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pipeline.model.evaluation_model import EvaluationModel
     from tests.written_checkpoints import Towers
 
 
@@ -20,6 +21,34 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Towers:
 
     model, architecture = build_towers(ModelConfig(arch=write_tiny(tmp_path_factory.mktemp("towers"))), seed=3)
     return {name: value.detach() for name, value in model.clip.state_dict().items()}, architecture
+
+
+@pytest.fixture(scope="module")
+def model() -> EvaluationModel:
+    """A model for evaluation."""
+    from tests.checkpoints import make_model
+
+    return make_model(0)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite of four tasks, in several layouts."""
+    from tests.evaluation_suite import write_one_of_each
+
+    root = tmp_path_factory.mktemp("suite")
+    return write_one_of_each(root, "imagenet1k", "fairness/dollar_street", flickr="parquet", winogavil="csv+zip")
+
+
+@pytest.fixture(scope="module")
+def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the model's results on the suite."""
+    from pipeline.evaluation import evaluate
+    from tests.checkpoints import QUICK, contents
+
+    folder = tmp_path_factory.mktemp("expected")
+    evaluate(model, suite=suite, output=folder, config=QUICK)
+    return contents(folder)
 
 
 @pytest.fixture(scope="module")

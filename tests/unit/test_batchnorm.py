@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.model.batchnorm import Fp32BatchNorm2d, use_fp32_batch_norms
+from pipeline.model.image_tower import Fp32BatchNorm2d, use_fp32_batch_norms
 from pipeline.training.step import frozen_statistics
 
 

@@ -28,7 +28,7 @@ from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage,
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation.watch.watcher import forget_after
+from pipeline.evaluation.watch.ledger import forget_after
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.model.model_folder import weights_digest
 from pipeline.run_files import write_run_id

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
+from pipeline.metrics.mfu import measure_flops
 from pipeline.model.attention import attend
 from pipeline.model.image_tower import ClassTokenBlock, why_all_tokens
-from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from tests.unit.test_attention import KINDS, assert_same, batch, write_kind
 

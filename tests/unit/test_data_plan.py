@@ -12,10 +12,10 @@ from jobs.cli import cli
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.order.canonical_order import Order, make_layout, planned_ids
-from pipeline.data.order.data_costs import plan_data, shuffle_quality
 from pipeline.data.order.mixture import make_mixture
 from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
+from pipeline.planning.run_costs import plan_data, shuffle_quality
 from tests.shards import write_shards
 
 SHARDS, SAMPLES, BATCH = 120, 100, 256

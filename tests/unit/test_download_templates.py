@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from data_prep.icons.icon_package import IconsConfig, IconSourceConfig, parse_download
 from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.icons_config import IconsConfig, IconSourceConfig, parse_download
 from data_prep.settings.source_config import SOURCES, resolve
 from jobs.download import command as download_command
 from jobs.verify import command as verify_command

@@ -27,25 +27,7 @@ from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
 from pipeline.model.towers import ModelConfig, build_towers
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
-from tests.evaluation_suite import write_classification, write_one_of_each
-
-
-@pytest.fixture(scope="module")
-def model() -> EvaluationModel:
-    return make_model(0)
-
-
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("suite")
-    return write_one_of_each(root, "imagenet1k", "fairness/dollar_street", flickr="parquet", winogavil="csv+zip")
-
-
-@pytest.fixture(scope="module")
-def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("expected")
-    evaluate(model, suite=suite, output=folder, config=QUICK)
-    return contents(folder)
+from tests.evaluation_suite import write_classification
 
 
 @pytest.mark.parametrize(

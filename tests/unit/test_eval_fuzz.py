@@ -21,7 +21,7 @@ from pipeline.evaluation.datasets.suite import Suite, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import decode
 from pipeline.evaluation.protocol import PROTOCOLS
 from pipeline.evaluation.run.results import SuiteLock, read_outcomes, read_result
-from pipeline.evaluation.watch.candidates import Candidates
+from pipeline.evaluation.watch.watcher import Candidates
 from pipeline.report.stored_scores import read_evaluations
 from tests.evaluation_suite import write_association, write_cache, write_classification, write_retrieval
 

@@ -24,7 +24,7 @@ from pipeline.evaluation.run.results import TaskResult, _digest
 from pipeline.evaluation.run.summary import aggregate
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.report.stored_scores import read_evaluations
-from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
+from tests.checkpoints import QUICK, contents, save_checkpoint
 from tests.evaluation_suite import write_classification
 from tests.own_tasks import write_class_folders, write_csv
 
@@ -47,11 +47,6 @@ class MedianRank(ZeroShot):
     def chance(self):
         return 0.5
 '''
-
-
-@pytest.fixture(scope="module")
-def model() -> EvaluationModel:
-    return make_model(0)
 
 
 @pytest.fixture(scope="module")

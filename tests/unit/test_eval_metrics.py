@@ -14,7 +14,8 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score, re
 
 from pipeline.evaluation.datasets.datacomp import AGGREGATES, DATACOMP, TASKS, Task, folder_names
 from pipeline.evaluation.datasets.task_data import FileImages, Instance, TaskData, TaskError
-from pipeline.evaluation.protocols import association, classification, groups, retrieval
+from pipeline.evaluation.protocol import macro_f1, macro_recall
+from pipeline.evaluation.protocols import association, classification, retrieval
 from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.evaluation.run.results import TaskResult
 from pipeline.evaluation.run.summary import aggregate
@@ -50,10 +51,10 @@ def test_classification_metrics_match_scikit_learn(seed: int) -> None:
     top5 = top_k_accuracy_score(target, lower_wins.numpy(), k=5, labels=np.arange(9))
     assert values["acc5"] == pytest.approx(top5, abs=1e-12)
     labels = np.unique(target)
-    assert groups.macro_f1(target, prediction) == pytest.approx(
+    assert macro_f1(target, prediction) == pytest.approx(
         f1_score(target, prediction, labels=labels, average="macro"), abs=1e-12
     )
-    assert groups.macro_recall(target, prediction) == pytest.approx(
+    assert macro_recall(target, prediction) == pytest.approx(
         recall_score(target, prediction, labels=labels, average="macro"), abs=1e-12
     )
 

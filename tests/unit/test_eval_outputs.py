@@ -35,25 +35,7 @@ from pipeline.files import replacing
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.periodic_tests import InTrainingConfig, PeriodicEvaluation
 from tests.checkpoints import QUICK, contents, make_model, save_checkpoint
-from tests.evaluation_suite import image_bytes, write_classification, write_one_of_each
-
-
-@pytest.fixture(scope="module")
-def model() -> EvaluationModel:
-    return make_model(0)
-
-
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("suite")
-    return write_one_of_each(root, "imagenet1k", "fairness/dollar_street", flickr="parquet", winogavil="csv+zip")
-
-
-@pytest.fixture(scope="module")
-def expected(model: EvaluationModel, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("expected")
-    evaluate(model, suite=suite, output=folder, config=QUICK)
-    return contents(folder)
+from tests.evaluation_suite import image_bytes, write_classification
 
 
 def test_changed_data_is_refused_until_it_is_accepted(model: EvaluationModel, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from PIL import Image
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
-from pipeline.evaluation.datasets.suite_facts import file_digests
 from pipeline.evaluation.datasets.tables import as_list
-from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.datasets.task_data import TaskError, decode, file_digests
 from pipeline.evaluation.datasets.webdataset import open_webdataset
 from tests.evaluation_suite import (
     association_rows,

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
-from pipeline.evaluation.datasets.suite_facts import check_digests, file_digests
-from pipeline.evaluation.datasets.task_data import TaskError, decode
+from pipeline.evaluation.datasets.task_data import TaskError, check_digests, decode, file_digests
 from pipeline.evaluation.datasets.webdataset import open_webdataset, read_members
 from pipeline.evaluation.protocols import classification
 from tests.evaluation_suite import (

@@ -20,8 +20,8 @@ from PIL import Image
 
 from data_prep.dataset import canonical_tar
 from data_prep.icons.icon_list import Icon, caption_of, declared_styles, hold_out, svg_of
+from data_prep.icons.icon_package import HeldOutConfig
 from data_prep.icons.make_icons import render
-from data_prep.settings.icons_config import HeldOutConfig
 from jobs.download import command
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.manifest_format import load_manifest

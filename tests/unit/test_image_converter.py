@@ -17,7 +17,7 @@ from data_prep import reasons
 from data_prep.fetching import served_image as decoding
 from data_prep.fetching.decoder import ImageConverter, check_resemblance, stand_ins
 from data_prep.fetching.served_image import check_image, decode, matte
-from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
 from data_prep.settings.download_config import ImageConfig
 

@@ -13,14 +13,14 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
-from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.pairs.pair import ImageOptions, convert
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.evaluation.datasets.task_data import decode
-from pipeline.evaluation.similarity import _open
 from pipeline.export import model_card
+from pipeline.model.evaluation_model import _open
 from pipeline.playground.gallery import open_image
 
 SIDE = 48

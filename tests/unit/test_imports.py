@@ -38,7 +38,7 @@ PIPELINE = {
     "playground": {"data", "evaluation", "model"},
     "export": {"checkpoint", "model", "report"},
     "training": {"checkpoint", "data", "distributed", "engine", "evaluation", "metrics", "model", "objectives"},
-    "planning": {"data", "distributed", "engine", "model", "objectives", "training"},
+    "planning": {"data", "distributed", "engine", "metrics", "model", "objectives", "training"},
     "postmortem": {"checkpoint", "distributed", "evaluation", "metrics", "planning", "training"},
     "analysis": {"checkpoint", "data", "distributed", "model", "objectives", "training"},
 }
@@ -65,7 +65,7 @@ SHARED = {
     "pipeline.evaluation.datasets.datacomp",
     # Evaluation sets are counted by the reader that will evaluate them.
     "pipeline.evaluation.datasets.suite",
-    "pipeline.evaluation.datasets.suite_facts",
+    "pipeline.evaluation.datasets.task_data",
 }
 
 # Libraries that only these modules or folders import.

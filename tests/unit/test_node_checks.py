@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.doctor import command
-from pipeline.planning import loading_check, node_checks
-from pipeline.planning.collectives import adapters, check_collectives, check_transport, gpu_link
-from pipeline.planning.loading_check import check_loading
+from pipeline.planning import measured_checks, node_checks
+from pipeline.planning.measured_checks import adapters, check_collectives, check_loading, check_transport, gpu_link
 from tests.shards import write_shards
 
 
@@ -72,13 +71,13 @@ def test_loading_is_measured_on_generated_images_and_on_those_of_a_shard(tmp_pat
 
 
 def test_slow_loading_is_noted_with_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_check, "_rate", lambda _: 150.0)
+    monkeypatch.setattr(measured_checks, "_rate", lambda _: 150.0)
     for cores, ranks, remedy in ((32, 1, "data.workers=17 data.streams=17"), (16, 8, "more cores per rank")):
-        monkeypatch.setattr(loading_check, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(measured_checks, "usable_cores", lambda cores=cores: cores)
         finding = check_loading([], ranks=ranks)
         assert finding.status == "note"
         assert remedy in finding.remedy
-    monkeypatch.setattr(loading_check, "_rate", lambda _: 900.0)
+    monkeypatch.setattr(measured_checks, "_rate", lambda _: 900.0)
     assert check_loading([], ranks=1).status == "good"
     for needed, status in ((2000.0, "good"), (10_000.0, "note")):
         finding = check_loading([], ranks=1, needed=needed)
@@ -222,7 +221,7 @@ def test_a_small_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_command_exits_with_1_when_something_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipeline.planning.collectives.check_collectives",
+        "pipeline.planning.measured_checks.check_collectives",
         lambda *_, **__: node_checks.DoctorFinding("gloo", "good", "agree"),
     )
     arguments = ["--output", str(tmp_path), "--needs-gib", "0.001"]

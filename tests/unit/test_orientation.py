@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from data_prep.fetching.decoder import ImageConverter
-from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.settings.download_config import ImageConfig
-from pipeline.evaluation.similarity import _open
+from pipeline.model.evaluation_model import _open
 from pipeline.playground.gallery import open_image
 
 KINDS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset import canonical_tar
-from data_prep.pairs.convert import ImageOptions
 from data_prep.pairs.listing import Listed, write_listing
-from data_prep.pairs.pair import captions_of_list
+from data_prep.pairs.pair import ImageOptions, captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
 from data_prep.pairs.tar_rows import TarSource
 from pipeline.data.shards.manifest_format import load_manifest

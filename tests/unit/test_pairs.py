@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from data_prep.pairs import make_shards
-from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.pairs.pair import ImageOptions, convert
 from jobs import pairs
 from jobs.known_settings import TRAINING
 from jobs.pairs import command

@@ -17,7 +17,7 @@ from PIL import Image, ImageCms
 
 from data_prep.fetching import served_image
 from data_prep.fetching.served_image import decode as served
-from data_prep.pairs.convert import ImageOptions, convert
+from data_prep.pairs.pair import ImageOptions, convert
 from data_prep.reasons import FetchError
 from pipeline import pixels
 from pipeline.data.data_config import CropConfig
@@ -26,7 +26,7 @@ from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.datasets.task_data import decode as evaluated
-from pipeline.evaluation.similarity import _open
+from pipeline.model.evaluation_model import _open
 from pipeline.pixels import ImageError, read_rgb
 from pipeline.playground.gallery import open_image as shown
 from tests.unit.test_imports import MODULES, name_of

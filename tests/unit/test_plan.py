@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from jobs.plan import _size, command, describe_loading
 from pipeline.errors import UserError
-from pipeline.model.tower_costs import TowerCosts, measure_towers
+from pipeline.metrics.mfu import TowerCosts, measure_towers
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.planning import measure
 from pipeline.planning.run_costs import engine_memory, run_cost

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
+from data_prep.icons.icon_package import IconsConfig
 from data_prep.settings.download_config import DownloadConfig
-from data_prep.settings.icons_config import IconsConfig
 from jobs.cli import COMMANDS, cli
 from pipeline.config import keys
 from pipeline.evaluation.run.session import EvaluationConfig

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from jobs.studies import separation, separation_page
-from jobs.studies.paired import holm, quantile, significant, two_sided_p
+from jobs.studies.outcomes import holm, quantile, significant, two_sided_p
 from jobs.studies.separation import SeparationSetting, course_of, measure, train, watch
 from jobs.studies.small_towers import Hierarchy, draw_pairs, exact_log_normalizers, make_towers, oracle_loss
 

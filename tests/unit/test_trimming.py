@@ -12,10 +12,9 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.metrics.mfu import training_flops
+from pipeline.metrics.mfu import measure_flops, training_flops
 from pipeline.model.attention import PackedLayout, PackedText, pack
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.model.tower_costs import measure_flops
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming, trimmed_width, why_not_trimmed, without_padding
 from pipeline.objectives import build_objective

@@ -94,7 +94,7 @@ def test_commands_of_a_manifest_are_not_run(
     command: str, stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = DoctorFinding("collectives", "good", "not tested")
-    monkeypatch.setattr("pipeline.planning.collectives.check_collectives", lambda *_, **__: quick)
+    monkeypatch.setattr("pipeline.planning.measured_checks.check_collectives", lambda *_, **__: quick)
     with pytest.raises(SystemExit) as ended:
         cli.main([part.format(data=stranger, out=tmp_path / "out") for part in RUNS_NOTHING[command]])
     printed = capsys.readouterr()

@@ -21,8 +21,8 @@ from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
 from pipeline.evaluation.run.session import Alone, EvaluationConfig
-from pipeline.evaluation.watch.ledger import Ledger
-from pipeline.evaluation.watch.watcher import LEDGER_FOLDER, WatchConfig, Watcher, brief, forget_after
+from pipeline.evaluation.watch.ledger import LEDGER_FOLDER, Ledger, forget_after
+from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
 from tests.checkpoints import save_step
 from tests.evaluation_suite import write_classification

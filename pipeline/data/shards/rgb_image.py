@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +31,14 @@ def rgb_image(data: bytes, *, max_pixels: int | None = None) -> Image.Image:
     """
     with counted_errors(max_pixels):
         return pixels.read_rgb(data, max_pixels=max_pixels)
+
+
+def thumbnail_url(image: Image.Image, size: tuple[int, int]) -> str:
+    """A data URL of an image, reduced in place to fit into `size`."""
+    image.thumbnail(size)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 @contextmanager

@@ -23,8 +23,15 @@ from pipeline.evaluation.datasets.own_tasks import (
     task_of,
 )
 from pipeline.evaluation.datasets.rows import open_rows
-from pipeline.evaluation.datasets.suite_facts import COUNTS, read_facts
-from pipeline.evaluation.datasets.task_data import CheckedImages, TaskData, TaskError, Unchanged, plain
+from pipeline.evaluation.datasets.task_data import (
+    COUNTS,
+    CheckedImages,
+    TaskData,
+    TaskError,
+    Unchanged,
+    plain,
+    read_facts,
+)
 from pipeline.evaluation.datasets.webdataset import BlankClass, is_retrieval, is_webdataset, open_webdataset
 
 TABLE_FILES = ("state.json", "dataset_dict.json", "*.arrow", "*.parquet", "*.csv")

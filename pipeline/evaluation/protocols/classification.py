@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.protocol import Outcomes, Protocol, register
-from pipeline.evaluation.protocols import groups
+from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, register
 from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.files import write_text
 
@@ -75,7 +74,7 @@ def metrics(task: Task, found: Mapping[str, np.ndarray], *, classes: int) -> dic
     if classes >= 5:
         values["acc5"] = float(np.mean(rank < 5))
     values["mean_per_class_recall"] = mean_per_class_recall(target, prediction)
-    return values | groups.metrics(task, found)
+    return values | group_metrics(task, found)
 
 
 def mean_per_class_recall(target: np.ndarray, prediction: np.ndarray) -> float:

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.evaluation.datasets.suite import Entry, Suite, is_official, open_task
-from pipeline.evaluation.datasets.suite_facts import check_copies, check_digests, file_digests
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_copies, check_digests, file_digests, plain
 from pipeline.evaluation.identity import data_digest, definition, identity_of
 from pipeline.evaluation.protocol import PROTOCOLS, Outcomes, Protocol
 from pipeline.evaluation.run.features import ClassifierCache, image_pass, text_features

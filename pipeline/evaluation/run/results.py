@@ -27,8 +27,7 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.suite import Suite
-from pipeline.evaluation.datasets.suite_facts import check_digests
-from pipeline.evaluation.datasets.task_data import TaskData, TaskError, plain
+from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, plain
 from pipeline.evaluation.identity import data_digest
 from pipeline.files import replacing, sha256_of, write_text
 

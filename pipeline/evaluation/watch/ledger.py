@@ -26,6 +26,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -35,8 +36,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.layout import PREFIX
 from pipeline.files import write_text
 
+NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
+LEDGER_FOLDER = "evaluation-ledger"
 DONE = "done.json"
 RELEASED, FAILED = "released", "failed"
 FINISHED, ABANDONED = "done", "abandoned"
@@ -266,3 +270,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def step(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    match = NAME.match(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def forget_after(run: Path, last: int) -> None:
+    """Remove scores and outcomes of steps after `last`: the run was rolled back, and their names will be reused."""
+    for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
+        for path in run.glob(f"{folder}/{PREFIX}*"):
+            if NAME.match(path.name) and path.is_dir() and step(path) > last:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,13 @@
-"""Evaluate a run's checkpoints as they appear, together with any number of other watchers."""
+"""Evaluate a run's checkpoints as they appear, together with any number of other watchers.
+
+`Candidates` says which checkpoints can be evaluated now, and whether the results of evaluated ones still exist.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +17,81 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
-from pipeline.evaluation.datasets.task_data import plain
-from pipeline.evaluation.identity import suite_identity
-from pipeline.evaluation.run.checkpoint import load_checkpoint
+from pipeline.evaluation.datasets.task_data import file_facts, plain
+from pipeline.evaluation.identity import Digests, suite_identity
+from pipeline.evaluation.run.checkpoint import default_folder, is_complete, load_checkpoint, stated_files
+from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
-from pipeline.evaluation.watch.candidates import LEDGER_FOLDER as LEDGER_FOLDER
-from pipeline.evaluation.watch.candidates import Candidates, step
-from pipeline.evaluation.watch.candidates import forget_after as forget_after
-from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, RELEASED, Lease, Ledger
+from pipeline.evaluation.run.summary import SUMMARY_NAME
+from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, NAME, RELEASED, Lease, Ledger, step
+from pipeline.model.architectures import CONFIG_NAME
+from pipeline.model.model_folder import WEIGHTS_NAME
+
+
+class Candidates:
+    """The checkpoints of one run, as one watcher sees them."""
+
+    def __init__(self, run: Path, *, every: int) -> None:
+        self.run, self._every = run, every
+        self._complete: dict[Path, tuple[object, ...]] = {}
+        self._weights = Digests(run / LEDGER_FOLDER / "weights.json")
+        self._checked: dict[Path, tuple[int, frozenset[str]]] = {}
+
+    def ready(self) -> list[Path]:
+        """Checkpoints whose model files exist with their stated sizes, oldest first."""
+        return [path for path in self._wanted() if self._is_complete(path)]
+
+    def incomplete(self) -> list[Path]:
+        """Checkpoints that are being copied, or are truncated."""
+        return [path for path in self._wanted() if not self._is_complete(path)]
+
+    def has_results(self, path: Path, suite: Suite) -> bool:
+        """Whether every task of the suite has a readable result for this checkpoint, and a summary of them exists.
+
+        A folder is read again only after something was added to it, renamed or removed.
+        """
+        folder = default_folder(str(path))
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return False
+        if self._checked.get(folder, (None,))[0] != changed:
+            found = (read_result(file, undigested=True) for file in sorted(folder.glob("*.json")))
+            self._checked[folder] = (changed, frozenset(result.task for result in found if result is not None))
+        return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
+
+    def _wanted(self) -> list[Path]:
+        """Folders that are named like a checkpoint; other files and folders are ignored."""
+        found = [path for path in finished_checkpoints(self.run) if NAME.match(path.name)]
+        return [path for path in sorted(found, key=step) if step(path) % self._every == 0]
+
+    def weights(self, path: Path) -> str:
+        """What tells a checkpoint from another one that takes its name: the digests of its files, stated or computed.
+
+        Empty while a file cannot be read.
+        """
+        try:
+            stated = {name: facts.get("sha256") for name, facts in stated_files(path).items()}
+            if not stated or not all(stated.values()):
+                stated = {name: self._weights.of(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+                self._weights.write()
+        except (OSError, ValueError, AttributeError):
+            return ""
+        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _is_complete(self, path: Path) -> bool:
+        """Whether all files are there; looked at again when one was replaced."""
+        try:
+            facts = tuple(file_facts(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME))
+        except OSError:
+            return False
+        if self._complete.get(path) != facts and is_complete(path):
+            self._complete[path] = facts
+        return self._complete.get(path) == facts
+
 
 Say = Callable[[str], None]
 SHOWN_FAILURES = 3

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.data.data_config import CropConfig
-from pipeline.data.order.hashing import draw
+from pipeline.data.order.hashing import draw, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.pixels import check_scans
@@ -49,7 +49,7 @@ def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
         return _central_box(height, width, ratio=crop.ratio)
     log_ratio = (math.log(crop.ratio[0]), math.log(crop.ratio[1]))
     for attempt in range(CROP_ATTEMPTS):
-        share, shape = ((draw(state, 4 * attempt + i) >> 11) * 2.0**-53 for i in (0, 1))  # in [0, 1)
+        share, shape = uniform(state, 4 * attempt), uniform(state, 4 * attempt + 1)
         area = height * width * (crop.scale[0] + (crop.scale[1] - crop.scale[0]) * share)
         aspect = math.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * shape)
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))

@@ -61,6 +61,11 @@ def draw(state: int, counter: int) -> int:
     return mix((counter + 1) * GAMMA + state)
 
 
+def uniform(state: int, counter: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    return (draw(state, counter) >> 11) * 2.0**-53
+
+
 def permutation(state: int, n: int) -> NDArray[np.int64]:
     """A permutation of range(n): the stable argsort of n draws, int64 [n]."""
     return np.argsort(draws(state, np.arange(n)), kind="stable")

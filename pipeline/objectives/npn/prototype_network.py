@@ -81,13 +81,11 @@ class PrototypeNpn(Npn):
         self._held_back = []
         self._next_ids = self.prototype_ids.clone()
         self._next_live = self._fill(batch)
-        division = Division(self._ranks, self._next_live)
-        self._division = division if self.divided else None
+        self._division = self._share(self._next_live) if self.divided else None
         # Compiled only once all prototypes are live, so that one program serves one shape, also after resuming.
         compiled = self.config.npn_compile and self._next_live == self.config.prototypes
         self._passes = COMPILED if compiled else FUSED
-        ids = self._next_ids[: self._next_live]
-        samples = Samples(division.own(0, ids)[1], ids) if self.needs_ids else None
+        samples = self._samples(self._next_ids, live=self._next_live)
         cold, alpha = [], []
         for side in (0, 1):
             at, first = self._inner_updates(side, anchors[side])
@@ -125,7 +123,7 @@ class PrototypeNpn(Npn):
 
     def weight(self, side: int) -> Tensor:
         """This rank's live prototypes of one side after `advance`; all of them, [m, d], unless they are divided."""
-        return self.network.working["weight"][side, : Division(self._ranks, self._next_live).rows]
+        return self.network.working["weight"][side, : self._share(self._next_live).rows]
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight = self._whole(self.network.working["weight"][side], self._next_live)
@@ -142,7 +140,7 @@ class PrototypeNpn(Npn):
         return {"prototype_norm": mean}
 
     def distributions(self) -> dict[str, Tensor]:
-        weight = self.network.lasting["weight"][:, : Division(self._ranks, int(self.live)).rows]
+        weight = self.network.lasting["weight"][:, : self._share(int(self.live)).rows]
         return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
     def commit(self, update: AnchorBatch) -> None:
@@ -184,12 +182,21 @@ class PrototypeNpn(Npn):
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.own_state().items():
             for side in (0, 1):
-                rows, mine = Division(self._ranks, self.config.prototypes).own(0, state[name][side])
+                rows, mine = self._share(self.config.prototypes).own(0, state[name][side])
                 tensor[side, rows] = mine
+
+    def _share(self, live: int) -> Division:
+        return Division(self._ranks, live)
+
+    def _samples(self, ids: Tensor, *, live: int) -> Samples | None:
+        """The samples of the live prototypes, if these are excluded; ids: of all prototypes, [m]."""
+        if not self.needs_ids:
+            return None
+        return Samples(self._share(live).own(0, ids[:live])[1], ids[:live])
 
     def _whole(self, own: Tensor, count: int) -> Tensor:
         """The first `count` prototypes of all ranks, [count, d], from this rank's share; collective if divided."""
-        return Division(self._ranks, count).whole(own[: -(-count // self._ranks.size)], count=count)
+        return self._share(count).whole(own[: -(-count // self._ranks.size)], count=count)
 
     def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
         """The prototypes after a step's updates, and alpha before the first update, if there is any."""
@@ -251,7 +258,7 @@ class PrototypeNpn(Npn):
         if self.needs_ids and ids is not None:
             self._next_ids[start : start + len(ids)] = ids
         for side in (0, 1):
-            rows, mine = Division(self._ranks, self.config.prototypes).own(start, features[side])
+            rows, mine = self._share(self.config.prototypes).own(start, features[side])
             self.network.working["weight"][side, rows] = mine
 
     def _grow(self, batch: AnchorBatch, *, live: int, from_queue: bool) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from data_prep.pairs.listing import Listed
 from data_prep.pairs.pair import MALFORMED_ROW, captions_in, choose_columns
 from pipeline.errors import UserError
+from pipeline.files import other_encoding
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 _DELIMITERS = ",\t;|"
@@ -107,6 +108,9 @@ def _is_file(path: Path) -> bool:
 
 
 def _open(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        if wrong := other_encoding(file.read(4)):
+            raise UserError(f"{path} {wrong}")
     # An invalid byte should affect one row only: it becomes a surrogate, and the row is dropped with a reason.
     return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,17 +19,13 @@ RUN_ID = "[0-9a-f]{16}"
 """The pattern of ids. They become names of folders, so every one that was read is compared with it."""
 
 
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
-
-
 def parse_as(kind: type[T], text: str) -> T | None:
     """An instance of a dataclass from its JSON; None if that is damaged, or a value is of another type."""
     try:
-        return _adapter(kind).validate_json(text, strict=True)
+        found: T = TypeAdapter(kind).validate_json(text, strict=True)
     except ValueError:
         return None
+    return found
 
 
 def new_run_id() -> str:

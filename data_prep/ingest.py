@@ -73,6 +73,7 @@ def download(
         if retry_failed:
             _retry(config, folder, own_shards, show)
         finished = set(folder.finished())
+        folder.check_tars(finished.intersection(own_shards))
         missing = tuple(shard for shard in own_shards if shard not in finished)
         if missing:
             total = sum(plan.rows_of(shard) for shard in missing)

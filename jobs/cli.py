@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+
+from jobs import ROOT, leave_interrupted
+
+if (
+    (__name__ == "__main__" or os.path.basename(sys.argv[0]) == "neuclip")
+    and "multiprocessing.process" not in sys.modules  # which a worker that imports this module has imported
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, leave_interrupted)
 
 from pipeline.distributed.signals import exit_on_stop_signals
 
@@ -10,8 +21,6 @@ if "train" in sys.argv[1:3]:  # also after --debug
     exit_on_stop_signals()  # before the imports below: until then a signal would end the process in its default way
 
 import importlib
-import os
-import signal
 import textwrap
 import threading
 import traceback
@@ -22,7 +31,6 @@ from typing import Any, NoReturn
 
 import click
 
-from jobs import ROOT
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, explain_file_error, is_out_of_memory
 
 # Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
@@ -158,15 +166,20 @@ def _setting_hint(option: str, arguments: Sequence[str]) -> str:
 
 
 def _noted_interrupts() -> list[int]:
-    """A list to which every SIGINT is added before it raises KeyboardInterrupt."""
+    """A list to which every SIGINT is added before it raises KeyboardInterrupt; one in an import ends the process."""
     noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        caller = frame
+        while caller is not None:
+            if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
+                leave_interrupted(number, frame)
+            caller = caller.f_back
         noted.append(number)
         signal.default_int_handler(number, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, leave_interrupted):
         signal.signal(signal.SIGINT, interrupt)
     return noted
 

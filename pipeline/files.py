@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -81,6 +82,13 @@ def text_lines(text: str) -> list[str]:
     """The lines of a text: `str.splitlines` would also split at U+2028 and others, which occur inside names."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return lines if lines[-1] else lines[:-1]
+
+
+def other_encoding(head: bytes) -> str:
+    """What is wrong with a text file of which these are the first four bytes, if it is UTF-16 or UTF-32; else empty."""
+    if not (head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]):
+        return ""
+    return "is not UTF-8, which it must be, but looks like UTF-16 or UTF-32. Convert it: iconv -f UTF-16 -t UTF-8"
 
 
 def sha256_of(path: str | Path) -> str:

@@ -6,14 +6,26 @@ import json
 import re
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from pipeline.files import write_text
 
+T = TypeVar("T")
 METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
 RUN_ID = "[0-9a-f]{16}"
 """The pattern of ids. They become names of folders, so every one that was read is compared with it."""
+
+
+def parse_as(kind: type[T], text: str) -> T | None:
+    """An instance of a dataclass from its JSON; None if that is damaged, or a value is of another type."""
+    try:
+        found: T = TypeAdapter(kind).validate_json(text, strict=True)
+    except ValueError:
+        return None
+    return found
 
 
 def new_run_id() -> str:
@@ -54,6 +66,6 @@ def record_of(line: str) -> dict[str, Any] | None:
     """The record of a line of metrics.jsonl; None if a crash has cut it off."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

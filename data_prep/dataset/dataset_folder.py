@@ -225,6 +225,20 @@ class Folder:
         """Write a record in one step."""
         write_text(self.record(record.shard), record.text(), durable=True)
 
+    def check_tars(self, shards: Iterable[int]) -> None:
+        """Compare the tars of finished shards with their records, without reading them.
+
+        Raises:
+            UserError: One is missing or of another size, or a record is damaged.
+        """
+        for record in map(self.read_record, shards):
+            path = self.tar(record.shard)
+            found = path.stat().st_size if path.is_file() else None
+            if record.samples and found != record.bytes:
+                what = "is missing" if found is None else f"has {found:,} bytes instead of {record.bytes:,}"
+                root = shlex.quote(str(self.root))
+                raise UserError(f"{path} {what}: `neuclip verify {root}` lists all damage. {self.repair_hint}")
+
     @property
     def repair_hint(self) -> str:
         """Advice on how to repair damaged files, for messages."""

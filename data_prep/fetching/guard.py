@@ -6,7 +6,8 @@ and redirect before the body is read, in every worker of every distributor.
 
 Opt-outs are in `X-Robots-Tag` headers. A header holds comma-separated directives, some of which have values
 (`unavailable_after: 25 Jun 2010 15:00 GMT`), and may hold sections for named crawlers (`otherbot: noindex, nofollow`).
-Several headers are combined; proxies join them with commas. The strictest applicable directive wins.
+Several headers are combined; proxies join them with commas. The strictest applicable directive wins. Misspelt headers
+(`X_Robots_Tag`, `Robots`) and directives (`no-ai`, full-width letters) count, too: what their owners want is clear.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import ipaddress
 import re
 import socket
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from email import errors
@@ -163,11 +165,13 @@ _DIRECTIVES = frozenset({*_WITH_VALUE, "unavailable_after", "none", "noai", "noi
 }
 _EVERYONE = ("*", "robots")
 _CRAWLER = re.compile(r"^(?:\*|[a-z][a-z0-9_.-]*(?:/[a-z0-9_.-]*)?)$")
+# `X-Robots-Tag`, and what servers write instead.
+_HEADER = re.compile(r"(?:x[-_])?robots(?:[-_]?tags?)?", re.IGNORECASE)
 # In another header's value, behind a line break that is none in HTTP.
-_HEADER_WITHIN = re.compile(r"x-robots-tag\s*:", re.IGNORECASE)
+_HEADER_WITHIN = re.compile(r"(?:x[-_])?robots[-_]?tags?\s*:", re.IGNORECASE)
 # Some servers put directives in quotes or brackets.
 _ODD = re.compile(r"[^a-z0-9\s*._/:;,=+-]")
-_WORD = re.compile(r"[a-z-]+")
+_WORD = re.compile(r"[a-z_-]+")
 _ZONE = re.compile(r"\s+[A-Z]{2,5}$")
 _DATES = ("%d %b %Y", "%d %B %Y", "%b %d %Y", "%B %d %Y", "%b %d, %Y", "%B %d, %Y")
 
@@ -181,7 +185,7 @@ def check_opt_out(url: str, headers: Message, guard: GuardConfig) -> None:
     whole, *parts = headers.walk()
     texts = (part.get_payload() for part in (whole, *parts))
     rest = [*(part.keys() for part in parts), *(text for text in texts if isinstance(text, str))]
-    values = (value for name, value in headers.items() if name.lower() != "x-robots-tag")
+    values = (value for name, value in headers.items() if not _HEADER.fullmatch(name))
     is_odd = any(rest) or any(not isinstance(defect, _OF_BODIES) for defect in headers.defects)
     if is_odd or any(_HEADER_WITHIN.search(str(value)) for value in values):
         raise FetchError(reasons.BAD_HEADERS, "a line of them is not `name: value`")
@@ -197,9 +201,21 @@ def is_opted_out(headers: Message, *, user_agent: str, opt_outs: Iterable[str]) 
         user_agent: Our name, which a section may address.
         opt_outs: The directives that count.
     """
-    wanted = {directive.lower() for directive in opt_outs}
-    lines = headers.get_all("X-Robots-Tag", [])
-    return bool(wanted) and any(not wanted.isdisjoint(_directives(str(line), user_agent.lower())) for line in lines)
+    wanted = {_joined(directive.lower()) for directive in opt_outs}
+    lines = [_plain(str(value)) for name, value in headers.items() if _HEADER.fullmatch(name)]
+    return bool(wanted) and any(not wanted.isdisjoint(_directives(line, user_agent.lower())) for line in lines)
+
+
+def _plain(line: str) -> str:
+    """A header with ASCII letters in place of full-width ones. http.client reads its bytes as Latin-1."""
+    with contextlib.suppress(UnicodeError):
+        line = line.encode("latin-1").decode()
+    return unicodedata.normalize("NFKC", line)
+
+
+def _joined(directive: str) -> str:
+    """`no-ai` and `no_ai` as `noai`."""
+    return directive.replace("-", "").replace("_", "")
 
 
 def _directives(line: str, user_agent: str) -> Iterator[str]:
@@ -208,9 +224,9 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
     parts = [part.strip() for part in re.split("[,;]", _ODD.sub(" ", line.lower()))]
     for place, part in enumerate(parts):
         name, colon, value = (text.strip() for text in part.partition(":"))
-        if name == "x-robots-tag":  # the header's name once more
+        if name != "robots" and _HEADER.fullmatch(name):  # the header's name once more
             name, colon, value = value, "", ""
-        if colon and name not in _DIRECTIVES and _CRAWLER.match(name):
+        if colon and not {name, _joined(name)} & _DIRECTIVES and _CRAWLER.match(name):
             applies = name in _EVERYONE or name.partition("/")[0] == user_agent
             name, _, value = (text.strip() for text in value.partition(":"))
         if not applies or (colon and name in _WITH_VALUE):
@@ -221,7 +237,7 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
             continue
         # Servers separate directives with spaces or colons, or write `noai=1`.
         for word in _WORD.findall(f"{name} {value}"):
-            yield "noindex" if word == "none" else word
+            yield "noindex" if word == "none" else _joined(word)
 
 
 def _is_past(text: str) -> bool:

@@ -18,7 +18,7 @@ from data_prep.pairs.listing import Listed
 from data_prep.pairs.pair import MALFORMED_ROW, MISSING_FILE, captions_in, choose_columns
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
-from pipeline.files import text_lines
+from pipeline.files import other_encoding, text_lines
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 IMAGE_SUFFIXES = frozenset(f".{suffix}" for suffix in FORMAT_SUFFIXES)
@@ -113,6 +113,9 @@ def _is_file(path: Path) -> bool:
 
 
 def _open(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        if wrong := other_encoding(file.read(4)):
+            raise UserError(f"{path} {wrong}")
     # An invalid byte should affect one row only: it becomes a surrogate, and the row is dropped with a reason.
     return path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 

@@ -88,6 +88,7 @@ def make_shards(config: PairsConfig, *, on_rows: Callable[[int, int], None] = la
     _check_output(config, folder)
     with folder.made(), part_lock(folder, PART):
         finish_removals(folder)
+        folder.check_tars(folder.finished())
         source, shard_size = _plan(config, folder)
         plan = _digest(config, source, shard_size)
         lists = getattr(config.options, "captions", None) != "one"

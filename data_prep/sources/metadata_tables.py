@@ -19,7 +19,7 @@ from data_prep.settings.source_config import SOURCES, SourceConfig
 from data_prep.sources import hub
 from data_prep.sources.text_columns import columns_of, is_text, need_columns, normalized, separated_values
 from pipeline.errors import UserError
-from pipeline.files import sha256_of
+from pipeline.files import other_encoding, sha256_of
 
 _SUFFIXES = {
     "parquet": (".parquet",),
@@ -194,6 +194,10 @@ def _read_file(path: Path, source: SourceConfig, on_skipped: Callable[[int], Non
         "jsonl": _json_lines,
     }
     try:
+        if kind != "parquet":
+            with pa.input_stream(path) as file:
+                if wrong := other_encoding(file.read(4)):
+                    raise UserError(f"{path} {wrong}")
         for batch in openers[kind](path, source, kind):
             need_columns(columns, batch.schema.names, str(path))
             yield batch.select(columns)

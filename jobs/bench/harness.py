@@ -35,9 +35,10 @@ WORDS = (
 )
 """One token each."""
 CAPTIONS = {"cc3m": (10.3, 4.5), "cc12m": (20.2, 16.3), "datacomp": (10.2, 7.0)}
-"""Mean and standard deviation of a caption's length, in words, quoted from memory. CC3M and CC12M: Changpinyo et al.
-2021 (arXiv 2102.08981), table 1. DataComp-1B, of whose pool DFN is a selection: the mean is in Li et al. 2024
-(2406.08478), the deviation is an assumption: its ratio to the mean is between those of the other two."""
+"""Mean and standard deviation of a caption's length, in words. **Not checked**: quoted from memory, because the papers
+could not be looked up. CC3M and CC12M: Changpinyo et al. 2021 (arXiv 2102.08981), table 1. DataComp-1B, of whose pool
+DFN is a selection: the mean is in Li et al. 2024 (2406.08478; "about ten" in a summary, paperium.net/article/en/9921),
+the deviation is an assumption: its ratio to the mean is between those of the other two."""
 TOKENS_PER_WORD = 1.3
 """Assumed for CLIP's tokenizer, which adds a start and an end token."""
 

@@ -47,7 +47,7 @@ def contender(towers: Towers, data: Data, *, device: torch.device, name: str) ->
 
 def main() -> None:
     given = step_parser(__doc__, arch="ViT-B-32", batch=64, rounds=5, steps=2)
-    given.add_argument("--captions", choices=CAPTIONS, default="cc12m", help="lengths as published for a dataset")
+    given.add_argument("--captions", choices=CAPTIONS, default="cc12m", help="lengths as of this dataset (from memory)")
     args = given.parse_args()
     with start_world(device=args.device) as world:
         data = make_data(args)

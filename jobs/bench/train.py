@@ -79,7 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     found = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
     found.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     found.add_argument("--caption-tokens", type=float, default=28.0, help="mean length of captions, in tokens")
-    found.add_argument("--captions", choices=CAPTIONS, help="lengths as published for a dataset, instead")
+    found.add_argument("--captions", choices=CAPTIONS, help="lengths as of this dataset (from memory), instead")
     found.add_argument("--prototypes", type=int, help="prototypes of the network [4096, or the batch size if smaller]")
     found.add_argument("--inner-steps", type=int, default=10)
     found.add_argument("--grad-checkpointing", action="store_true")

@@ -36,6 +36,8 @@ from pipeline.errors import UserError
 from pipeline.files import write_text
 
 ATTEMPTS, PAUSE_SECONDS = 3, 5.0
+ANSWER_SECONDS, NOTE_SECONDS = 120.0, 10.0
+"""How long a start waits for the mirror to take and return a small file, and when it says so."""
 BEAT_SECONDS, WATCH_SECONDS = 20.0, 50.0
 """How often a process that uploads says that it lives, and how long a fresh machine waits for it to say so."""
 
@@ -220,12 +222,40 @@ def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: W
 
     def check() -> str:
         store = MirrorStore(url, run)
-        store.check()
+        _check(store)
         later = [name for name in store.names() if step_of(Path(name)) > step]
         problem = _of_another_run(store, run, resume=resume)
         return taken_by(f"The mirror {store.url}", later, resume) if later and not (problem and resume) else problem
 
     _ask(url, check, world=world, minutes=minutes)
+
+
+def _check(store: MirrorStore) -> None:
+    """`MirrorStore.check` in bounded time: clients try again for many minutes when a server takes requests and hangs.
+
+    Raises:
+        TimeoutError: The mirror has not answered.
+        Exception: As for `MirrorStore.check`.
+    """
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            store.check()
+        except Exception as error:  # of any client library
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="mirror-check", daemon=True)
+    thread.start()
+    thread.join(NOTE_SECONDS)
+    if thread.is_alive():
+        left = ANSWER_SECONDS - NOTE_SECONDS
+        print(f"Waiting up to {left:.0f} s for checkpoint.mirror {store.url} to answer.", file=sys.stderr, flush=True)
+        thread.join(left)
+    if thread.is_alive():
+        raise TimeoutError(f"it has not answered for {ANSWER_SECONDS:.0f} s")
+    for error in errors:
+        raise error
 
 
 def _of_another_run(store: MirrorStore, run: Path, *, resume: str | None) -> str:
@@ -305,7 +335,7 @@ def fetch_newest(
 
 def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None], settings: Tree) -> str:
     folder = run / FOLDER_NAME
-    store.check()
+    _check(store)
     if problem := _of_another_run(store, run, resume="latest"):
         return problem
     if not (names := store.names()):

@@ -92,9 +92,6 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
             f"Local rank {local_rank} on {host} has no GPU of its own: torch sees {count}. Start at most one process "
             "per GPU."
         )
-    # The first batch with the longest texts may come after hours, when memory is cut into pieces of other sizes.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     index = local_rank if count > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

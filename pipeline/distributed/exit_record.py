@@ -95,9 +95,11 @@ def record_exit(code: int, reason: str = "") -> None:
 
 def read_exit(path: Path) -> ExitRecord | None:
     """A rank's record; None when the file is missing or damaged."""
+    from pipeline.run_files import parse_as  # signals are handled before libraries are imported
+
     try:
-        return ExitRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return parse_as(ExitRecord, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
 
 

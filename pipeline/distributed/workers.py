@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from types import ModuleType
@@ -59,6 +60,44 @@ def start_workers(loader: DataLoader[T]) -> Iterator[T]:
                 return iter(loader)
         except (pickle.PicklingError, AttributeError):
             return iter(loader)
+
+
+def means_worker_died(error: Exception) -> bool:
+    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
+
+    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
+    """
+    message = str(error)
+    return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
+
+
+def worker_died_message(error: Exception, *, memory: str, modules: Iterable[str] = ()) -> str:
+    """Why, and what to do about it.
+
+    Args:
+        error: What torch raised.
+        memory: What to do where memory ran out.
+        modules: What workers import besides the preloaded modules.
+    """
+    what = f"{type(error).__name__}: {error}".rstrip(".")
+    if "killed by signal" not in what and (cause := _import_error((*_preloaded, *modules))):
+        return f"A worker of the loader could not start, because it cannot import what it needs: {cause}"
+    if "exit code" in what:
+        return f"A worker of the loader ended by itself; it printed its error above ({what})."
+    return (
+        f"A worker of the loader was killed ({what}), which usually means that the machine ran out of memory. " + memory
+    )
+
+
+def _import_error(modules: Iterable[str]) -> str:
+    """The error of importing the modules in a new process, and its place, in one line; empty if there is none."""
+    code = [f"import sys; sys.path[:] = {sys.path!r}", *(f"import {name}" for name in modules if name != "__main__")]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False)
+    if not done.returncode:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    place = next((line.strip() for line in reversed(lines) if line.startswith('  File "')), "")
+    return f"{lines[-1]}{f' ({place})' if place else ''}"
 
 
 def live_with_parent() -> None:

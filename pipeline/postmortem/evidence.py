@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.checkpoint.layout import FOLDER_NAME, META_NAME, PREFIX, checkpoint_folders, fallback_runs, step_of
+from pipeline.checkpoint.layout import FOLDER_NAME, PREFIX, checkpoint_folders, fallback_runs, read_meta, step_of
 from pipeline.checkpoint.reader import damage
+from pipeline.config import read_yaml
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
@@ -105,14 +104,14 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
         raise UserError(f"{run} is not the folder of a run: it has no {CONFIG_NAME} and no {FOLDER_NAME}/.")
     config = _read_config(run / CONFIG_NAME)
     records = read_records(run / METRICS_NAME)
-    fallback = (config.get("checkpoint") or {}).get("fallback")
-    runs = [run, *fallback_runs(fallback, run)]
-    steps = [record["step"] for record in records if record.get("kind") == "train"]
+    fallback = _setting(config, "checkpoint", "fallback")
+    runs = [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]
+    steps = [record.get("step") for record in records if record.get("kind") == "train"]
     found = RunEvidence(
         run=run,
         config=config,
         holder=(holder := _holder(run / LOCK_NAME)),
-        steps=max(steps, default=0),
+        steps=max((step for step in steps if isinstance(step, int)), default=0),
         events=_last_start(records),
         beats=_beats(run, running=bool(holder)),
         exits=read_ends(run / HEARTBEATS),
@@ -123,7 +122,7 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
         origin=read_origin(run),
     )
     evaluated = {record.get("step") for record in records if record.get("kind") == "evaluation"}
-    due = bool((config.get("evaluation") or {}).get("suite"))
+    due = bool(_setting(config, "evaluation", "suite"))
     return replace(found, unscored=due and found.total_steps not in evaluated, refusal=_refusal(found))
 
 
@@ -141,10 +140,15 @@ def _refusal(found: RunEvidence) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_yaml(path)
+    except (UserError, ValueError):
         return {}
-    return tree if isinstance(tree, dict) else {}
+
+
+def _setting(config: Mapping[str, Any], section: str, name: str) -> Any:
+    """A setting; None if it is not there, or the section is damaged."""
+    tree = config.get(section)
+    return tree.get(name) if isinstance(tree, dict) else None
 
 
 def _last_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -183,9 +187,8 @@ def _stored(runs: Sequence[Path], *, verify: bool) -> Iterator[StoredCheckpoint]
 def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:
     files = [file for file in path.rglob("*") if file.is_file()]
     try:
-        meta = json.loads((path / META_NAME).read_text(encoding="utf-8"))
-        ranks = int(meta.get("world_size", 1))
-    except (OSError, ValueError, AttributeError, TypeError):
+        ranks = int(read_meta(path).get("world_size", 1))
+    except (OSError, ValueError, TypeError, OverflowError):
         ranks = 1
     size = sum(file.stat().st_size for file in files)
     return StoredCheckpoint(path, step_of(path), damage(path, contents=verify) or "", size, ranks)
@@ -209,7 +212,7 @@ def _evaluations(run: Path) -> dict[str, str]:
     for folder in sorted((run / LEDGER_FOLDER).glob(f"*/{PREFIX}*")):
         try:
             outcome = json.loads((folder / DONE).read_text(encoding="utf-8")).get("outcome", FINISHED)
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             outcome = "unfinished"
         found[folder.name] = str(outcome)
     return found

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pipeline.checkpoint.layout import FOLDER_NAME, checkpoint_folders, read_meta
 from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
@@ -32,6 +32,7 @@ from pipeline.distributed.exit_record import reserve_space, start_recording, sto
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.run_files import parse_as
 from pipeline.training.recipe import CONFIG_NAME, RunConfig
 
 LOCK_NAME = ".lock"
@@ -175,16 +176,8 @@ def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool)
 def read_origin(folder: Path) -> Origin | None:
     """The origin that a run's folder records; None if it is no fork, or the record is damaged."""
     try:
-        return parse_origin(json.loads((folder / ORIGIN_NAME).read_text(encoding="utf-8")))
+        return parse_as(Origin, (folder / ORIGIN_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-
-
-def parse_origin(tree: Any) -> Origin | None:
-    """The origin in a fork's record or `checkpoint.json`; None if there is none."""
-    try:
-        return Origin(**tree)
-    except TypeError:
         return None
 
 
@@ -260,7 +253,8 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None
     elif world.is_main and mirror:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
             store = MirrorStore(mirror, folder)
-            begun = any(origin.is_of(parse_origin(store.meta(name).get("origin"))) for name in store.names()[-1:])
+            recorded = [json.dumps(store.meta(name).get("origin")) for name in store.names()[-1:]]
+            begun = any(origin.is_of(parse_as(Origin, text)) for text in recorded)
     world.raise_together(problem)
     return bool(world.gather_objects(begun)[0])
 

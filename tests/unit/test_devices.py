@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +22,25 @@ from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, world
 from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
 from pipeline.errors import UserError
+from pipeline.evaluation.run import session
+from pipeline.evaluation.run.session import Accelerated, EvaluationConfig
 from pipeline.planning import measure
 from tests.launch import ROOT
 
 GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", driver="550.54.15", cores=[0, 1])
 CPU = replace(GPU, rank=1, host="node2", backend="gloo", device="CPU", gpu="", driver="")
+
+
+def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: they divided by the number of processes what a scheduler had divided already."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(session, "cpu_quota", lambda: None)
+    elsewhere, mine = ("another node", list(range(8))), (socket.gethostname(), list(range(8, 16)))
+    for others, cores in (([elsewhere, mine], 8), ([(mine[0], list(range(8))), elsewhere], 4)):
+        monkeypatch.setattr(Accelerated, "gather_objects", lambda _, own, others=others: [own, *others])
+        found = Accelerated(SimpleNamespace(process_index=0, num_processes=3))
+        assert EvaluationConfig().loader_workers(found.cores) == found.cores == cores
+        assert EvaluationConfig(workers=3).loader_workers(found.cores) == 3
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
@@ -34,7 +49,6 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     return current
 
 
@@ -44,13 +58,8 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
 )
 def test_a_rank_takes_its_own_gpu(count: int, local_rank: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     current = pretend_gpus(monkeypatch, count)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     assert choose_device("auto", local_rank=local_rank, ranks=8) == torch.device("cuda", expected)
     assert current == [expected]
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    choose_device("auto", local_rank=local_rank, ranks=8)
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from pipeline.checkpoint.layout import finished_checkpoints, name_of
 from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointWriter, Snapshot
 from pipeline.distributed.exit_record import read_ends
+from pipeline.distributed.signals import EXIT_PREEMPTED
+from pipeline.run_files import METRICS_NAME, read_records
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
 from pipeline.training.trainer import EXIT_NOT_SAVED
@@ -61,12 +65,16 @@ def before_step(step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CheckpointWriter, "save", save)
 
 
-def continues(base: Path, run: Path) -> bool:
+def continues(base: Path, run: Path, *more: str) -> bool:
     """Whether a run that is continued ends as the undisturbed one."""
-    train_here(*settings(base, run), resume="latest")
+    train_here(*settings(base, run, *more), resume="latest")
     name = f"checkpoints/{name_of(STEPS)}/open_clip_model.safetensors"
     one, two = (load_file(folder / name) for folder in (run, base / "whole"))
     return all(torch.equal(value, two[key]) for key, value in one.items())
+
+
+def events(run: Path) -> list[str]:
+    return [str(record.get("message")) for record in read_records(run / METRICS_NAME) if record["kind"] == "event"]
 
 
 def steps_of(run: Path) -> list[str]:
@@ -99,6 +107,27 @@ def test_a_full_disk_with_a_fallback_loses_nothing(base: Path, tmp_path: Path, m
         assert code_of(*settings(base, disk / "run", spare)) == 0
         (other,) = (tmp_path / "spare").iterdir()
         assert steps_of(other) == [name_of(STEPS)]
+
+
+def test_a_run_continues_from_the_fallback_with_the_same_bits(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = tmp_path / "spare"
+    with small_disk(tmp_path / "disk", megabytes=64) as disk:
+
+        def stop() -> None:
+            fill(disk)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        before_step(4, stop, monkeypatch)
+        run, setting = disk / "run", f"checkpoint.fallback={spare}"
+        assert code_of(*settings(base, run, setting)) == EXIT_PREEMPTED
+        (other,) = spare.iterdir()
+        assert (steps_of(run), steps_of(other)) == ([name_of(2)], [name_of(5)])
+        monkeypatch.undo()
+        (disk / "filler").unlink()
+        assert continues(base, run, setting)
+        assert f"Resumed from {name_of(5)} (step 5 of {STEPS})." in events(run), "which only the fallback has"
 
 
 @pytest.mark.parametrize("fallback", [False, True])

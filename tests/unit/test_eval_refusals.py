@@ -61,6 +61,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a shard is empty": (lambda f: (f / "test/0.tar").write_bytes(b""), "0.tar is damaged or cut short"),
     "class names are missing": (lambda f: (f / "classnames.txt").unlink(), "Cannot read .*classnames.txt"),
+    "class names in UTF-16": (
+        lambda f: (f / "classnames.txt").write_text("one\ntwo\n", encoding="utf-16"),
+        "classnames.txt is not UTF-8, .*iconv",
+    ),
     "too few class names": (
         lambda f: (f / "classnames.txt").write_text("one\ntwo\n"),
         "labels run from 0 to 4, but there are 2 class names",

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from data_prep.dataset import canonical_tar, removal
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.removal import remove
+from data_prep.pairs.make_shards import PairsConfig, make_shards
 from jobs.manifest import command as manifest_command
 from jobs.pairs import command as pairs_command
 from jobs.verify import command as verify_command
@@ -204,3 +205,24 @@ def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"00003\.tar is not what the manifest says, and nothing was changed"):
         remove(root, {"0000000001", "0000000030"})
     assert tars(root) == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "byte", "empty", "list"])
+def test_a_damaged_note_of_a_killed_removal_is_refused(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "_publish_tar", Dying(removal._publish_tar, at=1))
+        with pytest.raises(KeyboardInterrupt):
+            remove(root, {"0000000001"})
+    (note,) = root.rglob("*.removal")
+    text, before = note.read_bytes(), tars(root)
+    note.write_bytes({"cut": text[:-20], "byte": text.replace(b"9", b"8", 1), "empty": b"", "list": b"[]"}[damage])
+    for again in (lambda: remove(root, {"0000000001"}), lambda: make_shards(PairsConfig(str(tmp_path / "in"), root))):
+        with pytest.raises(UserError, match=r"00000\.tar\.removal, which says how to finish a removal, is damaged"):
+            again()
+        assert tars(root) == before
+    note.write_bytes(text)
+    assert remove(root, {"0000000001"})[0].missing == ()
+    assert 1 not in keys(load_manifest(root))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,22 @@ def test_the_check_at_the_start_leaves_nothing_behind(tmp_path: Path, port: int)
     new_run(tmp_path / "run", "s3://bucket/runs")
     resumed_run(tmp_path / "run", "s3://bucket/runs")
     assert client().find("bucket") == []
+
+
+@pytest.mark.parametrize("start", [new_run, resumed_run])
+def test_a_server_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Start
+) -> None:
+    """Regression test: the client tries 25 times for a minute each, and nothing was printed."""
+    pytest.importorskip("s3fs")
+    monkeypatch.setattr(mirror_module, "NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(mirror_module, "ANSWER_SECONDS", 1.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name, value in client_settings(silent.getsockname()[1]).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=r"cannot be used \(TimeoutError: it has not answered for 1 s\): check the"):
+            start(tmp_path / "run", "s3://hanging/runs")
+    assert "Waiting up to 1 s for checkpoint.mirror s3://hanging/runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -6,15 +6,19 @@ from email.message import Message
 
 import pytest
 
-from data_prep.fetching.guard import is_opted_out
+from data_prep.fetching.guard import check_response, is_opted_out
+from data_prep.reasons import FetchError
+from data_prep.settings.download_config import GuardConfig
 
 ALL = ("noai", "noimageai", "noindex", "noimageindex")
 
 
-def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "neuclip") -> bool:
+def opted_out(
+    *lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "neuclip", name: str = "X-Robots-Tag"
+) -> bool:
     headers = Message()
     for line in lines:
-        headers.add_header("X-Robots-Tag", line)
+        headers.add_header(name, line)
     return is_opted_out(headers, user_agent=user_agent, opt_outs=opt_outs)
 
 
@@ -62,6 +66,12 @@ def opted_out(*lines: str, opt_outs: tuple[str, ...] = ALL, user_agent: str = "n
         ("*:nofollow:noai",),
         ("noarchive: noindex",),
         ("\xe2\x80\x9cnoai\xe2\x80\x9d",),
+        ("no-ai",),
+        ("nofollow, No_Image-AI",),
+        ("no-index: true, nofollow",),
+        ("ｎｏａｉ",),
+        ("ｎｏａｉ".encode().decode("latin-1"),),
+        ("X_Robots_Tag: noai",),
     ],
 )
 def test_headers_that_opt_out(lines: tuple[str, ...]) -> None:
@@ -98,3 +108,26 @@ def test_only_configured_directives_are_honored() -> None:
     assert not opted_out("noindex", opt_outs=("noai",))
     assert not opted_out("noai, none", opt_outs=())
     assert opted_out("mybot: noai", user_agent="MyBot")
+
+
+@pytest.mark.parametrize("name", ["X_Robots_Tag", "x-robots_tag", "Robots-Tag", "ROBOTS", "X-Robots", "X-RobotsTag"])
+def test_misspelt_names_of_the_header_opt_out(name: str) -> None:
+    assert opted_out("nofollow, noai", name=name)
+    assert not opted_out("otherbot: noai", name=name)
+    with pytest.raises(FetchError, match="opted out"):
+        check_response("http://x.org", header(name, "noai"), GuardConfig())
+    if "tag" in name.lower():
+        with pytest.raises(FetchError, match="bad headers"):
+            check_response("http://x.org", header("Server", f"apache\x85{name}: noai"), GuardConfig())
+
+
+@pytest.mark.parametrize("name", ["X-Robots-Tagged-By", "Robot", "X-Frame-Options", "Tag", "ETag"])
+def test_other_headers_do_not_opt_out(name: str) -> None:
+    assert not opted_out("noai", name=name)
+    check_response("http://x.org", header(name, "noai"), GuardConfig())
+
+
+def header(name: str, value: str) -> Message:
+    headers = Message()
+    headers.add_header(name, value)
+    return headers

@@ -17,10 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset import canonical_tar
+from data_prep.pairs.find_source import SourceOptions, open_source
 from data_prep.pairs.listing import Listed, write_listing
 from data_prep.pairs.pair import ImageOptions, captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
 from data_prep.pairs.tar_rows import TarSource
+from data_prep.settings.source_config import SourceConfig
+from data_prep.sources.metadata_tables import read
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
 from tests.pair_files import check_ten, convert_all, dropped, make, picture, stored, table, write_csv, write_images  # noqa: F401
@@ -35,6 +38,20 @@ def test_a_csv_in_a_folder(table: Path, tmp_path: Path) -> None:
     check_ten(tmp_path / "out", outcome)
     assert [shard.samples for shard in outcome.manifest.shards] == [4, 4, 2]
     assert stored(tmp_path / "out")[3][2] == {"captions": ["picture 3"], "source": "pairs.csv:5"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl"])
+def test_tables_in_utf_16_are_refused_with_what_is_allowed(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes('{"image": "a.jpg", "caption": "a dog"}\n'.encode(encoding))
+    with pytest.raises(UserError, match=r"is not UTF-8, which it must be, but looks like UTF-16 .*iconv"):
+        open_source(str(path), SourceOptions(), listing=tmp_path / "list")
+    compressed = tmp_path / f"{name}.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    for file in (path, compressed):
+        with pytest.raises(UserError, match=rf"{file.name} is not UTF-8, .*looks like UTF-16 .*iconv"):
+            next(read(SourceConfig(table=str(file))))
 
 
 def test_names_of_devices_pipes_and_huge_files_are_not_read(table: Path, tmp_path: Path) -> None:

@@ -145,6 +145,20 @@ def test_a_changed_byte_in_a_meta_file_is_found(table: Path, tmp_path: Path) -> 
     convert_all(table, tmp_path / "data")
 
 
+def test_a_damaged_tar_is_named_when_the_command_is_repeated(table: Path, tmp_path: Path) -> None:
+    """Regression test: the manifest was written again as if nothing had happened."""
+    convert_all(table, tmp_path / "data")
+    tar = tmp_path / "data/shards/00001.tar"
+    whole = tar.read_bytes()
+    for body, what in ((whole[:-700], "has [0-9,]+ bytes instead of [0-9,]+"), (None, "is missing")):
+        tar.unlink() if body is None else tar.write_bytes(body)
+        with pytest.raises(UserError, match=rf"00001\.tar {what}: `neuclip verify \S+/data` lists all damage. Delete"):
+            convert_all(table, tmp_path / "data")
+    (tmp_path / "data/meta/00001.json").unlink()
+    convert_all(table, tmp_path / "data")
+    assert tar.read_bytes() == whole
+
+
 def test_a_conversion_goes_on_from_another_folder(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression test: images of a source with a relative name were missing for the run that continued."""
     real = make_shards.write_shard

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from click.testing import CliRunner
 from jobs.doctor import command
 from pipeline.checkpoint.reader import damage
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
+from pipeline.config import read_yaml
 from pipeline.data.loading.worker_processes import StallWatch
 from pipeline.distributed import exit_record
 from pipeline.distributed.exit_record import record_exit, reserve_space, start_recording, stop_recording
@@ -28,10 +31,13 @@ from pipeline.distributed.heartbeat import Beat, Heartbeat, read_beat
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.evaluation.watch.ledger import DONE
+from pipeline.evaluation.watch.watcher import LEDGER_FOLDER
 from pipeline.metrics.sinks import JsonLines, SinkContext
 from pipeline.postmortem import evidence as evidence_module
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
+from pipeline.run_files import write_run_id
 from pipeline.training.recipe import ValidationConfig
 from pipeline.training.run_start import Origin
 from pipeline.training.validation import Validation, ValidationHistory
@@ -404,3 +410,40 @@ def test_a_run_that_reached_its_last_step(
     output, code = examine(run)
     assert expected in output.splitlines()[0]
     assert code == int(damaged)
+
+
+DAMAGED = (b"", b"[]", b"null", b"5", b'"x"', b"\xff\xfe\0", b"{}", b"[" * 100_000, b'{"a": ' * 100_000)
+WRONG = (None, 5, -1, 0.5, 10**400, float("nan"), True, "x", "../../x", "\ud800", [], [[]], {}, {"a": {}})
+
+
+def damaged(body: bytes) -> Iterator[bytes]:
+    """A small file's content with every kind of damage; of a JSON object, also with each field wrong or missing."""
+    yield from (*DAMAGED, body[: len(body) // 2])
+    with suppress(ValueError, AttributeError):
+        tree = json.loads(body)
+        for key in tree:
+            yield from (json.dumps({**tree, key: value}).encode() for value in WRONG)
+            yield json.dumps({name: value for name, value in tree.items() if name != key}).encode()
+
+
+@pytest.mark.slow
+def test_no_damaged_small_file_is_taken_for_a_bug(run: Path, towers: Towers) -> None:
+    """Regression test: an origin.json whose checkpoint is a number, and any nested too deeply, ended with 70."""
+    write(run, towers, [3])
+    write_run_id(run, "0123456789abcdef")
+    beat(run)
+    end(run, 70, "a reason", rank=1)
+    (ledger := run / LEDGER_FOLDER / "all" / "step-00000003" / DONE).parent.mkdir(parents=True)
+    ledger.write_text('{"outcome": "finished"}')
+    origin = Origin(str(run.parent / "other" / "step-00000004"), "abc")
+    (run / "origin.json").write_text(json.dumps(asdict(origin)))
+    config = run / "config.yaml"
+    config.write_text(json.dumps(read_yaml(config)))  # JSON is YAML
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.suffix != ".safetensors"]
+    assert len(files) == 11
+    for path in files:
+        whole = path.read_bytes()
+        for body in damaged(whole):
+            path.write_bytes(body)
+            assert examine(run)[1] in (0, 1), (path, body[:200])
+        path.write_bytes(whole)

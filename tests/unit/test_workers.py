@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from pipeline.evaluation.datasets.task_data import TaskError
 from pipeline.evaluation.run.images import ImagePass
@@ -39,6 +43,14 @@ class LockedImages:
         return str(index)
 
 
+class KillingImages(LockedImages):
+    """Its worker dies as of too little memory."""
+
+    def read(self, index: int) -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
 def test_locks_that_are_held_when_workers_start_are_not_copied() -> None:
     images = ImagePass(LockedImages(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=2)
     with LOCK:
@@ -54,3 +66,21 @@ def test_workers_do_not_run_the_users_script_again(tmp_path: Path) -> None:
         timeout=120, env={"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.split("\n")[:2] == ["started", "[[0, 1], [2, 3]]"], done.stderr
+
+
+def test_a_worker_that_cannot_import_what_it_needs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from tests.unit.test_workers import LockedImages\n\nclass Images(LockedImages): ...\n"
+    (tmp_path / "replaced.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from replaced import Images  # type: ignore[import-not-found]
+
+    (tmp_path / "replaced.py").write_text("import a_package_that_is_gone\n")
+    images = ImagePass(Images(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)
+    with pytest.raises(TaskError, match=r"cannot import what it needs: ModuleNotFoundError.*a_package_that_is_gone"):
+        next(images.run())
+
+
+def test_a_worker_that_is_killed_is_reported() -> None:
+    images = ImagePass(KillingImages(), {"a": make_model(0).preprocess}, micro_batch=2, batch_size=1, workers=1)
+    with pytest.raises(TaskError, match=r"was killed .*memory.*Lower `workers` or `batch_size`"):
+        next(images.run())

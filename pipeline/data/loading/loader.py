@@ -33,15 +33,13 @@ from pipeline.data.loading.worker_processes import (
     NoBatch,
     StallWatch,
     describe_workers,
-    means_worker_died,
     prepare_workers,
-    worker_died_message,
 )
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
 from pipeline.data.shards.tar_reader import CaptionField
-from pipeline.distributed.workers import start_forkserver, start_workers
+from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 
@@ -281,7 +279,11 @@ class Loader:
                 raise NoBatch from error
             if not (self.workers and means_worker_died(error)):
                 raise
-            raise UserError(worker_died_message(error)) from error
+            memory = (
+                "Each worker keeps about half of data.shuffle_buffer encoded samples for each of its streams, and "
+                "data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
+            )
+            raise UserError(worker_died_message(error, memory=memory)) from error
         if isinstance(part, Failure):
             self.close()
             raise UserError(part.message)

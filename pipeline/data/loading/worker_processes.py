@@ -90,24 +90,6 @@ def _check_shared_memory(config: DataConfig, world: World, *, rows: int, image_s
         )
 
 
-def means_worker_died(error: Exception) -> bool:
-    """Whether torch noticed that a worker ended, or a tensor that a worker sent can no longer be fetched from it.
-
-    Errors that a worker itself raised arrive as "Caught ... in DataLoader worker process ...".
-    """
-    message = str(error)
-    return "DataLoader worker (pid" in message or (isinstance(error, (OSError, EOFError)) and "Caught" not in message)
-
-
-def worker_died_message(error: Exception) -> str:
-    """What to do about it."""
-    return (
-        f"A worker of the loader was killed ({type(error).__name__}: {error}), which usually means that the machine "
-        "ran out of memory. Each worker keeps about half of data.shuffle_buffer encoded samples for each of its "
-        "streams, and data.prefetch batches: lower one of them, or data.workers. `neuclip plan` estimates the memory."
-    )
-
-
 PATIENCE_SECONDS = 2.0
 """After a stop signal, a batch that does not come within this time is given up: nothing is lost by that."""
 LEAVE_SECONDS = 20.0

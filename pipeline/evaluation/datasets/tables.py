@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskError, plain, read_bytes
+from pipeline.files import other_encoding
 
 Place = tuple[int, int | None]
 """Row, and position in the row's list of images (None when the row has one image)."""
@@ -264,7 +265,10 @@ def read_csv(path: Path) -> Any:
     import pandas as pd
 
     try:
-        if b"\0" in path.read_bytes():
+        content = path.read_bytes()
+        if wrong := other_encoding(content[:4]):
+            raise TaskError(f"{path} {wrong}")
+        if b"\0" in content:
             raise TaskError(f"{path} holds zero bytes: it was damaged, or is not UTF-8. Fetch it again, or convert it.")
         with path.open(newline="", encoding="utf-8-sig") as file:
             header = next(csv.reader(file), [])

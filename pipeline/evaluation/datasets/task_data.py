@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import sha256_of, text_lines
+from pipeline.files import other_encoding, sha256_of, text_lines
 from pipeline.pixels import ImageError, read_file, read_rgb
 
 IMAGE_SUFFIXES = ("webp", "png", "jpg", "jpeg")
@@ -202,7 +202,10 @@ def read_lines(path: Path) -> tuple[str, ...]:
         TaskError: It cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark of three bytes first
+        content = path.read_bytes()
+        if wrong := other_encoding(content[:4]):
+            raise TaskError(f"{path} {wrong}")
+        text = content.decode("utf-8-sig")  # some editors write a mark of three bytes first
         if "\0" in text:
             raise TaskError(f"{path} holds zero bytes: it was damaged. Fetch it again.")
         return tuple(line.strip() for line in text_lines(text))

@@ -129,7 +129,7 @@ def _my_images(
         {keys[index]: model.preprocess for index, model in models.items()},
         micro_batch=config.micro_batch,
         batch_size=config.batch_size,
-        workers=config.loader_workers(session.world.size),
+        workers=config.loader_workers(session.world.cores),
         cache=PixelCache(Path(config.cache), data=data, micro_batch=config.micro_batch) if config.cache else None,
     )
 

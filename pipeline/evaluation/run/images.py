@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.distributed.workers import live_with_parent, preload, start_forkserver, start_workers
+from pipeline.distributed.workers import (
+    live_with_parent,
+    means_worker_died,
+    preload,
+    start_forkserver,
+    start_workers,
+    worker_died_message,
+)
 from pipeline.evaluation.compute import microbatches
 from pipeline.evaluation.datasets.task_data import ImageSource, TaskError, decode
 from pipeline.evaluation.identity import ROOT, code_digest
@@ -106,7 +113,7 @@ class ImagePass:
         """Yield `(number, valid, {key: [M, 3, H, W]})` for micro-batches number = rank, rank + size, ...
 
         Raises:
-            TaskError: An image cannot be read.
+            TaskError: An image cannot be read, or a worker died.
         """
         numbers = range(rank, -(-len(self.source) // self.micro_batch), size)
         items = _Batches(self, self._batches(numbers))
@@ -133,12 +140,18 @@ class ImagePass:
         starts = range(0, len(mine), self.batch_size)
         return [(k, mine[start : start + self.batch_size]) for k, start in enumerate(starts)]
 
-    @staticmethod
-    def _checked(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
-        for batch in start_workers(loader):
-            if isinstance(batch, str):
-                raise TaskError(batch)
-            yield tuple(batch)
+    def _checked(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, ...]]:
+        try:
+            for batch in start_workers(loader):
+                if isinstance(batch, str):
+                    raise TaskError(batch)
+                yield tuple(batch)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not (loader.num_workers and means_worker_died(error)):
+                raise
+            modules = [type(part).__module__ for part in (self.source, *self.transforms.values())]
+            memory = "Lower `workers` or `batch_size`."
+            raise TaskError(worker_died_message(error, memory=memory, modules=modules)) from error
 
 
 def _start_worker(number: int) -> None:

@@ -7,6 +7,7 @@ connects them; one process needs neither.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ import torch
 from pydantic import Field
 
 from pipeline.config import section
-from pipeline.cores import usable_cores
-from pipeline.distributed.world import ranks_here
+from pipeline.cores import cores_of_rank, cpu_quota, usable_cores
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.task_data import TaskError, plain
@@ -52,16 +52,9 @@ class EvaluationConfig:
     relock: bool = False
     """Accept data other than in `suite.lock.json`, and lock that."""
 
-    def loader_workers(self, processes: int) -> int:
-        """How many loader workers one of the evaluation's `processes` processes starts."""
-        if self.workers is not None:
-            return self.workers
-        cores = usable_cores()
-        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_PER_TASK" in os.environ:
-            own = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))  # srun has already divided them
-        else:
-            own = cores // ranks_here(processes)
-        return min(16, max(1, own))
+    def loader_workers(self, cores: int) -> int:
+        """How many loader workers a process with so many cores starts."""
+        return min(16, cores) if self.workers is None else self.workers
 
 
 @dataclass(frozen=True)
@@ -117,6 +110,10 @@ class Processes(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def cores(self) -> int:
+        """CPU cores of this process, without those of the others on its node."""
+
     def gather_objects(self, value: Any) -> list[Any]:
         """One value per process, in rank order, on every process."""
 
@@ -128,6 +125,7 @@ class Processes(Protocol):
 class Alone:
     rank: int = 0
     size: int = 1
+    cores: int = field(default_factory=usable_cores, compare=False)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -142,10 +140,15 @@ class Accelerated:
     state: Any
     rank: int = field(init=False)
     size: int = field(init=False)
+    cores: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", int(self.state.process_index))
         object.__setattr__(self, "size", int(self.state.num_processes))
+        own = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+        others = [found for rank, found in enumerate(self.gather_objects(own)) if rank != self.rank]
+        here = [cores for host, cores in others if host == own[0]]
+        object.__setattr__(self, "cores", cores_of_rank(own[1], others=here, quota=cpu_quota()))
 
     def gather_objects(self, value: Any) -> list[Any]:
         from accelerate.utils import gather_object

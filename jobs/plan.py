@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pipeline.training.recipe import RunConfig
 
 GIB = 2**30
+MOST_CORES = 32
+"""Per GPU: more than nodes with several GPUs have."""
 GPUS = {989.0: "H100 or H200", 312.0: "A100", 362.0: "L40S", 65.0: "T4 in fp16"}
 """By their dense peaks in bf16, as `plan.peak_tflops` lists them."""
 
@@ -54,7 +56,7 @@ def command(recipe: str | None, ranks: int | None, measure: bool, seconds: float
         size = f"{_count(plan.dataset_size, 'sample')} of about {_size(run.plan.sample_bytes)} assumed"
         lines += [("data", f"{size}; {_size(plan.cost.read_bytes)} to read in all")]
     lines.append(("loading", describe_loading(plan, images_per_core=run.plan.images_per_core)))
-    _print_lines(lines)
+    _print_lines([*lines, *(("note", note) for note in plan.notes)])
     if plan.data is None:
         click.echo(f"\nThe data is assumed, not read: {plan.data_missing}")
     if measure:
@@ -113,7 +115,8 @@ def describe_cost(plan: RunPlan, *, mfu: float, peak_tflops: float) -> list[tupl
         (
             "time",
             (
-                f"{_size(cost.flops, 'FLOP')}; at {mfu:.2%} of {_gpu(peak_tflops)} {_hours(cost.gpu_hours)} GPU hours, "
+                f"{_size(cost.flops, 'FLOP')}; at {100 * mfu:.3g}% utilization (plan.mfu) of {_gpu(peak_tflops)} "
+                f"{_hours(cost.gpu_hours)} GPU hours, "
                 f"{_hours(hours)} h on {_count(plan.gpus, 'GPU')}"
             ),
         ),
@@ -129,10 +132,21 @@ def describe_loading(plan: RunPlan, *, images_per_core: float) -> str:
 
     rate, workers = plan.pairs_per_second, max(1, plan.workers)
     cores = rate / images_per_core
+    if LEAST_LOADING * cores > MOST_CORES:
+        loaded = workers * images_per_core * plan.gpus
+        hours = plan.cost.epochs * plan.dataset_size / loaded / 3600
+        return (
+            f"sets the pace of so small a model: about {loaded:,.0f} pairs/s with {_count(workers, 'worker')} per GPU, "
+            f"at {images_per_core:g} images/s a core (plan.images_per_core), {_hours(hours)} h for the run; "
+            "`neuclip plan --measure` measures it"
+        )
+    everywhere = ""
+    if plan.gpus > 1:
+        stored = _size(plan.gpus * rate * plan.sample_bytes)
+        everywhere = f", on all {plan.gpus} GPUs {stored}/s and {plan.gpus * cores:,.1f} cores"
     text = (
-        f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:.1f} "
-        f"cores for decoding, on all {_count(plan.gpus, 'GPU')} {_size(plan.gpus * rate * plan.sample_bytes)}/s and "
-        f"{plan.gpus * cores:.1f} cores, at {images_per_core:g} images/s a core (plan.images_per_core); "
+        f"a GPU's steps take {rate:,.0f} pairs/s: {_size(rate * plan.sample_bytes)}/s from storage and {cores:,.1f} "
+        f"cores for decoding{everywhere}, at {images_per_core:g} images/s a core (plan.images_per_core); "
         f"{_count(workers, 'worker')} per GPU, if there are as many cores, load {workers / cores:.1f} times as fast"
     )
     if workers < LEAST_LOADING * cores:
@@ -279,7 +293,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}" if hours >= 0.01 else "less than 0.01"
 
 
 def _gpu(peak_tflops: float) -> str:

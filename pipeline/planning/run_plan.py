@@ -66,6 +66,8 @@ class RunPlan:
     """Decoding processes of a rank, if it has enough cores."""
     sample_bytes: float
     """Stored bytes of a sample."""
+    notes: tuple[str, ...]
+    """What is unusual about the towers."""
 
     @property
     def pairs_per_second(self) -> float:
@@ -102,7 +104,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
     check_run(run, world_size=gpus)
     check_captions_of(run)
     check_stages(run)
-    towers, architecture = _towers(run.model)
+    towers, architecture, _ = _towers(run.model)
     dim, image_size = architecture.dim, architecture.image_size
     data, missing = _data(run, gpus=gpus, image_size=image_size)
     dataset_size = data.layout.samples if data else run.plan.dataset_size
@@ -153,6 +155,7 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         data_missing=missing,
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
         sample_bytes=data.bytes / data.samples if data else run.plan.sample_bytes,
+        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in _towers(stage.run.model)[2])),
     )
 
 
@@ -160,7 +163,7 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
     """Description and cost of each stage."""
     found = []
     for stage in stages_of(run):
-        towers, architecture = _towers(stage.run.model)
+        towers, architecture, _ = _towers(stage.run.model)
         steps = stage.end - stage.first
         stored = run.model.image_features_cache is not None
         passes = tower_passes(
@@ -187,20 +190,20 @@ def _scored_flops(run: RunConfig) -> float:
     """Arithmetic by which a pair that is read is scored for the selection."""
     if run.selection.ratio is None:
         return 0.0
-    costs, architecture = _towers(run.model)
+    costs, architecture, _ = _towers(run.model)
     if (size := run.selection.image_size) is not None and size < architecture.image_size:
-        costs, _ = _towers(replace(run.model, image_size=size))
+        costs, *_ = _towers(replace(run.model, image_size=size))
     return costs.image_flops + costs.text_flops
 
 
 @functools.cache
-def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture]:
-    """An architecture and its costs."""
+def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, list[str]]:
+    """An architecture, its costs, and what is unusual about it."""
     find_start(model.arch, model.pretrained)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")
     length = min(model.text_tokens or architecture.context_length, architecture.context_length)
     costs = measure_towers(towers, image_size=architecture.image_size, context_length=length)
-    return costs, architecture
+    return costs, architecture, towers.notes
 
 
 def _objective(run: RunConfig, *, dim: int, dataset_size: int, gpus: int) -> SimulatedObjective:

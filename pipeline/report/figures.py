@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,10 +104,11 @@ def _draw_line(axes: Axes, line: Line) -> tuple[np.ndarray, np.ndarray]:
     colour = COLOURS[line.colour]
     x, y = pooled(line.x, line.y)
     if line.smooth and len(x) > 20:
-        axes.plot(x, y, color=colour, linewidth=1, alpha=0.3)
+        axes.plot(x, y, color=colour, linewidth=1, alpha=0.3, clip_on=False)
         y = smoothed(y)
     marker = "o" if line.marked or len(x) == 1 else None
-    axes.plot(x, y, color=colour, linewidth=2, label=plain(line.label) or None, marker=marker, markersize=4.5)
+    style: dict[str, Any] = {"linewidth": 2, "marker": marker, "markersize": 4.5, "clip_on": False}
+    axes.plot(x, y, color=colour, label=plain(line.label) or None, **style)
     return x, y
 
 
@@ -158,6 +160,29 @@ def _fits(values: Sequence[float], step: float, form: str) -> bool:
     return all(abs(float(f"{value:{form}}") - value) <= 0.05 * step for value in values)
 
 
+def x_ticks(first: float, last: float, *, inner: int) -> list[float]:
+    """Both ends of the curves and round values between them; the axis starts at 0 if they almost do."""
+    from matplotlib.ticker import MaxNLocator
+
+    start = 0.0 if 0 <= first <= 0.05 * last else first
+    gap = 0.15 * (last - start)
+    between = MaxNLocator(inner).tick_values(start, last) if inner and gap else ()
+    return sorted({start, *(float(tick) for tick in between if start + gap <= tick <= last - gap), last})
+
+
+def y_ticks(low: float, high: float, *, zero: bool, intervals: int) -> list[float]:
+    """Round values at equal distances, the first and last of which enclose the curves."""
+    from matplotlib.ticker import MaxNLocator
+
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low, high = 0.0, 1.0
+    if zero:
+        low = min(low, 0.0)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant is drawn in the middle
+        low, high = low - (0.1 * abs(low) or (0.0 if zero else 1.0)), high + (0.1 * abs(high) or 1.0)
+    return [float(tick) for tick in MaxNLocator(intervals).tick_values(low, high)]
+
+
 def _style(
     axes: Axes,
     drawn: Sequence[tuple[np.ndarray, np.ndarray]],
@@ -168,7 +193,7 @@ def _style(
     zero: bool,
 ) -> None:
     """Scales, ticks and grid; `drawn` has the points of every curve."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter
 
     class Labels(FuncFormatter):
         """All ticks of an axis get their labels together."""
@@ -176,25 +201,24 @@ def _style(
         def format_ticks(self, values: Sequence[float]) -> list[str]:
             return tick_labels(values, percent=percent and self.axis is axes.yaxis)
 
-    axes.margins(x=0.02)
+    ends = [float(end) for x, _ in drawn if len(x) for end in (x.min(), x.max())]
+    if ends:
+        ticks = x_ticks(min(ends), max(ends), inner=0 if small else 4)
+        margin = 0.02 * (ticks[-1] - ticks[0]) or 0.5
+        axes.set_xticks(ticks)
+        axes.set_xlim(ticks[0] - margin, ticks[-1] + margin)
     axes.xaxis.set_major_formatter(Labels(lambda value, _: short(value)))
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    ends = sorted({float(end) for x, _ in drawn if len(x) for end in (x.min(), x.max())})
-    if small and len(ends) > 1:
-        axes.set_xticks([ends[0], ends[-1]])
-        first, last = axes.get_xticklabels()
+    if small and len(axes.get_xticklabels()) > 1:
+        first, *_, last = axes.get_xticklabels()
         first.set_horizontalalignment("left")
         last.set_horizontalalignment("right")
     if log:
         axes.set_yscale("log")
     else:
+        heights = y_ticks(*axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5)
+        axes.set_yticks(heights)
+        axes.set_ylim(heights[0], heights[-1])
         axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))
-        axes.yaxis.set_major_locator(MaxNLocator(3 if small else 5))
-    if zero:
-        axes.set_ylim(bottom=0)
-    if small and not log:  # the highest value lies below a line of the grid
-        ticks = axes.get_yticks()
-        axes.set_ylim(top=max(ticks[-1], axes.get_ylim()[1]))
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -117,14 +117,17 @@ def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:
 def score_rows(run: Run) -> list[dict[str, str]]:
     """The table of all scores of the latest checkpoint, in suite order."""
     rows = []
-    for score in run.latest.scores if run.latest else ():
+    scores = run.latest.scores if run.latest else ()
+    lowest = min((score.chance for score in scores if score.chance), default=1.0)
+    digits = max(1, math.ceil(-math.log10(100 * lowest)))
+    for score in scores:
         times = f"{score.times_chance:.1f}×" if score.times_chance is not None else "–"
         rows.append(
             {
                 "task": score.label,
                 "metric": score.main_metric,
                 "score": f"{100 * score.score:.1f}%",
-                "chance": f"{100 * score.chance:.3g}%" if score.chance is not None else "–",
+                "chance": f"{100 * score.chance:.{digits}f}%" if score.chance is not None else "–",
                 "times": times,
                 "samples": f"{score.samples:,}",
             }

@@ -83,7 +83,16 @@ def _context(run: Run) -> dict[str, Any]:
         "settings": flat(run.config),
         "next": _next_commands(run),
         "duration": charts.duration,
+        "elapsed": lambda event: _elapsed(event, run.events[0]),
     }
+
+
+def _elapsed(event: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """The time from the first event to this one; empty if a record has none."""
+    times = [record.get("time") for record in (event, first)]
+    if not all(isinstance(time, int | float) for time in times):
+        return ""
+    return charts.duration(max(0.0, times[0] - times[1]))  # type: ignore[operator]
 
 
 def columns(tiles: int) -> str:

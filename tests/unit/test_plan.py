@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,3 +139,14 @@ def test_the_command_prints_the_plan_and_the_data(arch: str, tmp_path: Path) -> 
     for part in ("TFLOP/s (H100 or H200, plan.peak_tflops)", "below 90% of 80 GiB"):
         assert part in " ".join(absent.output.split())
     assert " 0 GPU hours" not in absent.output
+
+
+def test_numbers_of_a_tiny_model_can_be_read(arch: str) -> None:
+    given = [*settings(arch, "plan.dataset_size=400", "plan.mfu=0.3", "data.workers=1"), "model.image_size=33"]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 0, result.output
+    assert "at 30% utilization (plan.mfu) of 989 TFLOP/s" in result.output
+    assert "less than 0.01 GPU hours" in result.output
+    assert re.search(r"loading +sets the pace .* about 500 pairs/s with 1 worker per GPU", result.output)
+    assert "use data.workers" not in result.output, "no node has as many cores"
+    assert "note             Images of 33 px hold" in result.output

@@ -17,7 +17,7 @@ from pipeline.data.shards.manifest_format import make_manifest
 from pipeline.errors import UserError
 from pipeline.report import write_report
 from pipeline.report.charts import quantity, rounded
-from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed, tick_labels
+from pipeline.report.figures import SMALL, Line, line_chart, pooled, short, smoothed, tick_labels, y_ticks
 from pipeline.report.run_data import read_run
 from pipeline.report.run_page import columns
 from pipeline.report.stored_scores import read_evaluations
@@ -109,6 +109,35 @@ def test_small_charts_show_the_ends_of_their_axis_and_a_line_above_the_highest_v
     assert labels[:2] == ["1k", "7k"]
     assert drawing.hover["y"][1] >= 0.4
     assert labels[-1] == "45%"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "zero"),
+    [(-0.79, 0.34, False), (0.051, 0.111, False), (0, 300, True), (0.2, 0.2, False), (0, 0, True), (5e-9, 3e-8, False)],
+)
+def test_ticks_of_values_are_even_and_enclose_the_curves(low: float, high: float, zero: bool) -> None:
+    ticks = y_ticks(low, high, zero=zero, intervals=5)
+    assert ticks[0] <= low <= high <= ticks[-1]
+    assert 2 <= len(ticks) <= 7
+    np.testing.assert_allclose(np.diff(ticks), ticks[1] - ticks[0])
+    x = np.linspace(0.0, 100.0, 50)
+    drawing = line_chart([Line(x, np.linspace(low, high, 50))], zero=zero)
+    np.testing.assert_allclose(drawing.hover["y"], [ticks[0], ticks[-1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "labels"),
+    [
+        (1_280, 219_904, "0 60k 120k 180k 220k"),
+        (64_000, 219_904, "64k 120k 160k 220k"),
+        (5, 5, "5"),
+        (0, 10, "0 2.5 5.0 7.5 10.0"),
+    ],
+)
+def test_the_axis_of_samples_has_ticks_at_both_ends(first: float, last: float, labels: str) -> None:
+    drawing = line_chart([Line(np.array([first, last]), np.array([1.0, 2.0]))])
+    found = re.findall(r">([^<>]+)</text>", drawing.svg)
+    assert " ".join(found).startswith(labels)
 
 
 @pytest.mark.parametrize("tiles", range(1, 40))
@@ -206,7 +235,7 @@ def test_scores_over_samples_covers_every_task(run: Path) -> None:
 
 def test_markdown(run: Path) -> None:
     text = write_report([run]).with_suffix(".md").read_text()
-    assert "| colour | acc1 | 60.0% | 10% | 6.0× | 100 |" in text
+    assert "| colour | acc1 | 60.0% | 10.0% | 6.0× | 100 |" in text
     assert "| http 404 | 7 |" in text
     assert "scenes/size could not be scored: the data is cut short" in text
 

@@ -15,6 +15,7 @@ commands follow, is `docs/studies/tuned/plan.md`.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import random
 import re
@@ -27,7 +28,7 @@ from typing import Any
 import click
 
 from jobs.studies.schedule import in_processes
-from jobs.studies.tuned_page import TRIALS, has_eps, page, trials_in
+from jobs.studies.tuned_page import EQUAL_TO, TRIALS, has_eps, page, trials_in
 from jobs.studies.tuned_run import TunedSetting, train
 from pipeline.versions import source_commit
 
@@ -216,10 +217,9 @@ def tune(features: Path, cell: str, arms: str, processes: int) -> None:
 def report(features: Path, cell: str, arms: str, processes: int) -> None:
     """The reported seeds of every arm with its tuned values."""
     chosen = {arm: best(cell, arm) for arm in arms.split(",")}
-    first = SEEDS * (trials_in(cell)[1] // TRIALS - 1)
     runs = [
         TunedRun("report", cell, arm, seed, trial, SAMPLES, values)
-        for seed in range(first, first + SEEDS)
+        for seed in reported_seeds(cell)
         for arm, (trial, values) in chosen.items()
     ]
     do(runs, features, processes=processes)
@@ -228,18 +228,23 @@ def report(features: Path, cell: str, arms: str, processes: int) -> None:
 @main.command()
 @_options
 def equal(features: Path, cell: str, arms: str, processes: int) -> None:
-    """`openclip` with as many more samples as each arm takes more CPU time, on the reported seeds."""
-    trial, values = best(cell, "openclip")
-    own = _seconds(cell, "openclip")
+    """`openclip` and `siglip` with as many more samples as each arm takes more CPU time, on the reported seeds."""
     runs = []
-    for arm in arms.split(","):
-        samples = int(SAMPLES * _seconds(cell, arm) / own)
+    for base, arm in itertools.product(EQUAL_TO, arms.split(",")):
+        trial, values = best(cell, base)
+        samples = int(SAMPLES * _seconds(cell, arm) / _seconds(cell, base))
         if samples > SAMPLES:
             name = f"{trial} for {arm}"
-            done = [line for line in of(cell, "openclip", "equal") if line["trial"] == name]
+            done = [line for line in of(cell, base, "equal") if line["trial"] == name]
             samples = int(done[0]["samples"]) if done else samples  # times may have been added since
-            runs += [TunedRun("equal", cell, "openclip", seed, name, samples, values) for seed in range(SEEDS)]
+            runs += [TunedRun("equal", cell, base, seed, name, samples, values) for seed in reported_seeds(cell)]
     do(runs, features, processes=processes)
+
+
+def reported_seeds(cell: str) -> range:
+    """The seeds of a cell's tables; those of a cell with more trials have been in no other table."""
+    first = SEEDS * (trials_in(cell)[1] // TRIALS - 1)
+    return range(first, first + SEEDS)
 
 
 def _seconds(cell: str, arm: str) -> float:

@@ -11,9 +11,11 @@ from jobs.studies.outcomes import significant as survivors
 
 Lines = Sequence[Mapping[str, str]]
 COMPARED = {"nce": ("held-out loss", "+.3f"), "recall_at_1": ("R@1, points", "+.2f")}
-EQUAL = "openclip at equal CPU time"
+EQUAL_TO = ("openclip", "siglip")
+"""Arms that are also run with as many samples as the CPU time of another arm allows."""
+EQUAL = " at equal CPU time"
 LARGER = "openclip at four times the batch"
-BASELINES = ("openclip", "siglip", EQUAL, LARGER, "neuclip_plus")
+BASELINES = (*EQUAL_TO, *(arm + EQUAL for arm in EQUAL_TO), LARGER, "neuclip_plus")
 """The last one only for the arms of `near`."""
 TRIALS = 8
 """Trials of each arm where a cell's name gives no other number."""
@@ -86,9 +88,10 @@ def comparisons(lines: Lines, phase: str, cell: str) -> dict[Comparison, Spread]
             for name in dict.fromkeys(name_of(line) for line in own):
                 if base == "neuclip_plus" and not name.startswith("near_"):
                     continue
-                if base == EQUAL:
-                    matched = [line for line in equal if line["trial"].endswith(f" for {name}")]
-                    values |= {(EQUAL, line["seed"]): float(line[measure]) for line in matched}
+                if base.endswith(EQUAL):
+                    arm = base.removesuffix(EQUAL)
+                    matched = [one for one in equal if one["arm"] == arm and one["trial"].endswith(f" for {name}")]
+                    values |= {(base, line["seed"]): float(line[measure]) for line in matched}
                     if not matched:
                         continue
                 own_values, others = ({s: v for (n, s), v in values.items() if n == each} for each in (name, base))

@@ -228,6 +228,8 @@ def find_start(
         if resume == "latest":
             places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
             on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+        elif mirror:
+            refuse_taken(folder, mirror, resume=None, step=-1, world=world, minutes=minutes)
         return None
     started = in_new_steps(checkpoint, run, allowed=new_batch_size)
     check_continuation(started, run)

@@ -31,7 +31,15 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, explain_file_error, is_out_of_memory
+from pipeline.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    UserError,
+    explain_file_error,
+    explain_memory_error,
+    is_out_of_memory,
+)
 
 # Subcommand -> (module whose `command` it is, one line for `neuclip --help`).
 COMMANDS = {
@@ -141,7 +149,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
                 EXIT_USER_ERROR,
             )
         hint = "" if debug else f" Show where with: {prog_name} --debug ..."
-        if explained := explain_file_error(error):
+        if explained := explain_file_error(error) or explain_memory_error(error):
             _fail(f"{explained}{hint}", EXIT_USER_ERROR)
         _fail(
             f"Unexpected {type(error).__name__}: {error}. This is probably a bug in neuclip.{hint}",

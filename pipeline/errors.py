@@ -36,7 +36,8 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    return EXIT_USER_ERROR if is_out_of_memory(error) or explain_file_error(error) else EXIT_BUG
+    known = is_out_of_memory(error) or explain_file_error(error) or explain_memory_error(error)
+    return EXIT_USER_ERROR if known else EXIT_BUG
 
 
 def explain_file_error(error: BaseException, where: object = None) -> str | None:
@@ -52,6 +53,18 @@ def explain_file_error(error: BaseException, where: object = None) -> str | None
     if place is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None  # a socket's, for example
     return f"Cannot write or read {place or 'a file'}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
+
+
+def explain_memory_error(error: BaseException) -> str | None:
+    """What to do if this process gets no more memory of the machine, or None for other errors."""
+    words = ("cannot allocate memory", "can't allocate memory", "failed to map segment")
+    if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    said = f" ({error})" if str(error) else ""
+    if limit != resource.RLIM_INFINITY:
+        return f"`ulimit -v` allows this process {limit / 2**30:.1f} GiB of addresses, all in use{said}: raise it."
+    return f"This process got no more memory{said}: use a machine with more, or end other programs."
 
 
 def is_out_of_memory(error: BaseException) -> bool:

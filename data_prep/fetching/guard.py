@@ -157,9 +157,10 @@ _OF_BODIES = (
     errors.MultipartInvariantViolationDefect,
     errors.InvalidMultipartContentTransferEncodingDefect,
 )
-_WITH_VALUE = frozenset({"max-snippet", "max-image-preview", "max-video-preview"})
+# Directives are compared without hyphens and underscores, see `_joined`.
+_WITH_VALUE = frozenset({"maxsnippet", "maximagepreview", "maxvideopreview"})
 # Names that a colon does not turn into a crawler's: `noindex: true` is taken for `noindex`.
-_DIRECTIVES = frozenset({*_WITH_VALUE, "unavailable_after", "none", "noai", "noimageai", "noindex", "noimageindex"}) | {
+_DIRECTIVES = frozenset({*_WITH_VALUE, "unavailableafter", "none", "noai", "noimageai", "noindex", "noimageindex"}) | {
     *("all", "index", "follow", "nofollow", "noarchive", "nocache", "nosnippet", "notranslate", "noodp", "noydir"),
     *("indexifembedded", "nositelinkssearchbox"),
 }
@@ -226,12 +227,12 @@ def _directives(line: str, user_agent: str) -> Iterator[str]:
         name, colon, value = (text.strip() for text in part.partition(":"))
         if name != "robots" and _HEADER.fullmatch(name):  # the header's name once more
             name, colon, value = value, "", ""
-        if colon and not {name, _joined(name)} & _DIRECTIVES and _CRAWLER.match(name):
+        if colon and _joined(name) not in _DIRECTIVES and _CRAWLER.match(name):
             applies = name in _EVERYONE or name.partition("/")[0] == user_agent
             name, _, value = (text.strip() for text in value.partition(":"))
-        if not applies or (colon and name in _WITH_VALUE):
+        if not applies or (colon and _joined(name) in _WITH_VALUE):
             continue
-        if name == "unavailable_after":  # a date may hold a comma, after the weekday or before the year
+        if _joined(name) == "unavailableafter":  # a date may hold a comma, after the weekday or before the year
             texts = (value, ", ".join([value, *parts[place + 1 : place + 2]]))
             yield "noindex" if any(_is_past(text.upper()) for text in texts) else ""
             continue

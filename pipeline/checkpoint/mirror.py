@@ -222,7 +222,7 @@ def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: W
 
     def check() -> str:
         store = MirrorStore(url, run)
-        _check(store)
+        check_in_time(store)
         later = [name for name in store.names() if step_of(Path(name)) > step]
         problem = _of_another_run(store, run, resume=resume)
         return taken_by(f"The mirror {store.url}", later, resume) if later and not (problem and resume) else problem
@@ -230,7 +230,7 @@ def refuse_taken(run: Path, url: str, *, resume: str | None, step: int, world: W
     _ask(url, check, world=world, minutes=minutes)
 
 
-def _check(store: MirrorStore) -> None:
+def check_in_time(store: MirrorStore) -> None:
     """`MirrorStore.check` in bounded time: clients try again for many minutes when a server takes requests and hangs.
 
     Raises:
@@ -335,7 +335,7 @@ def fetch_newest(
 
 def _fetch(run: Path, store: MirrorStore, on_event: Callable[[str], None], settings: Tree) -> str:
     folder = run / FOLDER_NAME
-    _check(store)
+    check_in_time(store)
     if problem := _of_another_run(store, run, resume="latest"):
         return problem
     if not (names := store.names()):

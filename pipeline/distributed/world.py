@@ -173,6 +173,10 @@ class PatientRanks:
     def size(self) -> int:
         return self.world.size
 
+    @property
+    def cores(self) -> int:
+        return self.world.cores
+
     def gather_objects(self, value: Any) -> list[Any]:
         """As the world's, after all ranks have come."""
         self.world.wait_for_all()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.checkpoint.layout import FOLDER_NAME, checkpoint_folders, read_meta
-from pipeline.checkpoint.mirror import fetch_newest, refuse_taken
+from pipeline.checkpoint.mirror import check_in_time, fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, dump, flatten, to_tree
@@ -228,6 +228,8 @@ def find_start(
         if resume == "latest":
             places = [str(folder / FOLDER_NAME), *filter(None, (fallback, mirror))]
             on_event(f"--resume latest found no checkpoint in {', '.join(places)}: the run starts anew.")
+        elif mirror:
+            refuse_taken(folder, mirror, resume=None, step=-1, world=world, minutes=minutes)
         return None
     started = in_new_steps(checkpoint, run, allowed=new_batch_size)
     check_continuation(started, run)
@@ -252,7 +254,7 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None
             )
     elif world.is_main and mirror:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it
-            store = MirrorStore(mirror, folder)
+            check_in_time(store := MirrorStore(mirror, folder))
             recorded = [json.dumps(store.meta(name).get("origin")) for name in store.names()[-1:]]
             begun = any(origin.is_of(parse_as(Origin, text)) for text in recorded)
     world.raise_together(problem)

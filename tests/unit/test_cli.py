@@ -98,6 +98,8 @@ def test_user_error_is_one_paragraph_without_traceback(capsys: pytest.CaptureFix
         (FileNotFoundError(errno.ENOENT, "No such file", "/x/y"), 2, "cannot be created. Show where with: neuclip"),
         (PermissionError(errno.EACCES, "a port below 1024, without a file name"), 70, "probably a bug in neuclip"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "Free some space"),
+        (MemoryError(), 2, "This process got no more memory: use a machine with more"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 2, "got no more memory (libtorch"),
     ],
 )
 def test_exit_codes(

@@ -150,6 +150,17 @@ def test_a_refused_start_changes_nothing_in_the_folder_of_a_run(
     assert contents() == before
 
 
+def test_a_new_run_asks_its_mirror_before_it_starts(run_that_crashed: Path, tmp_path: Path) -> None:
+    """Regression test: only runs that continued asked it; a new one trained for days beside a mirror of another run."""
+    (tmp_path / "file").touch()
+    shutil.copytree(run_that_crashed / "checkpoints", tmp_path / "mirror" / "new" / "checkpoints")
+    for mirror, why in (("file", "cannot be used"), ("mirror", "The mirror .* has checkpoints: add --resume latest")):
+        settings = [*settings_of_crash(run_that_crashed), f"checkpoint.mirror={tmp_path / mirror}"]
+        with pytest.raises(UserError, match=why):
+            train_here(*settings, f"output={tmp_path / 'new'}")
+        assert not (tmp_path / "new").exists()
+
+
 def settings_of_crash(run: Path) -> list[str]:
     return [
         f"output={run}",

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep import rebuild as rebuilding
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.manifest_writer import write_manifest
-from data_prep.dataset.shard_plan import Plan
+from data_prep.dataset.shard_plan import Plan, load_plan
 from data_prep.fetching.downloader import Job, Mode, ShardDownloader
 from data_prep.ingest import prepare
 from data_prep.settings.download_config import DownloadConfig
@@ -81,3 +82,13 @@ def fetch_here(
 def copied(made: DownloadConfig, tmp_path: Path) -> Path:
     shutil.copytree(made.output, tmp_path / "data")
     return tmp_path / "data"
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `rebuild` fetch in this process, in the modules that import this fixture."""
+
+    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str, **_: object) -> None:
+        fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rebuilding, "fetch", fetch)

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from data_prep import rebuild as rebuilding
 from data_prep.dataset import canonical_tar
 from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.ingest_report import write_report
@@ -35,16 +34,8 @@ from data_prep.settings.download_config import DownloadConfig
 from jobs.verify import command
 from pipeline.data.shards.manifest_format import load_manifest
 from pipeline.errors import UserError
-from tests.ingested import ROWS, SHARD, copied, fetch_here, made, own_opener, site  # noqa: F401
+from tests.ingested import ROWS, SHARD, copied, fetch_here, in_process, made, own_opener, site  # noqa: F401
 from tests.web import Site, send
-
-
-@pytest.fixture(autouse=True)
-def fetch_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(config: DownloadConfig, shards: tuple[int, ...], *, mode: str, **_: object) -> None:
-        fetch_here(config, load_plan(Folder(Path(config.output))), list(shards), mode, manifest=False)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rebuilding, "fetch", fetch)
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -20,47 +20,28 @@ exit_on_stop_signals()
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C code, in which no handler of Python runs
 """
-TRAINING = """
-import time
-from pipeline.distributed.signals import StopSignals, exit_on_stop_signals
-exit_on_stop_signals()
-signals = StopSignals()
-signals.begin()
-print("ready", flush=True)
-while not signals.received:
-    time.sleep(0.01)
-print("saved", flush=True)
-signals.end()
-"""
-
-TWICE = """
+BEGUN = """
 import os, time
-from pipeline.distributed.signals import StopSignals, exit_on_stop_signals
-exit_on_stop_signals()
-signals = StopSignals()
-signals.begin()
-print("ready", flush=True)
-while not signals.received:
-    time.sleep(0.01)
-os.kill(os.getpid(), {number})
-time.sleep(0.01)
-print("saved", flush=True)
-signals.end()
-"""
-
-ENDED = """
-import os, signal, time
 from pipeline.distributed.signals import StopSignals, exit_on_stop_signals, ignore_stop_signals
 exit_on_stop_signals()
 signals = StopSignals()
 signals.begin()
+"""
+TRAINING = f"""{BEGUN}
+print("ready", flush=True)
+while not signals.received:
+    time.sleep(0.01)
+{{meanwhile}}
+print("saved", flush=True)
+signals.end()
+"""
+ENDED = f"""{BEGUN}
 ignore_stop_signals()
 signals.end()
 print("ready", flush=True)
 time.sleep(1)
 print("ended", flush=True)
 """
-
 SLOW_IMPORT = """
 print("ready", flush=True)
 __import__("hashlib").pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -100,7 +81,7 @@ def test_sigint_works_when_the_shell_ignores_it() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
-    assert ended_by(number, "-c", TRAINING) == (0, "saved\n", "")
+    assert ended_by(number, "-c", TRAINING.format(meanwhile="")) == (0, "saved\n", "")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +94,8 @@ def test_a_signal_during_training_is_recorded(number: signal.Signals) -> None:
     ],
 )
 def test_only_a_second_ctrl_c_does_not_wait(first: signal.Signals, second: signal.Signals, saved: bool) -> None:
-    code, output, errors = ended_by(first, "-c", TWICE.format(number=int(second)))
+    meanwhile = f"os.kill(os.getpid(), {int(second)}); time.sleep(0.01)"
+    code, output, errors = ended_by(first, "-c", TRAINING.format(meanwhile=meanwhile))
     assert (code == 0, "saved" in output, "KeyboardInterrupt" in errors) == (saved, saved, not saved)
 
 

@@ -266,6 +266,7 @@ def killed_run(work: Path, case: Case, *, seed: int) -> dict[str, int]:
             raise SystemExit(f"{printed[-5000:]}\n{case.name} ended with {codes} after {done['kills']} kills")
         done.update({"finished": 1, "seconds": round(time.monotonic() - begin)})
         write_json(journal, done)
+    del done["finished"]
     return dict(sorted(done.items()))
 
 

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from pipeline.config import section
+from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
@@ -178,6 +179,24 @@ def unread_pixels(visual: nn.Module, image_size: int) -> list[str]:
     return [note]
 
 
+def _check_timm_size(name: str, visual: nn.Module) -> None:
+    """Check that a tower of timm's takes images of the size that its architecture states.
+
+    open_clip passes `model.image_size` on to timm, but not the size in a JSON file.
+
+    Raises:
+        UserError: It takes images of another size.
+    """
+    patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    taken, stated = getattr(patches, "img_size", None), tuple(getattr(visual, "image_size", ()))
+    if taken and getattr(patches, "strict_img_size", False) and tuple(taken) != stated:
+        raise UserError(
+            f"The architecture {name} states vision_cfg.image_size = {stated[0]}, and its timm model takes images of "
+            f"{taken[0]} px: write image_size {taken[0]} in its JSON file, or train at another size with "
+            "model.image_size=SIZE."
+        )
+
+
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The same towers and tokenizer, without the weights, where these come from elsewhere or do not matter."""
     folder = folder_of(config.pretrained) if config.pretrained else None
@@ -223,6 +242,7 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
             patch_dropout=config.patch_dropout,
             device=device,
         )
+    _check_timm_size(start.name, clip.visual)  # type: ignore[arg-type]
     model_cfg = with_sizes(start.model_cfg, context_length=config.context_length)
     tokenizer = Path(config.tokenizer) if config.tokenizer else start.folder
     architecture = describe(

@@ -166,10 +166,22 @@ assert open_clip.hf_model.transformers is sys.modules["transformers"]
 
 def test_open_clip_without_foreign_towers_builds_them_when_a_model_needs_them(tmp_path: Path) -> None:
     path = tmp_path / "foreign.json"
-    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear", "image_size": 224}
     path.write_text(
         json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": {"width": 32, "heads": 2, "layers": 1}})
     )
     command = [sys.executable, "-c", WITHOUT_FOREIGN_TOWERS, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own-timm.json"
+    vision = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "", "timm_proj": "linear", "image_size": 64}
+    text = {"context_length": 16, "width": 32, "heads": 2, "layers": 1}
+    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    with pytest.raises(
+        UserError, match=r"own-timm states vision_cfg.image_size = 64, .*of 224 px: write image_size 224"
+    ):
+        check_model(ModelConfig(arch=str(path)))
+    check_model(ModelConfig(arch=str(path), image_size=64))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--images", type=click.Path(path_type=Path), help="Folder of images, or of shards, to search in.")
 @click.option("--captions", type=click.Path(path_type=Path), help="Text file, one caption a line, or folder of shards.")
 @click.option("--suite", help="Suite or tasks.yaml whose class names and templates the page offers.")
-@click.option("--caption-field", default="txt", show_default=True, help="Captions in shards: txt or json:FIELD.")
+@click.option("--caption-field", show_default="txt", help="Captions in shards: txt or json:FIELD.")
 @click.option("--limit", type=click.IntRange(min=1), default=2000, show_default=True, help="Most images and captions.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 takes any free port.")
@@ -31,7 +31,7 @@ def command(
     images: Path | None,
     captions: Path | None,
     suite: str | None,
-    caption_field: str,
+    caption_field: str | None,
     limit: int,
     host: str,
     port: int,
@@ -45,19 +45,23 @@ def command(
     too. The page needs no network, and only this machine can reach it unless --host is given. Needs the extra
     `playground`.
     """
+    from pipeline.data.shards.check_shards import check_caption_in
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.evaluation.run.checkpoint import load_checkpoint
     from pipeline.evaluation.run.session import start_processes
     from pipeline.playground.explorer import Explorer
+    from pipeline.playground.gallery import shards_in
     from pipeline.playground.http_api import LOOPBACK, listen, make_app, serve
 
     try:
-        field = CaptionField.parse(caption_field)
+        field = CaptionField.parse(caption_field or "txt")
     except ValueError as error:
         raise UserError(f"--caption-field {error}.") from error
     for path in (images, captions):
         if path is not None and not path.exists():
             raise UserError(f"There is no {path}.")
+        if caption_field is not None and path is not None and (shards := shards_in(path)):
+            check_caption_in(str(shards[0]), caption_field, name="--caption-field")
     with listen(host, port) as listening, start_processes(device) as (_, where):
         class_sets = _class_sets(suite)
         loaded = load_checkpoint(model, device=where)

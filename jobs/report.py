@@ -14,7 +14,7 @@ import click
 )
 @click.option("--tensorboard/--no-tensorboard", default=True, help="Add scores as scalars to RUN/tensorboard [yes].")
 @click.option("--mixed", is_flag=True, help="Allow comparing runs evaluated with different settings or data.")
-@click.option("--caption", default="txt", show_default=True, help="Of a data set: a member's suffix, or json:FIELD.")
+@click.option("--caption", show_default="txt", help="Of a data set: a member's suffix, or json:FIELD.")
 @click.option("--allow-commands", is_flag=True, help="Run the commands that a data set's manifest names as shards.")
 @click.option("--allow-outside", is_flag=True, help="Read shards outside of a data set that its manifest names.")
 def command(
@@ -22,7 +22,7 @@ def command(
     output: Path | None,
     tensorboard: bool,
     mixed: bool,
-    caption: str,
+    caption: str | None,
     allow_commands: bool,
     allow_outside: bool,
 ) -> None:
@@ -50,14 +50,18 @@ def command(
             update_scores(folder)
 
 
-def _data_report(folder: Path, output: Path | None, caption: str, **allowed: bool) -> Path:
+def _data_report(folder: Path, output: Path | None, caption: str | None, **allowed: bool) -> Path:
     from data_prep.dataset.ingest_report import write_report
+    from pipeline.data.shards.check_shards import check_caption
+    from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
 
     try:
-        field = CaptionField.parse(caption)
+        field = CaptionField.parse(caption or "txt")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--caption") from error
+    if caption is not None:
+        check_caption(load_manifest(folder, **allowed), caption, name="--caption")
     return write_report(folder, output=output, caption=field, **allowed)
 
 

@@ -64,8 +64,7 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
         raise UserError(
             f"There is no {source}: give a folder of images or shards, or a text file with a caption a line."
         )
-    shards = sorted(path for path in source.rglob("*.tar") if not path.name.startswith("."))
-    if shards:
+    if shards := shards_in(source):
         yield from _from_shards(shards, caption=caption, limit=limit, dropped=dropped)
         return
     paths = sorted(
@@ -80,6 +79,11 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
             yield Sample(path.relative_to(source).as_posix(), image=read_bytes(path))
         except TaskError as error:
             dropped.add("the file cannot be read", str(error))
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """The shards below a folder, in order."""
+    return sorted(path for path in folder.rglob("*.tar") if not path.name.startswith("."))
 
 
 def _from_shards(shards: list[Path], *, caption: CaptionField, limit: int, dropped: Dropped) -> Iterator[Sample]:

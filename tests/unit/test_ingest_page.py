@@ -78,3 +78,10 @@ def test_the_report_is_accessible_and_fits_a_phone_screen(copied: Path) -> None:
     assert f'alt="picture {ROWS - 1}"' in page.read_text()
     with browser() as started:
         assert problems_everywhere(started, page) == []
+
+
+def test_a_caption_that_no_sample_has_is_refused(copied: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, [str(copied), "--output", str(tmp_path / "pages"), "--caption", "json:captoin"])
+    assert "--caption = 'json:captoin' is in none of the first samples" in str(done.exception)
+    assert "The nearest is json:caption. Allowed: " in str(done.exception)
+    assert not (tmp_path / "pages").exists()

@@ -217,6 +217,10 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
     checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
     assert fails(checkpoint, "--images", str(tmp_path / "gone")) == f"There is no {tmp_path / 'gone'}."
     assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
+    write_shard(tmp_path / "captioned", CAPTIONS)
+    message = fails(checkpoint, "--images", str(tmp_path / "captioned"), "--caption-field", "json:captoins")
+    assert "--caption-field = 'json:captoins' is in none of the first samples" in message
+    assert "Allowed: txt" in message
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another --port or --host" in fails(checkpoint, "--port", port)

@@ -51,7 +51,11 @@ def check_caption(manifest: Manifest, wanted: str, *, name: str = "data.caption"
     Raises:
         UserError: As `check_captions`.
     """
-    url = manifest.url(manifest.shards[0])
+    check_caption_in(manifest.url(manifest.shards[0]), wanted, name=name)
+
+
+def check_caption_in(url: str, wanted: str, *, name: str) -> None:
+    """As `check_caption`, for the shard at `url`."""
     try:
         found = _caption_places(url) if is_local(url) else []
     except (UserError, OSError, tarfile.TarError):

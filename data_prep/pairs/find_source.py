@@ -18,6 +18,9 @@ _KNOWN = (
 )
 
 
+_MOST_TABLES = 5
+
+
 @dataclass(frozen=True)
 class SourceOptions:
     """How to read a source; options that do not apply to its kind are refused."""
@@ -86,9 +89,21 @@ def _kind_of_folder(path: Path) -> str:
 
 
 def _tables(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in image_files.TABLE_SUFFIXES and path.is_file()
-    )
+    """Tables in a folder; without any, .txt files that belong to no image and have usual names of columns."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if tables := [path for path in files if path.suffix.lower() in image_files.TABLE_SUFFIXES]:
+        return tables
+    pictures = {path.stem for path in files if path.suffix.lower() != ".txt"}
+    alone = [path for path in files if path.suffix.lower() == ".txt" and path.stem not in pictures]
+    return [path for path in alone if _has_columns(path)] if len(alone) <= _MOST_TABLES else []
+
+
+def _has_columns(path: Path) -> bool:
+    try:
+        image_files.find_columns(path)
+    except UserError:
+        return False
+    return True
 
 
 def open_source(source: str, options: SourceOptions, *, listing: Path, stored: Listing | None = None) -> PairSource:

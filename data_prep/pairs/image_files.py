@@ -80,14 +80,7 @@ def open_table(
     Raises:
         UserError: The file is empty or unreadable, columns are not found, or none of the first images exists.
     """
-    with _open(path) as file:
-        head = [row for _, row in itertools.islice(_rows(file, path, header), 100) if isinstance(row, Mapping)]
-    if not head:
-        raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
-                        " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
-    names = list(dict.fromkeys(name for row in head for name in row))
-    note = "" if header or _is_json(path) else "If the table has no line of names, give them with --header."
-    found = choose_columns(names, image=image, caption=caption, where=str(path), note=note)
+    head, found = find_columns(path, image=image, caption=caption, header=header)
     folder = images if images is not None else path.parent
     table = PairTable(path, folder, *found, tuple(header))
     tried = [image_path(folder, row[found[0]].strip()) for row in head if isinstance(row.get(found[0]), str)]
@@ -97,6 +90,20 @@ def open_table(
             f"{found[0]!r} are relative to the table's folder, or to the folder given by --images."
         )
     return table
+
+
+def find_columns(
+    path: Path, *, image: str | None = None, caption: str | None = None, header: Sequence[str] = ()
+) -> tuple[list[Mapping[str, Any]], tuple[str, str]]:
+    """The first rows of a table, and its columns of images and captions; arguments and errors as for `open_table`."""
+    with _open(path) as file:
+        head = [row for _, row in itertools.islice(_rows(file, path, header), 100) if isinstance(row, Mapping)]
+    if not head:
+        raise UserError(f"{path} has no row that can be read: it must be UTF-8 text with a line of column names"
+                        " (CSV, TSV), or one JSON object a line (JSONL).")  # fmt: skip
+    names = list(dict.fromkeys(name for row in head for name in row))
+    note = "" if header or _is_json(path) else "If the table has no line of names, give them: --header image,caption."
+    return head, choose_columns(names, image=image, caption=caption, where=str(path), note=note)
 
 
 def image_path(folder: Path, name: str) -> Path:

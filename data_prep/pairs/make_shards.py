@@ -325,5 +325,7 @@ def _most(failures: dict[str, int], shown: list[tuple[str, str, str]]) -> str:
     parts = []
     for reason, count in sorted(failures.items()):
         place, detail = next(((place, detail) for place, name, detail in shown if name == reason), ("", ""))
-        parts.append(f"{count:,} rows: {reason} (first: {' '.join(filter(None, (place, detail)))})")
+        parts.append(
+            f"{count:,} row{'' if count == 1 else 's'}: {reason} (first: {' '.join(filter(None, (place, detail)))})"
+        )
     return "; ".join(parts)

@@ -268,7 +268,7 @@ def test_invalid_sources_and_options_are_rejected_with_what_to_do(
         (
             write_csv(tmp_path / "odd.csv", [("a", "b"), ("1", "2")]),
             {},
-            "usual name for the image: name it with --image.*no line of names, give them with --header",
+            "usual name for the image: name it with --image.*no line of names, give them: --header image,caption",
         ),
     ]
     for source, options, message in cases:
@@ -415,6 +415,21 @@ def test_the_captions_of_flickr8k_are_numbered(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "Flickr8k.token.txt", [*rows, ("odd.jpg#1", "as named")], delimiter="\t")
     make(source, tmp_path / "out", header=("image", "caption"), images=tmp_path / "Images")
     assert texts(tmp_path / "out") == [[f"caption {n} of {k}" for n in range(5)] for k in range(2)] + [["as named"]]
+
+
+def test_a_text_file_with_usual_columns_is_a_folder_s_table(tmp_path: Path) -> None:
+    """Flickr8k as Kaggle offers it: captions.txt, with a line of names, beside or above the images."""
+    names = write_images(tmp_path / "beside", 2)
+    rows = [("image", "caption"), *((name, f"{name}, {n}") for name in names for n in range(2))]
+    write_csv(tmp_path / "beside" / "captions.txt", rows)
+    make(tmp_path / "beside", tmp_path / "out")
+    assert texts(tmp_path / "out") == [[f"{name}, {n}" for n in range(2)] for name in names]
+    write_images(tmp_path / "above" / "Images", 2)
+    write_csv(tmp_path / "above" / "captions.txt", rows)
+    with pytest.raises(UserError, match=r"None of the first 4 images of .*captions.txt exists.*--images"):
+        make(tmp_path / "above", tmp_path / "x")
+    make(tmp_path / "above", tmp_path / "y", images=tmp_path / "above" / "Images")
+    assert len(texts(tmp_path / "y")) == 2
 
 
 def test_what_is_ambiguous_in_tables_and_tars(tmp_path: Path) -> None:

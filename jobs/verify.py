@@ -160,6 +160,9 @@ def _remove(folder: str, names: Path) -> int:
         listed = set(read_lines(names))
     except OSError as error:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
+    if not listed:
+        click.echo(f"{names} names nothing: nothing was removed.")
+        return 0
     done, manifest = remove(folder, listed)
     found = done.asked - len(done.missing)
     click.echo(

@@ -114,6 +114,10 @@ def read_yaml(path: str | Path) -> Tree:
         raise UserError(
             f"Cannot read the recipe {path}: {error.strerror}. The shipped recipes are in jobs/recipes/."
         ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02X} at {error.start}."
+        ) from error
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):

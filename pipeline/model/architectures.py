@@ -119,11 +119,34 @@ def register(arch: str) -> str:
     open_clip = load_open_clip()
     path = Path(arch) if arch.endswith(".json") else OUR_CONFIGS / f"{arch}.json"
     if path.is_file():
+        _check_description(path)
         open_clip.add_model_config(path)
         return path.stem
+    if arch.endswith(".json"):
+        raise UserError(f"model.arch = {arch!r}: there is no such file. Give a JSON file in open_clip's format.")
     if arch not in open_clip.list_models():
         raise UserError(f"model.arch = {arch!r} is not known. {suggest(arch, architecture_names())}")
     return arch
+
+
+def _check_description(path: Path) -> None:
+    """Check the form of an architecture's JSON file, since open_clip passes over what it cannot read.
+
+    Raises:
+        UserError: It is not JSON, or lacks a part.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model.arch = {path} cannot be read as JSON: {error}.") from error
+    parts = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}
+    wrong = [key for key, kind in parts.items() if not isinstance(tree, dict) or not isinstance(tree.get(key), kind)]
+    if wrong:
+        raise UserError(
+            f"model.arch = {path} is not an architecture in open_clip's format: {', '.join(wrong)} missing or "
+            "of another type. It has embed_dim (a whole number), vision_cfg and text_cfg (objects), as the files in "
+            "pipeline/model/model_configs/ do."
+        )
 
 
 def check_tag(name: str, pretrained: str) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import textwrap
 import threading
 from collections.abc import Mapping
@@ -143,6 +144,8 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.
         hint = "" if usual else ". The weights are damaged, or those of another architecture."
         lines = [textwrap.shorten(line, 240, placeholder=" ...") for line in str(error).strip().splitlines()[:4]]
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code in the file
+            lines = ["the file is neither safetensors nor a PyTorch file of tensors alone"]
         raise UserError(
             f"open_clip cannot load {name} {kwargs.get('pretrained') or ''}: "
             f"{' '.join(lines) or type(error).__name__}{hint}"

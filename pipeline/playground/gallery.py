@@ -57,7 +57,13 @@ def read_samples(source: Path, *, caption: CaptionField, limit: int, dropped: Dr
         UserError: There is nothing of that kind.
     """
     if source.is_file():
-        lines = [(number, line) for number, line in enumerate(read_lines(source), 1) if line]
+        try:
+            lines = [(number, line) for number, line in enumerate(read_lines(source), 1) if line]
+        except TaskError as error:
+            raise UserError(
+                f"{source} is not a UTF-8 text file with a caption a line: give such a file, or a folder of images or "
+                "shards."
+            ) from error
         yield from (Sample(f"line {number}", caption=line) for number, line in lines[:limit])
         return
     if not source.is_dir():

@@ -226,3 +226,14 @@ def test_a_damaged_note_of_a_killed_removal_is_refused(
     note.write_bytes(text)
     assert remove(root, {"0000000001"})[0].missing == ()
     assert 1 not in keys(load_manifest(root))
+
+
+def test_an_empty_list_changes_nothing(tmp_path: Path) -> None:
+    folder = foreign(tmp_path)
+    before = tars(folder), (folder / "manifest.json").read_bytes()
+    (tmp_path / "none.txt").write_text("\n")
+    done = CliRunner().invoke(verify_command, [str(folder), "--remove", str(tmp_path / "none.txt")])
+    assert done.exit_code == 0, done.output
+    assert "names nothing: nothing was removed" in done.output
+    assert "has changed" not in done.output
+    assert (tars(folder), (folder / "manifest.json").read_bytes()) == before

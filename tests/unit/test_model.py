@@ -185,3 +185,28 @@ def test_a_size_that_the_timm_model_does_not_take_is_refused(tmp_path: Path) -> 
     ):
         check_model(ModelConfig(arch=str(path)))
     check_model(ModelConfig(arch=str(path), image_size=64))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", "embed_dim, vision_cfg, text_cfg missing"),
+        (b'{"embed_dim": "x", "vision_cfg": {}, "text_cfg": {}}', "format: embed_dim missing or of another type"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xe9", "cannot be read as JSON"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_file_that_describes_no_architecture_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "own.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        check_model(ModelConfig(arch=str(path)))
+
+
+def test_a_file_that_holds_no_weights_is_refused_without_torch_s_advice(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_bytes(b"\xff\xfe no weights")
+    with pytest.raises(UserError, match="neither safetensors nor a PyTorch file of tensors alone") as caught:
+        build_towers(ModelConfig(arch="scenes-vit-micro", pretrained=str(tmp_path / "weights.pt")), seed=0)
+    assert "weights_only" not in str(caught.value)

@@ -217,6 +217,9 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
     checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
     assert fails(checkpoint, "--images", str(tmp_path / "gone")) == f"There is no {tmp_path / 'gone'}."
     assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
+    (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
+    with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):
+        read(tmp_path / "picture.jpg")
     write_shard(tmp_path / "captioned", CAPTIONS)
     message = fails(checkpoint, "--images", str(tmp_path / "captioned"), "--caption-field", "json:captoins")
     assert "--caption-field = 'json:captoins' is in none of the first samples" in message

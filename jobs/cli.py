@@ -178,7 +178,8 @@ def _noted_interrupts() -> list[int]:
     noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        caller = frame
+        processes = sys.modules.get("multiprocessing")
+        caller = None if processes and processes.active_children() else frame  # children have to be ended
         while caller is not None:
             if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
                 leave_interrupted(number, frame)

@@ -93,6 +93,7 @@ def write_transformers(
             "--format transformers needs transformers: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
     towers = model.towers.clip
+    found: Any
     if sigmoid:
         found = transformers.SiglipModel(transformers.SiglipConfig(**siglip_config(model)))
         state = {**siglip_state(towers), "logit_bias": torch.tensor([logit_bias])}

@@ -197,7 +197,7 @@ def _scored_flops(run: RunConfig) -> float:
 
 
 @functools.cache
-def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, list[str]]:
+def _towers(model: ModelConfig) -> tuple[TowerCosts, Architecture, tuple[str, ...]]:
     """An architecture, its costs, and what is unusual about it."""
     find_start(model.arch, model.pretrained)
     towers, architecture = build_towers(without_weights(model), seed=0, device="meta")

@@ -197,9 +197,7 @@ command(sys.argv[1:])
 def test_no_manifest_is_written_without_usable_rows(tmp_path: Path) -> None:
     write_images(tmp_path / "in", 1)
     path = write_csv(tmp_path / "in" / "p.csv", [("image", "caption"), ("000.jpg", ""), ("lost.jpg", "x")])
-    with pytest.raises(
-        UserError, match=r"None of the 2 rows .* gave a sample: .*1 row: no caption \(first: p.csv:2\)"
-    ):
+    with pytest.raises(UserError, match=r"None of the 2 rows .* gave a sample: .*1 row: no caption \(first: p.csv:2\)"):
         make(path, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 

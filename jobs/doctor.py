@@ -89,6 +89,7 @@ def examine(
     from pipeline.planning import node_checks
     from pipeline.planning.measured_checks import check_collectives
 
+    run = None if recipe is None else load_run(recipe, ())  # an error in it comes before the checks, which take minutes
     yield from node_checks.check_packages(constraints)
     yield node_checks.check_compiler()
     yield from node_checks.check_memory()
@@ -102,10 +103,9 @@ def examine(
         yield gloo.result()
 
     gpus, needed = max(1, torch.cuda.device_count()), None
-    if recipe is not None:
+    if run is not None:
         from pipeline.planning.run_plan import plan_run
 
-        run = load_run(recipe, ())
         needed = plan_run(run, gpus=run.plan.gpus).pairs_per_second
     for manifest in manifests:
         yield from node_checks.check_data(manifest, needed=None if needed is None else gpus * needed, **allowed)

@@ -162,6 +162,8 @@ class RecipePath(click.ParamType):
         if named.is_file():
             return str(named)
         known = recipe_names(self.folder)
+        if given.is_dir():
+            raise UserError(f"{value} is a folder. Give a YAML file, or a name: {', '.join(known)}.")
         raise UserError(f"There is no recipe {value}. {suggest(given.stem, known)} A path works, too.")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

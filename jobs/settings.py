@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import textwrap
@@ -59,7 +60,13 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
             click.echo(f"  {setting.key}  ({_plain(default)}; {_plain(setting.allowed)})")
             click.echo(textwrap.fill(_plain(setting.meaning), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if not found:
-        raise UserError(f"No setting contains {' and '.join(map(repr, words))}: neuclip settings lists all of them.")
+        keys = [setting.key for _, settings in known_settings() for setting in settings]
+        known = {*keys, *(part for key in keys for part in key.split("."))}
+        near = [match for word in words for match in difflib.get_close_matches(word, known, n=1)]
+        hint = f" The nearest name is {' or '.join(near)}." if near else ""
+        raise UserError(
+            f"No setting contains {' and '.join(map(repr, words))}.{hint} `neuclip settings` lists all of them."
+        )
 
 
 def page(methods: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.doctor import command
+from pipeline.errors import UserError
 from pipeline.planning import measured_checks, node_checks
 from pipeline.planning.measured_checks import adapters, check_collectives, check_loading, check_transport, gpu_link
 from tests.shards import write_shards
@@ -30,6 +31,14 @@ def test_installed_versions_are_compared_with_the_tested_ones(tmp_path: Path) ->
     version = of(node_checks.check_packages(constraints), "versions")
     assert version.status == "note"
     assert "(tested 0.0.1)" in version.found
+
+
+def test_a_wrong_recipe_is_refused_before_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "check_packages", lambda _: pytest.fail("a check ran before"))
+    (tmp_path / "wrong.yaml").write_text("samples: [\n")
+    for given, message in ((tmp_path / "wrong.yaml", "is not valid YAML"), (tmp_path, "is a folder. Give a YAML file")):
+        with pytest.raises(UserError, match=message):
+            CliRunner().invoke(command, ["--recipe", str(given)], catch_exceptions=False)
 
 
 def test_a_missing_or_outdated_requirement_is_reported_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,9 @@ def test_settings_in_the_terminal() -> None:
     assert "data.streams  (default 64; integer in [1, 65,536])" in done.output
     assert "tau_lr" not in done.output
     assert "objective.tau_lr" in CliRunner().invoke(command, ["tau", "lr"]).output
-    wrong = CliRunner().invoke(command, ["data.straems"])
-    assert isinstance(wrong.exception, UserError)
+    for wrong, nearest in (("data.straems", "data.streams"), ("optimzer", "optimizer")):
+        with pytest.raises(UserError, match=f"The nearest name is {nearest}"):
+            CliRunner().invoke(command, [wrong], catch_exceptions=False)
 
 
 def test_every_key_of_training_is_listed_with_its_default() -> None:

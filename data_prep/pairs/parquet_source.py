@@ -142,9 +142,6 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 
 
-_BATCH = 64
-
-
 @dataclass(frozen=True)
 class DatasetSource:
     """A split of a data set, memory-mapped by `datasets`; `name` is a folder or a name on the hub."""
@@ -212,7 +209,6 @@ def open_dataset(
 
 def _fingerprint(data: Any) -> str:
     """A digest that is the same in every process and session: of the stored files, not of this load."""
-    import hashlib
 
     files = [(Path(file["filename"]).name, Path(file["filename"]).stat().st_size) for file in data.cache_files]
     return hashlib.sha256(repr((files, len(data), str(data.features))).encode()).hexdigest()

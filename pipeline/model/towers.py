@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -188,8 +188,12 @@ def _check_timm_size(name: str, visual: nn.Module) -> None:
         UserError: It takes images of another size.
     """
     patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
-    taken, stated = getattr(patches, "img_size", None), tuple(getattr(visual, "image_size", ()))
-    if taken and getattr(patches, "strict_img_size", False) and tuple(taken) != stated:
+    taken = getattr(patches, "img_size", None)
+    if not taken or not getattr(patches, "strict_img_size", False):
+        return
+    size: Any = visual.image_size
+    stated = (size, size) if isinstance(size, int) else tuple(size)
+    if tuple(taken) != stated:
         raise UserError(
             f"The architecture {name} states vision_cfg.image_size = {stated[0]}, and its timm model takes images of "
             f"{taken[0]} px: write image_size {taken[0]} in its JSON file, or train at another size with "

@@ -115,7 +115,8 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     surplus = found.surplus()
     output.write_text("".join(f"{key}\n" for key in surplus), encoding="utf-8")
     samples, shown = sum(map(len, found.exact)), "; ".join(" = ".join(group[:4]) for group in found.exact[:5])
-    click.echo(f"{len(found.exact):,} groups of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
+    groups = f"{len(found.exact):,} group{'s' * (len(found.exact) != 1)}"
+    click.echo(f"{groups} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
     shown = "; ".join(f"{key} like {kept}" for key, kept in list(found.near.items())[:5])
     click.echo(f"{len(found.near):,} near duplicates of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)

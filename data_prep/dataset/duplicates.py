@@ -1,6 +1,6 @@
 """Exact and near duplicates in a data set.
 
-Exact: the same hash of the bytes as served. Near: all three of
+Exact: the same hash of the bytes as served, or of the stored image's bytes if none was recorded. Near: all three of
 
 - difference hashes (64 bits: is each pixel of a 9 x 8 grey thumbnail darker than its right neighbour) that differ in at
   most three bits,
@@ -13,7 +13,8 @@ not duplicates because both resemble B. Near duplicates are candidates, not proo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -36,6 +37,7 @@ _BLOCKS = ((0, 13), (13, 26), (26, 39), (39, 52), (52, 64))
 MAX_DISTANCE = 3
 MAX_MEAN, MAX_PIXEL = 6, 32
 _SIDE = 8
+_HASH_BYTES = 12
 RULE = (
     f"near: {MAX_DISTANCE} or fewer of 64 bits of the difference hash differ, and {_SIDE} x {_SIDE} thumbnails in "
     f"colour by at most {MAX_MEAN} of 255 on average and {MAX_PIXEL} anywhere"
@@ -101,8 +103,8 @@ def find_duplicates(
     """
     if not 0 <= distance <= MAX_DISTANCE:
         raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
-    keys, signatures = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
-    exact = exact_groups(Folder(Path(root)))
+    keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
+    exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
     same = {key: number for number, group in enumerate(exact) for key in group}
     near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures, distance=distance).items()}
     return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
@@ -141,7 +143,7 @@ def find_overlap(
                 except CorruptSample:
                     on_undecodable(f"{path}:{key}")
         names.extend([path.relative_to(suite).parts[0]] * (len(theirs) - len(names)))
-    keys, ours = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
+    keys, ours, _ = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     sets = (stacked(theirs), ours)
     both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
     start, first, match = len(theirs), both.first_equals(), dict[int, int]()
@@ -153,10 +155,19 @@ def find_overlap(
     return dict(sorted(found.items()))
 
 
-def exact_groups(folder: Folder) -> list[list[str]]:
-    """Groups of keys whose bytes as served have the same hash, according to their records."""
+def exact_groups(folder: Folder, stored: Mapping[str, bytes]) -> list[list[str]]:
+    """Groups of keys with the same hash: the recorded one of the bytes as served, or else that of the stored image."""
     first: dict[bytes, str] = {}
     groups: dict[str, list[str]] = {}
+    for key, digest in {**stored, **dict(_recorded(folder))}.items():
+        original = first.setdefault(digest, key)
+        if original != key:
+            groups.setdefault(original, [original]).append(key)
+    return sorted(sorted(group) for group in groups.values())
+
+
+def _recorded(folder: Folder) -> Iterator[tuple[str, bytes]]:
+    """Key and start of the recorded hash of every sample that has one."""
     for shard in folder.finished():
         table = read_meta(folder, shard, ["key", "status", *HASH_KINDS])
         name = next((name for name in HASH_KINDS if name in table.column_names), None)
@@ -165,10 +176,7 @@ def exact_groups(folder: Folder) -> list[list[str]]:
         columns = (table.column(column).to_pylist() for column in ("key", "status", name))
         for key, status, digest in zip(*columns, strict=True):
             if status == "success" and digest:
-                original = first.setdefault(bytes.fromhex(digest)[:12], key)
-                if original != key:
-                    groups.setdefault(original, [original]).append(key)
-    return [sorted(group) for _, group in sorted(groups.items())]
+                yield key, bytes.fromhex(digest)[:_HASH_BYTES]
 
 
 def near_duplicates(signatures: Signatures, *, distance: int) -> dict[int, int]:
@@ -233,19 +241,25 @@ def signature(body: bytes) -> tuple[int, bytes]:
     return int(np.packbits(bits).view(">u8")[0]), thumbnail.tobytes()
 
 
-def _signatures(manifest: Manifest, on_undecodable: Callable[[str], None]) -> tuple[list[str], Signatures]:
-    """Names and signatures of all samples; a name is the key, or SHARD:KEY where several shards have the same keys."""
+def _signatures(manifest: Manifest, on_undecodable: Callable[[str], None]) -> tuple[list[str], Signatures, list[bytes]]:
+    """Names, signatures and hashes of the images of all samples.
+
+    A name is the key, or SHARD:KEY where several shards have the same keys.
+    """
     names: list[tuple[str, str]] = []
+    hashes: list[bytes] = []
     found: list[tuple[int, bytes]] = []
     for shard in manifest.shards:
         for key, parts in canonical_tar.intact_samples(manifest.url(shard)):
             try:
-                found.append(signature(canonical_tar.picture(parts)))
+                body = canonical_tar.picture(parts)
+                found.append(signature(body))
                 names.append((shard.name, key))
+                hashes.append(hashlib.sha256(body).digest()[:_HASH_BYTES])
             except CorruptSample:
                 on_undecodable(key)
     qualified = len({key for _, key in names}) < len(names)
-    return [f"{shard}:{key}" if qualified else key for shard, key in names], stacked(found)
+    return [f"{shard}:{key}" if qualified else key for shard, key in names], stacked(found), hashes
 
 
 def stacked(found: list[tuple[int, bytes]]) -> Signatures:

@@ -139,4 +139,4 @@ def test_exact_duplicates_with_another_kind_of_hash(site: Site, tmp_path: Path) 
     }
     config, plan = prepare(parse(DownloadConfig, tree))
     assert fetch_here(config, plan, [0]).n == 3
-    assert duplicates.exact_groups(Folder(tmp_path / "data")) == [["0000000000", "0000000002"]]
+    assert duplicates.exact_groups(Folder(tmp_path / "data"), {}) == [["0000000000", "0000000002"]]

@@ -168,7 +168,7 @@ def test_duplicates_are_found_and_can_be_removed(copied: Path, tmp_path: Path) -
     listed = tmp_path / "surplus.txt"
     result = CliRunner().invoke(command, [str(copied), "--duplicates", str(listed)], standalone_mode=False)
     assert listed.read_text().split() == ["0000000009", "0000000020"]
-    assert "1 groups of exact duplicates with 2 samples" in result.output
+    assert "1 group of exact duplicates with 2 samples" in result.output
     assert "(near: 3 or fewer of 64 bits of the difference hash differ, and 8 x 8 thumbnails" in result.output
     result = CliRunner().invoke(command, [str(copied), "--remove", str(listed)], standalone_mode=False)
     assert "2 samples removed from 2 shards" in result.output
@@ -191,6 +191,30 @@ def test_images_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
     assert "0 near duplicates of an earlier sample" in result.output
     assert f"There is nothing to remove; {tmp_path / 'list'} is empty." in result.output
     assert "1 images cannot be decoded and were not compared: s2" in result.output
+
+
+def test_identical_images_of_shards_from_elsewhere_are_exact_duplicates(tmp_path: Path) -> None:
+    """No record has their hashes; the stored bytes are compared, and the names are what --remove accepts."""
+    folder, bodies = tmp_path / "mine", []
+    for seed in range(3):
+        pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        bodies.append(buffer.getvalue())
+    folder.mkdir()
+    for shard, images in enumerate(((0, 1), (2, 0))):
+        members = [(f"s{k}.png", bodies[image]) for k, image in enumerate(images)]
+        members += [(f"s{k}.txt", b"a caption") for k in range(2)]
+        canonical_tar.write(folder / f"0000{shard}.tar", sorted(members))
+    CliRunner().invoke(manifest_command, [str(folder)], catch_exceptions=False, standalone_mode=False)
+    arguments = [str(folder), "--duplicates", str(tmp_path / "list")]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+    assert "1 group of exact duplicates with 2 samples: 00000.tar:s0 = 00001.tar:s1" in result.output
+    assert "0 near duplicates of an earlier sample" in result.output
+    assert (tmp_path / "list").read_text().split() == ["00001.tar:s1"]
+    arguments = [str(folder), "--remove", str(tmp_path / "list")]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+    assert "1 samples removed from 1 shards" in result.output
 
 
 @pytest.mark.parametrize("option", [["--duplicates"], ["--overlap", "suite"]])

@@ -83,8 +83,24 @@ def _context(run: Run) -> dict[str, Any]:
         "settings": flat(run.config),
         "next": _next_commands(run),
         "duration": charts.duration,
-        "elapsed": lambda event: _elapsed(event, run.events[0]),
+        "events": [(_elapsed(event, run.events[0]), event["message"]) for event in shown_events(run.events)],
     }
+
+
+def shown_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The events, with one line for all epochs but the first, the last and those with corrupt samples."""
+    epochs = [i for i, event in enumerate(events) if "order_hash" in (event.get("data") or {})]
+    plain = [i for i in epochs[1:-1] if not events[i]["data"].get("replaced")]
+    if len(plain) < 2:
+        return list(events)
+    numbers = [events[i]["data"]["epoch"] for i in plain]
+    samples, left = (sum(events[i]["data"][name] for i in plain) for name in ("samples", "dropped"))
+    message = (
+        f"{len(plain):,} more epochs (from {min(numbers):,} to {max(numbers):,}): {samples:,} samples, {left:,} left "
+        "over, 0 corrupt; metrics.jsonl has each."
+    )
+    summary = {**events[plain[-1]], "message": message}
+    return [summary if i == plain[-1] else event for i, event in enumerate(events) if i not in set(plain[:-1])]
 
 
 def _elapsed(event: Mapping[str, Any], first: Mapping[str, Any]) -> str:

@@ -51,6 +51,20 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
+def test_epochs_are_summarized_so_that_other_events_are_seen(run: Path) -> None:
+    rows = [{"kind": "event", "time": 1, "message": "A step was skipped"}]
+    for k in range(104):
+        facts = {"epoch": k, "samples": 288, "dropped": 11, "replaced": int(k == 50), "order_hash": "0"}
+        rows.append({"kind": "event", "time": 10 * k, "message": f"Epoch {k} done", "data": facts})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    page = write_report([run]).read_text()
+    table = page[page.index('aria-label="Events"') :].split("</table>")[0]
+    shown = re.findall(r"<td>(.*?)</td>", table)
+    more = "101 more epochs (from 1 to 102): 29,088 samples, 1,111 left over, 0 corrupt; metrics.jsonl has each."
+    assert shown == ["started", "A step was skipped", "Epoch 0 done", "Epoch 50 done", more, "Epoch 103 done"]
+
+
 def test_the_validation_loss_is_drawn_over_samples_seen(run: Path) -> None:
     assert "Validation loss" not in write_report([run]).read_text()
     steps = [row["step"] for row in read_run(run).rows]

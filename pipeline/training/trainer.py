@@ -127,7 +127,9 @@ class Trainer:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
         if stop and self.state.step < self.run.total_steps:
-            self.telemetry.event(f"Stopped after step {self.state.step} by a signal; continue with --resume latest.")
+            self.telemetry.event(
+                f"Stopped after step {self.state.step} by a signal; the same command with --resume latest continues."
+            )
             return EXIT_PREEMPTED
         return EXIT_DONE
 

@@ -37,7 +37,7 @@ def test_gradient_of_a_token_that_occurs_often(dtype: torch.dtype, padding: int 
 def test_the_gradient_of_a_text_tower_with_much_padding(tmp_path: Path) -> None:
     config = copy.deepcopy(open_clip.get_model_config("ViT-B-16-SigLIP"))
     config["embed_dim"] = 192
-    config["vision_cfg"] |= {"timm_model_name": "vit_tiny_patch16_224", "image_size": 32}
+    config["vision_cfg"] |= {"timm_model_name": "vit_tiny_patch16_224", "image_size": 224}
     config["text_cfg"] |= {"width": 32, "heads": 2, "layers": 2, "vocab_size": 200}
     path = tmp_path / "small-siglip.json"
     path.write_text(json.dumps(config))

@@ -70,10 +70,10 @@ def download(
         recover(folder, own_shards)
         check_parts(folder, own_shards)
         write_text(folder.config, dump(config), durable=True)
+        folder.check_tars(set(folder.finished()).intersection(own_shards))
         if retry_failed:
             _retry(config, folder, own_shards, show)
         finished = set(folder.finished())
-        folder.check_tars(finished.intersection(own_shards))
         missing = tuple(shard for shard in own_shards if shard not in finished)
         if missing:
             total = sum(plan.rows_of(shard) for shard in missing)

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from data_prep import ingest
 from data_prep import rebuild as rebuilding
 from data_prep.dataset import canonical_tar, duplicates, sessions, shard_commit
-from data_prep.dataset.dataset_folder import Folder
+from data_prep.dataset.dataset_folder import Folder, load_config
 from data_prep.dataset.ingest_report import write_report
 from data_prep.dataset.manifest_writer import write_manifest
 from data_prep.dataset.removal import finish_removal, remove
@@ -417,3 +418,18 @@ def test_shards_made_with_other_settings_are_fetched_again(copied: Path, site: S
     rebuild(copied, verify(copied), allow_addresses=True)
     assert contents(copied) == expected
     assert len(site.agents) - asked == SHARD
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_repeated_download_reports_a_cut_tar_before_it_requests_anything(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, retry: bool
+) -> None:
+    monkeypatch.setattr(ingest, "fetch", lambda *_, **__: pytest.fail("the engine was started"))
+    folder = Folder(copied)
+    record = folder.read_record(1)
+    folder.write_record(replace(record, rows=record.rows + 1, failures={"timeout": 1}))
+    os.truncate(folder.tar(1), 1000)
+    before = {path: path.read_bytes() for path in (copied / "meta").iterdir()}
+    with pytest.raises(UserError, match=r"00001\.tar has 1,000 bytes instead of [0-9,]+: .*verify .* --rebuild`"):
+        ingest.download(load_config(copied), retry_failed=retry)
+    assert before == {path: path.read_bytes() for path in (copied / "meta").iterdir()}

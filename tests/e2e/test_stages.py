@@ -107,7 +107,7 @@ def test_an_architecture_that_cannot_be_resized_is_rejected_before_any_work(base
         "timm_model_name": "vit_tiny_patch16_224",
         "timm_model_pretrained": False,
         "timm_pool": "",
-        "image_size": 32,
+        "image_size": 224,
     }
     arch.write_text(json.dumps({**TINY, "vision_cfg": vision}))
     done = run("jobs.train", *settings(base, "refused", f"schedule.stages={STAGES}", f"model.arch={arch}"), check=False)

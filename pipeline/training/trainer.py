@@ -127,9 +127,7 @@ class Trainer:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
         if stop and self.state.step < self.run.total_steps:
-            self.telemetry.event(
-                f"Stopped after step {self.state.step} by a signal; the same command with --resume latest continues."
-            )
+            self.telemetry.event(f"Stopped after step {self.state.step} by a signal; continue with --resume latest.")
             return EXIT_PREEMPTED
         return EXIT_DONE
 

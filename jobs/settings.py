@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import textwrap
@@ -12,6 +11,7 @@ import click
 
 from jobs.known_settings import known_settings
 from jobs.settings_table import COMPUTED, REQUIRED, Setting, names, objective_groups, own_settings, programs
+from pipeline.config import suggest
 from pipeline.errors import UserError
 
 INTRODUCTION = """\
@@ -61,12 +61,8 @@ def command(markdown: bool, words: tuple[str, ...]) -> None:
             click.echo(textwrap.fill(_plain(setting.meaning), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     if not found:
         keys = [setting.key for _, settings in known_settings() for setting in settings]
-        known = {*keys, *(part for key in keys for part in key.split("."))}
-        near = [match for word in words for match in difflib.get_close_matches(word, known, n=1)]
-        hint = f" The nearest name is {' or '.join(near)}." if near else ""
-        raise UserError(
-            f"No setting contains {' and '.join(map(repr, words))}.{hint} `neuclip settings` lists all of them."
-        )
+        known = tuple(sorted({*keys, *(part for key in keys for part in key.split("."))}))
+        raise UserError(f"No setting contains {' and '.join(map(repr, words))}. {suggest(words[0], known)}")
 
 
 def page(methods: Sequence[str]) -> str:

@@ -161,10 +161,10 @@ def _remove(folder: str, names: Path) -> int:
         listed = set(read_lines(names))
     except OSError as error:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
+    done, manifest = remove(folder, listed)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
         return 0
-    done, manifest = remove(folder, listed)
     found = done.asked - len(done.missing)
     click.echo(
         f"{found:,} of {done.asked:,} names found, {done.samples:,} samples removed from {done.shards:,} shards."

@@ -89,8 +89,8 @@ def find_duplicates(
 ) -> Duplicates:
     """Find duplicates among all samples of a data set; captions are not compared.
 
-    Memory, estimated and not measured: about 300 bytes a sample for keys, hashes and thumbnails, as much again while
-    equal ones are found, and about 200 more for the table of exact hashes. Ten million samples take some 8 GB.
+    Memory, estimated and not measured: about 350 bytes a sample for keys, hashes and thumbnails, as much again while
+    equal ones are found, and about 300 more for the tables of exact hashes. Ten million samples take some 10 GB.
 
     Args:
         root: The data set's folder.

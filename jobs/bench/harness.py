@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from jobs.cli import use_expandable_segments
 from pipeline.versions import versions
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ TOKENS_PER_WORD = 1.3
 
 def parser(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options of every benchmark: --rounds, --threads and --json."""
+    use_expandable_segments()  # as in training
     found = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--rounds", type=int, default=rounds, help="measured rounds, after one warm-up round")
     found.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every contender")

@@ -51,7 +51,7 @@ def test_settings_in_the_terminal() -> None:
     assert "tau_lr" not in done.output
     assert "objective.tau_lr" in CliRunner().invoke(command, ["tau", "lr"]).output
     for wrong, nearest in (("data.straems", "data.streams"), ("optimzer", "optimizer")):
-        with pytest.raises(UserError, match=f"The nearest name is {nearest}"):
+        with pytest.raises(UserError, match=f"The nearest is {nearest}\\."):
             CliRunner().invoke(command, [wrong], catch_exceptions=False)
 
 

@@ -28,6 +28,14 @@ def parse_as(kind: type[T], text: str) -> T | None:
     return found
 
 
+def read_as(kind: type[T], path: Path) -> T | None:
+    """An instance of a dataclass from a JSON file; None if that is missing or damaged."""
+    try:
+        return parse_as(kind, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def new_run_id() -> str:
     """An id that no other run has."""
     return uuid.uuid4().hex[:16]

@@ -95,12 +95,9 @@ def record_exit(code: int, reason: str = "") -> None:
 
 def read_exit(path: Path) -> ExitRecord | None:
     """A rank's record; None when the file is missing or damaged."""
-    from pipeline.run_files import parse_as  # signals are handled before libraries are imported
+    from pipeline.run_files import read_as  # signals are handled before libraries are imported
 
-    try:
-        return parse_as(ExitRecord, path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_as(ExitRecord, path)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from pipeline.distributed.signals import signals_blocked
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, collectives_trace, lost_contact
 from pipeline.files import write_text
-from pipeline.run_files import parse_as, read_run_id
+from pipeline.run_files import read_as, read_run_id
 
 HEAD_START = 1.25
 """The rank that is behind waits this many times the limit, so that the others report it first."""
@@ -256,10 +256,7 @@ def stderr_copied(path: Path, *, seconds: float = 5.0) -> Iterator[None]:
 
 def read_beat(path: Path) -> Beat | None:
     """A rank's last heartbeat; None when the file is missing or damaged."""
-    try:
-        return parse_as(Beat, path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_as(Beat, path)
 
 
 def behind(beats: Sequence[Beat | None]) -> list[int]:

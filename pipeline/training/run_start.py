@@ -32,7 +32,7 @@ from pipeline.distributed.exit_record import reserve_space, start_recording, sto
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import parse_as
+from pipeline.run_files import parse_as, read_as
 from pipeline.training.recipe import CONFIG_NAME, RunConfig
 
 LOCK_NAME = ".lock"
@@ -175,10 +175,7 @@ def origin_of_start(run: RunConfig, resume: str | None, *, new_batch_size: bool)
 
 def read_origin(folder: Path) -> Origin | None:
     """The origin that a run's folder records; None if it is no fork, or the record is damaged."""
-    try:
-        return parse_as(Origin, (folder / ORIGIN_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_as(Origin, folder / ORIGIN_NAME)
 
 
 def record_origin(run: RunConfig, resume: str | None, *, new_batch_size: bool) -> None:

@@ -170,8 +170,16 @@ def x_ticks(first: float, last: float, *, inner: int) -> list[float]:
     return sorted({start, *(float(tick) for tick in between if start + gap <= tick <= last - gap), last})
 
 
-def y_ticks(low: float, high: float, *, zero: bool, intervals: int) -> list[float]:
-    """Round values at equal distances, the first and last of which enclose the curves."""
+def y_ticks(low: float, high: float, *, zero: bool, intervals: int, most: float = math.inf) -> list[float]:
+    """Round values at equal distances whose first and last enclose the curves.
+
+    Args:
+        low: The curves' smallest value.
+        high: Their largest.
+        zero: Begin at 0 or below.
+        intervals: Wanted number of distances.
+        most: No tick is above it, if there are such ticks: 1 for shares.
+    """
     from matplotlib.ticker import MaxNLocator
 
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -180,7 +188,8 @@ def y_ticks(low: float, high: float, *, zero: bool, intervals: int) -> list[floa
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant is drawn in the middle
         low, high = low - (0.1 * abs(low) or (0.0 if zero else 1.0)), high + (0.1 * abs(high) or 1.0)
-    return [float(tick) for tick in MaxNLocator(intervals).tick_values(low, high)]
+    found = [MaxNLocator(number).tick_values(low, high) for number in range(intervals, intervals + 5)]
+    return [float(tick) for tick in next((ticks for ticks in found if ticks[-1] <= most), found[0])]
 
 
 def _style(
@@ -215,7 +224,9 @@ def _style(
     if log:
         axes.set_yscale("log")
     else:
-        heights = y_ticks(*axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5)
+        heights = y_ticks(
+            *axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5, most=1 if percent else math.inf
+        )
         axes.set_yticks(heights)
         axes.set_ylim(heights[0], heights[-1])
         axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))

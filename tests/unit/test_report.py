@@ -139,6 +139,16 @@ def test_ticks_of_values_are_even_and_enclose_the_curves(low: float, high: float
     np.testing.assert_allclose(drawing.hover["y"], [ticks[0], ticks[-1]], rtol=1e-5)
 
 
+@pytest.mark.parametrize("high", [0.85, 0.94, 0.999, 1.0])
+def test_an_axis_of_shares_ends_at_100_percent(high: float) -> None:
+    """Regression test: the small chart of a score of 94% had lines at 0, 40, 80 and 120%."""
+    for intervals in (3, 5):
+        ticks = y_ticks(0.4, high, zero=True, intervals=intervals, most=1)
+        assert ticks[0] == 0
+        assert high <= ticks[-1] <= 1
+        assert len(ticks) <= 8
+
+
 @pytest.mark.parametrize(
     ("first", "last", "labels"),
     [

@@ -106,7 +106,7 @@ def test_without_ids_only_the_batch_itself_is_known(caplog: pytest.LogCaptureFix
     for step in range(4):
         objective.loss(*unit_features(BATCH, seed=step))
         objective.commit()
-    ids = objective.npn.queue_ids.tolist()
+    ids = objective.npn.queue.ids.tolist()
     assert len(set(ids)) == len(ids) == 18
     assert max(ids) < 0
     assert not caplog.records
@@ -135,7 +135,7 @@ def test_a_resumed_run_excludes_the_same_samples() -> None:
     resumed.load_state_dict(uninterrupted.state_dict())
     assert torch.equal(advance(uninterrupted, range(4, 7)), advance(resumed, range(4, 7)))
     before, after = uninterrupted.state_dict(), resumed.state_dict()
-    assert before.keys() == after.keys() >= {"npn.queue_ids", "npn.prototype_ids"}
+    assert before.keys() == after.keys() >= {"npn.queue", "npn.queue_ids", "npn.queued"}
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 

@@ -235,7 +235,7 @@ def test_without_restarts_the_prototypes_are_filled_once():
 def test_the_queue_holds_the_newest_features():
     objective = build_objective({"name": "neuclip", "npn": "queue", "prototypes": 12}, context=context(8))
     run_steps(objective, 5, batch_size=8)
-    have = {tuple(row.tolist()) for row in objective.npn.network.lasting["weight"][0]}
+    have = {tuple(row.tolist()) for row in objective.npn.queue.features[0]}
     assert {tuple(r.tolist()) for r in unit_features(8, seed=4)[1]} <= have
     assert len(have & {tuple(r.tolist()) for r in unit_features(8, seed=3)[1]}) == 4
 

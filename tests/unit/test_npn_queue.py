@@ -48,10 +48,10 @@ def test_every_restart_draws_a_different_subset():
 def test_a_smaller_batch_leaves_no_gap_in_the_queue():
     objective = build(8, prototypes=20, restart_every=0)
     seen = [step(objective, 0, size=5), step(objective, 1, size=8)]
-    assert int(objective.npn.queued) == int(objective.npn.live) == 13
+    assert int(objective.npn.queue.written) == int(objective.npn.live) == 13
     for side in (0, 1):
         expected = torch.cat([features[side] for features in seen])
-        assert torch.equal(objective.npn.queue[side, :13], expected)
+        assert torch.equal(objective.npn.queue.features[side, :13], expected)
         assert torch.equal(objective.npn.network.lasting["weight"][side, :13], expected)
 
 

@@ -31,9 +31,6 @@ LEAST_TAU = 0.002
 _CPU_BLOCK, _GPU_BLOCK = 2**21, 2**25
 """Elements of one [R, m] block: bounds the memory, and is large enough for efficient products."""
 
-_EXCLUDED = -1e30
-"""The product of an excluded prototype: its exponential is 0, also where all of a rank's prototypes are excluded."""
-
 NpnObjective = Literal["unified", "separate"]
 
 
@@ -71,26 +68,6 @@ class Anchors:
 
     def full_precision(self) -> Anchors:
         return replace(self, low=None)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The samples whose features the prototypes are. An anchor's own sample is excluded from its mean."""
-
-    own: Tensor
-    """Sample ids of this rank's prototypes."""
-    all: Tensor
-    """Sample ids of all ranks' prototypes, [m]."""
-
-    def others(self, ids: Tensor) -> Tensor:
-        """How many prototypes are not of the anchor's own sample, [B]; `ids` are the anchors'."""
-        sorted_ids = self.all.sort().values
-        first, last = (torch.searchsorted(sorted_ids, ids, right=right) for right in (False, True))
-        return len(self.all) - (last - first)
-
-    def exclude(self, products: Tensor, ids: Tensor) -> None:
-        """Overwrite the products of anchors with prototypes of their own sample, [R, own]."""
-        products.masked_fill_(ids[:, None] == self.own[None], _EXCLUDED)
 
 
 @dataclass(frozen=True)
@@ -133,7 +110,6 @@ def log_normalizer(
     workspace: Workspace | None = None,
     passes: Passes = FUSED,
     division: Division | None = None,
-    samples: Samples | None = None,
 ) -> Tensor:
     """alpha of each anchor, [B].
 
@@ -143,14 +119,10 @@ def log_normalizer(
         workspace: Buffers.
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
-        samples: Given when prototypes of an anchor's own sample are excluded; `anchors` have ids then.
     """
     space, found = workspace or Workspace(), []
     for part, z in _products(anchors, at, space, division):
-        count: int | Tensor = division.live if division else len(at.weight)
-        if samples is not None and part.ids is not None:
-            samples.exclude(z, part.ids)
-            count = samples.others(part.ids)
+        count = division.live if division else len(at.weight)
         shift, own_total = passes.sums(z, at, space)
         total: Tensor | None = own_total
         if division is not None:
@@ -218,40 +190,46 @@ def _add_product(
     return space.take("gradient", shape, like=at.weight).copy_(product) if total is None else total.add_(product)
 
 
-def alpha_slopes(
-    anchors: Anchors, weight_md: Tensor, partners_bd: Tensor, *, samples: Samples | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of alpha with respect to the anchor's own feature, its partner's feature and the temperature.
-
-    The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
 
     Args:
         anchors: [b] of them.
         weight_md: The prototypes.
         partners_bd: The features of the anchors' partners, [b, d].
-        samples: As for `log_normalizer`.
 
     Returns:
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
-    to_own, to_partner, to_tau = torch.empty_like(partners_bd), torch.empty_like(partners_bd), []
-    full, space = anchors.full_precision(), Workspace()
-    at, start = prepare(full, weight_md, space), 0
+    full, space, found, start = anchors.full_precision(), Workspace(), [], 0
+    at = prepare(full, weight_md, space)
     for part, z in _products(full, at, space, None):
-        count: int | Tensor = len(weight_md)
-        if samples is not None and part.ids is not None:
-            samples.exclude(z, part.ids)
-            count = samples.others(part.ids)
         powers, shift, total = FUSED.exponentials(z, at, space)
-        _, share = _predict(shift, total, part, count)
+        _, share = _predict(shift, total, part, len(weight_md))
         rows = slice(start, start := start + len(part))
-        mean_prototype = (powers @ unit) * (share / total)[:, None]
-        to_own[rows] = (mean_prototype - share[:, None] * partners_bd[rows]) / anchors.tau
-        to_partner[rows] = -share[:, None] * part.features / anchors.tau
-        cosine = (mean_prototype * part.features).sum(1)  # share-weighted mean of cos(e, W_j)
-        to_tau.append((share * part.positive - cosine) / anchors.tau.square())
-    return to_own, to_partner, torch.cat(to_tau)
+        found.append(mean_slopes(part, (powers @ unit) * (share / total)[:, None], share, partners_bd[rows]))
+    first, second, third = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return first, second, third
+
+
+def mean_slopes(
+    anchors: Anchors, mean_bd: Tensor, share: Tensor, partners_bd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slopes of alpha = log(eps + mean over j of exp((e . x_j - s) / tau)), as `alpha_slopes` returns them.
+
+    The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
+
+    Args:
+        anchors: [b] of them.
+        mean_bd: The mean of x_j under the softmax weights, times `share`, [b, d].
+        share: The mean's share of exp(alpha), [b]; the rest is eps.
+        partners_bd: The features of the anchors' partners, [b, d].
+    """
+    to_own = (mean_bd - share[:, None] * partners_bd) / anchors.tau
+    to_partner = -share[:, None] * anchors.features / anchors.tau
+    cosine = (mean_bd * anchors.features).sum(1)  # share-weighted mean of cos(e, x_j)
+    return to_own, to_partner, (share * anchors.positive - cosine) / anchors.tau.square()
 
 
 def _products(
@@ -273,10 +251,20 @@ def _products(
             yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
 
 
-def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int | Tensor) -> tuple[Tensor, Tensor]:
+def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
     """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps. `total` None: 1."""
-    log_sum = shift if total is None else shift + total.log()
-    log_m = m.clamp(min=1).to(shift.dtype).log() if isinstance(m, Tensor) else math.log(m)
+    return normalizer_of_mean(shift if total is None else shift + total.log(), anchors, m)
+
+
+def normalizer_of_mean(log_sum: Tensor, anchors: Anchors, m: int | Tensor) -> tuple[Tensor, Tensor]:
+    """alpha, [R], and the mean's share of exp(alpha), [R]; the rest is eps.
+
+    Args:
+        log_sum: log of the sum over j of exp(e . x_j / tau), [R].
+        anchors: [R] of them.
+        m: The number of x_j, for each anchor if they differ, [R].
+    """
+    log_m = m.clamp(min=1).log() if isinstance(m, Tensor) else math.log(m)
     log_mean = log_sum - log_m - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
     return alpha, torch.exp(log_mean - alpha)

@@ -6,8 +6,9 @@
     python -m jobs.studies.tuned eps FEATURES --cell icons-16384-b64-learned
     python -m jobs.studies.tuned page
 
-A cell's name may end with more trials than the usual ones, as icons-16384-b16-learned-16trials: the first are shared
-with the cell without them, the reported seeds are new. FEATURES is the folder of `tuned_pairs`. Every finished run is
+A cell's name may end with another width of the towers' hidden layer and with more trials than the usual ones, as
+icons-16384-b16-learned-w2048-16trials: the first trials are shared with the cell without more, and the reported seeds
+are new. FEATURES is the folder of `tuned_pairs`. Every finished run is
 a line of `docs/studies/tuned/runs.csv`; a command does those that are missing. The plan, with the rules that these
 commands follow, is `docs/studies/tuned/plan.md`.
 """
@@ -76,10 +77,11 @@ def setting_of(cell: str, samples: int) -> TunedSetting:
     Raises:
         click.BadParameter: It is no such name.
     """
-    found = re.fullmatch(r"(icons|synthetic)-(\d+)-b(\d+)-(learned|fixed)(-\d+trials)?", cell)
+    found = re.fullmatch(r"(icons|synthetic)-(\d+)-b(\d+)-(learned|fixed)(?:-w(\d+))?(-\d+trials)?", cell)
     if not found:
         raise click.BadParameter(f"{cell!r}: expected DATA-PAIRS-bBATCH-TEMPERATURE, as icons-16384-b64-learned")
-    return TunedSetting(found[1], int(found[2]), int(found[3]), samples, found[4] == "learned")
+    hidden = int(found[5] or TunedSetting.hidden)
+    return TunedSetting(found[1], int(found[2]), int(found[3]), samples, found[4] == "learned", hidden)
 
 
 def draw_values(trial: int, *, learned: bool) -> tuple[float, ...]:
@@ -242,8 +244,9 @@ def equal(features: Path, cell: str, arms: str, processes: int) -> None:
 
 
 def reported_seeds(cell: str) -> range:
-    """The seeds of a cell's tables; those of a cell with more trials have been in no other table."""
-    first = SEEDS * (trials_in(cell)[1] // TRIALS - 1)
+    """The seeds of a cell's tables; those of more trials, and those of another width, have been in no other table."""
+    other_width = setting_of(cell, SAMPLES).hidden != TunedSetting.hidden
+    first = SEEDS * (trials_in(cell)[1] // TRIALS - 1 + other_width)
     return range(first, first + SEEDS)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -220,7 +220,7 @@ class SoftmaxObjective(Objective):
         return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, rows, self.steps, ids)
 
 
-def mean_gap(estimates: Pair, targets: Pair) -> Tensor:
+def mean_gap(estimates: Iterable[Tensor], targets: Iterable[Tensor]) -> Tensor:
     """Mean absolute difference of log-normalizers over both sides, a scalar."""
     return torch.stack([(a - b).abs().mean() for a, b in zip(estimates, targets, strict=True)]).mean()
 

@@ -79,17 +79,14 @@ class NeuClip(SoftmaxObjective):
     def anchor_weights(self, batch: AnchorBatch) -> AnchorWeights:
         config, tau = self.config, self.temperature.value()
         anchors = anchors_of(batch, config, tau=tau)
-        targets = anchors[0].log_target, anchors[1].log_target
+        targets = torch.stack([side.log_target for side in anchors])
         with self.world.phase("npn"):
             prediction = self.npn.advance(batch, anchors)
-        chosen, alpha, ratio = self.chosen_normalizers(prediction, targets), [], []
-        for side in (0, 1):
-            alpha.append(torch.maximum(chosen[side], targets[side] - self._log_cap))
-            ratio.append(torch.exp(targets[side] - alpha[side]))
+        alpha = torch.maximum(self.chosen_normalizers(prediction, targets), targets - self._log_cap)
+        ratio = torch.exp(targets - alpha)
         inside = (ratio[0] + alpha[0] + ratio[1] + alpha[1]).mean() + 2 * (config.rho - 1)
-        tau_gradient = inside
-        for side in (0, 1):
-            tau_gradient = tau_gradient - (torch.exp(batch.log_g[side] - alpha[side]) * batch.mean_h[side]).mean()
+        within = (torch.exp(torch.stack(batch.log_g) - alpha) * torch.stack(batch.mean_h)).mean(1)
+        tau_gradient = inside - within[0] - within[1]
         through: Pair | None = None
         if not config.stop_gradient:
             through, tau_term = self._through_alpha(batch, anchors, ratio)
@@ -105,15 +102,15 @@ class NeuClip(SoftmaxObjective):
                 "tau": tau,
                 "normalizer_gap": mean_gap(prediction.alpha, targets),
                 "normalizer_gap_cold": mean_gap(prediction.cold, targets),
-                "ratio_max": torch.maximum(ratio[0].max(), ratio[1].max()),
+                "ratio_max": ratio.max(),
                 **self.npn.metrics(),
             },
             update=batch,
         )
 
-    def chosen_normalizers(self, prediction: Prediction, targets: Pair) -> Pair:
-        """The log-normalizers that weigh the batch's anchors, [B] each; targets: the batch's own log(eps + g)."""
-        return prediction.alpha
+    def chosen_normalizers(self, prediction: Prediction, targets: Tensor) -> Tensor:
+        """The log-normalizers that weigh the batch's anchors, [2, B]; targets: the batch's own log(eps + g), [2, B]."""
+        return torch.stack(prediction.alpha)
 
     def cold_normalizers(self, batch: AnchorBatch) -> Pair:
         return self.npn.predict(anchors_of(batch, self.config, tau=self.temperature.value()))
@@ -121,7 +118,7 @@ class NeuClip(SoftmaxObjective):
     def restarts(self) -> bool:
         return self.npn.restarts(self.steps)
 
-    def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: list[Tensor]) -> tuple[Pair, Tensor]:
+    def _through_alpha(self, batch: AnchorBatch, anchors: BothSides, ratio: Tensor) -> tuple[Pair, Tensor]:
         """The gradient through alpha, (tau / B) r_i d alpha_i: for this rank's features and, over all ranks, for tau.
 
         Where the cap applies, r_i is computed with the capped ratio.

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from pipeline.config import section
-from pipeline.objectives.base import ObjectiveContext, Pair
+from pipeline.objectives.base import ObjectiveContext
 from pipeline.objectives.npn.network import NPNS, Prediction
 from pipeline.objectives.npn.neuclip import NeuClip, NeuClipConfig
 from pipeline.objectives.registry import register
@@ -84,23 +84,20 @@ class NeuClipPlus(NeuClip):
                 max(1, n // 4),
             )
 
-    def chosen_normalizers(self, prediction: Prediction, targets: Pair) -> Pair:
-        first, second = (
-            torch.lerp(target, pooled(alpha, target, prototypes=prediction.prototypes), self.config.ratio_power)
-            for alpha, target in zip(prediction.alpha, targets, strict=True)
-        )
-        return first, second
+    def chosen_normalizers(self, prediction: Prediction, targets: Tensor) -> Tensor:
+        common = pooled(torch.stack(prediction.alpha), targets, prototypes=prediction.prototypes)
+        return torch.lerp(targets, common, self.config.ratio_power)
 
 
 def pooled(alpha: Tensor, target: Tensor, *, prototypes: int | Tensor) -> Tensor:
     """log of the mean of exp(alpha), with weight m, and exp(target), with weight B - 1.
 
     Args:
-        alpha: log-normalizers over m prototypes, [B].
-        target: log(eps + g) within the batch, [B].
+        alpha: log-normalizers over m prototypes, [..., B].
+        target: log(eps + g) within the batch, [..., B].
         prototypes: m, for each anchor if they differ, [B]; may be 0.
     """
     count = prototypes.to(alpha.dtype) if isinstance(prototypes, Tensor) else alpha.new_full((), prototypes)
-    others = len(alpha) - 1
+    others = alpha.shape[-1] - 1
     total = torch.logaddexp(alpha + count.log(), target + math.log(others))
     return total - (count + others).log()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
 from pipeline.objectives.npn.queue import FeatureQueue
 from pipeline.objectives.pairwise import Workspace, sent
 from pipeline.objectives.softmax import AnchorBatch
+
 
 @register_npn("prototypes")
 class PrototypeNpn(Npn):

@@ -213,9 +213,7 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
     return first, second, third
 
 
-def mean_slopes(
-    anchors: Anchors, mean_bd: Tensor, share: Tensor, partners_bd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def mean_slopes(anchors: Anchors, mean_bd: Tensor, share: Tensor, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slopes of alpha = log(eps + mean over j of exp((e . x_j - s) / tau)), as `alpha_slopes` returns them.
 
     The anchor's feature is taken as unit-norm: the normalisation in the encoder removes the radial part.
@@ -257,10 +255,10 @@ def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int) -> t
 
 
 def normalizer_of_mean(log_sum: Tensor, anchors: Anchors, m: int | Tensor) -> tuple[Tensor, Tensor]:
-    """alpha, [R], and the mean's share of exp(alpha), [R]; the rest is eps.
+    """alpha, [..., R], and the mean's share of exp(alpha), [..., R]; the rest is eps.
 
     Args:
-        log_sum: log of the sum over j of exp(e . x_j / tau), [R].
+        log_sum: log of the sum over j of exp(e . x_j / tau), [..., R].
         anchors: [R] of them.
         m: The number of x_j, for each anchor if they differ, [R].
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,16 @@ class FeatureQueue:
         return {"npn.queue": self.features, "npn.queued": self.written, **ids}
 
 
+@dataclass(frozen=True)
+class _Others:
+    """The features that an anchor's mean is over: those of other samples."""
+
+    own: Tensor | None
+    """Where a feature is of the anchor's own sample, [b, filled]; None: nothing is excluded."""
+    count: Tensor
+    """How many others there are, [b]."""
+
+
 @register_npn("queue")
 class QueueNpn(Npn):
     """alpha_i = log(eps + mean over j of exp((e_i . x_j - s_ii) / tau)), x_j the newest m features of the other side.
@@ -108,10 +120,10 @@ class QueueNpn(Npn):
         self.queue.add(update)
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        features, excluded = self._in_use.features[side, : self._in_use.filled], self._own(anchors, self._in_use)
-        z = self._products(anchors, features, excluded)
+        others, features = self._others(anchors, self._in_use), self._in_use.features[side, : self._in_use.filled]
+        z = self._products(anchors.features[None] / anchors.tau, features[None], others)[0]
         weights, log_sum = torch.softmax(z, 1), z.logsumexp(1)
-        _, share = normalizer_of_mean(log_sum, anchors, self._count(z, excluded))
+        _, share = normalizer_of_mean(log_sum, anchors, others.count)
         return mean_slopes(anchors, (weights @ features) * share[:, None], share, partners_bd)
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -125,33 +137,27 @@ class QueueNpn(Npn):
 
     def _means(self, anchors: BothSides, queue: FeatureQueue) -> Tensor:
         """alpha of both sides and the number of features it is a mean over, [b, 3]."""
-        found = []
-        for rows in row_blocks(len(anchors[0]), queue.filled, device=queue.features.device):
-            parts = anchors[0].take(rows), anchors[1].take(rows)
-            excluded, alpha = self._own(parts[0], queue), []
-            for side, part in enumerate(parts):
-                z = self._products(part, queue.features[side, : queue.filled], excluded)
-                count = self._count(z, excluded)
-                top = z.amax(1)  # softmax is faster than logsumexp, and its largest value is exp(top) / sum
-                log_sum = top - torch.softmax(z, 1, out=z).amax(1).log_()
-                alpha.append(normalizer_of_mean(log_sum, part, count)[0])
-            found.append(torch.stack([*alpha, count], 1))
+        found, features = [], queue.features[:, : queue.filled]
+        scaled = torch.stack([anchors[0].features, anchors[1].features]) / anchors[0].tau
+        for rows in row_blocks(len(anchors[0]), 2 * queue.filled, device=features.device):
+            part = anchors[0].take(rows)
+            others = self._others(part, queue)
+            z = self._products(scaled[:, rows], features, others)
+            top = z.amax(2)  # softmax is faster than logsumexp, and its largest value is exp(top) / sum
+            log_sum = top - torch.softmax(z, 2, out=z).amax(2).log_()
+            alpha, _ = normalizer_of_mean(log_sum, part, others.count)
+            found.append(torch.cat([alpha, others.count[None]]).T)
         return torch.cat(found)
 
-    def _own(self, anchors: Anchors, queue: FeatureQueue) -> Tensor | None:
-        """Which features are of an anchor's own sample, [b, filled]; None: none is excluded."""
+    def _others(self, anchors: Anchors, queue: FeatureQueue) -> _Others:
+        count = anchors.positive.new_full((len(anchors),), queue.filled)
         if not self.needs_ids or anchors.ids is None:
-            return None
-        return anchors.ids[:, None] == queue.ids[None, : queue.filled]
+            return _Others(None, count)
+        own = anchors.ids[:, None] == queue.ids[: queue.filled]
+        return _Others(own, count - own.sum(1, dtype=count.dtype))
 
-    def _products(self, anchors: Anchors, features: Tensor, excluded: Tensor | None) -> Tensor:
-        """e_i . x_j / tau, [b, filled], in a buffer; low where excluded."""
-        out = self.workspace.take("products", (len(anchors), len(features)), like=features)
-        z = torch.mm(anchors.features / anchors.tau, features.T, out=out)
-        return z if excluded is None else z.masked_fill_(excluded, _EXCLUDED)
-
-    @staticmethod
-    def _count(z: Tensor, excluded: Tensor | None) -> Tensor:
-        """How many features are not excluded, [b], in the precision of z."""
-        count = z.new_full((len(z),), z.shape[1])
-        return count if excluded is None else count - excluded.sum(1, dtype=z.dtype)
+    def _products(self, scaled: Tensor, features: Tensor, others: _Others) -> Tensor:
+        """e_i . x_j / tau, [sides, b, filled], in a buffer; low where x_j is of the anchor's own sample."""
+        shape = (len(scaled), scaled.shape[1], features.shape[1])
+        z = torch.bmm(scaled, features.transpose(1, 2), out=self.workspace.take("products", shape, like=features))
+        return z if others.own is None else z.masked_fill_(others.own, _EXCLUDED)

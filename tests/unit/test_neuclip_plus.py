@@ -142,6 +142,7 @@ def test_a_resumed_run_excludes_the_same_samples() -> None:
 def test_a_checkpoint_without_ids_loads_and_excludes_nothing_of_its_queue() -> None:
     objective = trained(4)
     old = {key: value for key, value in objective.state_dict().items() if not key.endswith("_ids")}
+    old |= {"npn.weight": torch.zeros(2, PROTOTYPES, 32), "npn.live": torch.tensor(PROTOTYPES)}  # of version 0.1
     objective.load_state_dict(old)
     image, text = unit_features(BATCH, seed=9)
     output = objective.compute(image, text, sample_ids=ids_of(9))

@@ -143,7 +143,7 @@ class NpnConfig(TemperatureConfig):
     """The small constant beside the normalizer g."""
     npn: Annotated[str, AfterValidator(NPNS.known)] = "prototypes"
     """`prototypes`: equations (10) and (11). `mlp`: the ablation of section 5.2. `queue`: prototypes that are the
-    newest features, without learning, so that `restart_every` and `inner_steps` have no meaning."""
+    newest features, without learning, so that `restart_every`, `inner_steps` and `npn_update` have no meaning."""
     npn_objective: Literal["unified", "separate"] = "unified"
     """`unified`: equation (12). `separate`: squared error of the logs (section 5.2)."""
     npn_schedule: Literal["alternating", "simultaneous"] = "alternating"

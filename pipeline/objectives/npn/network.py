@@ -1,4 +1,4 @@
-"""The interface of an NPN as a component of the objective, the networks' state, and the batch as an NPN sees it.
+"""What an NPN is to the objective: interface and settings, the state of networks and queues, the batch as it sees it.
 
 Every rank trains these small networks for itself, on the same numbers, outside the encoders' engine.
 """
@@ -111,6 +111,61 @@ class ReplicatedNetwork:
 
     def _key(self, parameter: str, slot: str) -> str:
         return self._slot_name.format(parameter=parameter, slot=slot)
+
+
+NO_SAMPLE = -(2**62)
+"""The id of a place in the queue that is empty or whose sample is not known; no anchor has it."""
+
+
+class FeatureQueue:
+    """The newest m features of both sides, [2, m, d]: texts for image anchors, images for text anchors.
+
+    Args:
+        length: m; may be 0.
+        context: The facts of the run.
+        ids: Whether it holds the sample ids, too.
+    """
+
+    def __init__(self, length: int, context: ObjectiveContext, *, ids: bool = False) -> None:
+        self.features = torch.zeros((2, length, context.dim), dtype=context.dtype, device=context.device)
+        self.ids = torch.full((length if ids else 0,), NO_SAMPLE, dtype=torch.int64, device=context.device)
+        self.written = torch.zeros((), dtype=torch.int64)
+        """On the host: features ever written."""
+
+    @property
+    def filled(self) -> int:
+        """How many features there are."""
+        return min(self.features.shape[1], int(self.written))
+
+    def places(self, batch: AnchorBatch) -> list[tuple[int, slice]]:
+        """Where the batch overwrites the oldest features: first place and the batch's rows, in two runs."""
+        m = self.features.shape[1]
+        start, count = int(self.written) % m, min(batch.size, m)
+        head = min(count, m - start)
+        return [(start, slice(0, head)), (0, slice(head, count))]
+
+    def add(self, batch: AnchorBatch) -> None:
+        """Overwrite the oldest features by the batch's."""
+        if not self.features.shape[1]:
+            return
+        for start, rows in self.places(batch):
+            end = start + rows.stop - rows.start
+            for side in (0, 1):
+                self.features[side, start:end] = batch.features[1 - side][rows]
+            if len(self.ids) and batch.ids is not None:
+                self.ids[start:end] = batch.ids[rows]
+        self.written += min(batch.size, self.features.shape[1])
+
+    def copy(self) -> FeatureQueue:
+        """A queue of the same contents."""
+        other = object.__new__(FeatureQueue)
+        other.features, other.ids, other.written = self.features.clone(), self.ids.clone(), self.written.clone()
+        return other
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors themselves, by their names in a checkpoint."""
+        ids = {"npn.queue_ids": self.ids} if len(self.ids) else {}
+        return {"npn.queue": self.features, "npn.queued": self.written, **ids}
 
 
 BothSides = tuple[Anchors, Anchors]

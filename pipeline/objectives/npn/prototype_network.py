@@ -19,9 +19,8 @@ from pipeline.errors import UserError
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
-from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
+from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
-from pipeline.objectives.npn.queue import FeatureQueue
 from pipeline.objectives.pairwise import Workspace, sent
 from pipeline.objectives.softmax import AnchorBatch
 

@@ -38,10 +38,9 @@ RUNS = FOLDER / "runs.csv"
 SAMPLES = 65_536
 ARMS = (
     "openclip", "siglip", "fastclip_v3", "amorlip", "batch_gcl", "neuclip", "neuclip_plus", "neuclip_power",
-    "near_plus", "near_openclip", "near_unweighted",
 )  # fmt: skip
-TUNED_AS = {"near_plus": "neuclip_plus", "near_unweighted": "neuclip_plus", "near_openclip": "openclip"}
-"""Arms that use the values of another one."""
+PAST = ("near_plus", "near_openclip")
+"""Arms of the page whose code, batches of near pairs with importance weights, left after the commits in the CSV."""
 FINALISTS, SEEDS = 2, 5
 TUNING_SEEDS, SWEEP_SEED = (1000, 1001), 100
 VALUES = ("lr", "tau", "tau_lr", "eps", "rho", "bias", "power")
@@ -143,7 +142,6 @@ def best(cell: str, arm: str) -> tuple[str, tuple[float, ...]]:
     Raises:
         click.ClickException: The arm has not been tuned.
     """
-    arm = TUNED_AS.get(arm, arm)
     chosen = finalists(cell, arm)
     lines = [line for line in tried(cell, arm) if _loss(line) < math.inf and line["trial"] in chosen]
     by_trial = {line["trial"]: [one for one in lines if one["trial"] == line["trial"]] for line in lines}
@@ -207,7 +205,7 @@ def _options(command: Any) -> Any:
 @_options
 def tune(features: Path, cell: str, arms: str, processes: int) -> None:
     """Trials of every arm, then further seeds of the best ones."""
-    names = [arm for arm in arms.split(",") if arm not in TUNED_AS]
+    names = arms.split(",")
     every = {arm: [str(trial) for trial in range(trials_in(cell)[1])] for arm in names}
     do(trials_of(cell, names, seeds=TUNING_SEEDS[:1], chosen=every), features, processes=processes)
     best_of = {arm: finalists(cell, arm) for arm in names}
@@ -258,7 +256,7 @@ def _seconds(cell: str, arm: str) -> float:
 @main.command(name="page")
 def write_page() -> None:
     """Write `results.md` from the finished runs."""
-    (FOLDER / "results.md").write_text(page(finished(), arms=ARMS), encoding="utf-8")
+    (FOLDER / "results.md").write_text(page(finished(), arms=ARMS + PAST), encoding="utf-8")
 
 
 @main.command()

@@ -3,98 +3,18 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 import torch
-from torch import Tensor
 
 from jobs.studies import tuned, tuned_page
 from jobs.studies.schedule import in_processes
-from jobs.studies.small_towers import orders
-from jobs.studies.tuned_run import NearPlus, TunedSetting, blocks_of_two, load, log_weights, settings_of, train
-from pipeline.objectives import build_objective
-from tests.unit.objectives_reference import unit_features
+from jobs.studies.tuned_run import TunedSetting, load, train
 
 VALUES = dict(zip(tuned.VALUES, (4e-3, 0.1, 2e-3, 1e-3, 1.5, -5.0, 0.5), strict=True))
-
-
-def matchings(items: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """All divisions into pairs."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for other in rest:
-        for further in matchings([one for one in rest if one != other]):
-            yield [(first, other), *further]
-
-
-def divisions(clusters: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """All equally likely divisions into blocks: a left-over of every odd cluster, pairs within, pairs of left-overs."""
-    members = [[i for i, c in enumerate(clusters) if c == one] for one in sorted(set(clusters))]
-    choices = [[*own] if len(own) % 2 else [None] for own in members]
-    for left in itertools.product(*choices):
-        within = [list(matchings([i for i in own if i not in left])) for own in members]
-        among = list(matchings([i for i in left if i is not None]))
-        for parts in itertools.product(*within, among):
-            yield [block for part in parts for block in part]
-
-
-@pytest.mark.parametrize("clusters", [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 2], [0] * 8])
-def test_weighted_batches_have_the_dataset_s_mean_as_their_expectation(clusters: list[int]) -> None:
-    """By enumeration of all batches of two blocks, in float64: the mean over all negatives of each anchor is exact."""
-    n, labels = len(clusters), torch.tensor(clusters)
-    sizes, terms = torch.bincount(labels), torch.rand(n, n, dtype=torch.float64)
-    totals, seen = torch.zeros(n, dtype=torch.float64), torch.zeros(n)
-    for blocks in divisions(clusters):
-        for batches in matchings(list(range(n // 2))):
-            for batch in batches:
-                ids = torch.tensor([i for block in batch for i in blocks[block]])
-                weighted = log_weights(labels[ids], sizes, n=n).exp() * terms[ids][:, ids]
-                totals[ids] += weighted.fill_diagonal_(0).sum(1) / (len(ids) - 1)
-                seen[ids] += 1
-    exact = terms.clone().fill_diagonal_(0).sum(1) / (n - 1)
-    torch.testing.assert_close(totals / seen, exact, rtol=1e-12, atol=0)
-
-
-def test_blocks_are_drawn_as_the_weights_assume() -> None:
-    """The partners of sample 0, in a cluster of three, over 6,000 divisions: within five standard errors."""
-    clusters = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
-    generator, found = torch.Generator().manual_seed(0), torch.zeros(8)
-    for _ in range(6000):
-        blocks = blocks_of_two(clusters, generator=generator)
-        assert sorted(blocks.flatten().tolist()) == list(range(8))
-        (own,) = (block.tolist() for block in blocks if 0 in block)
-        found[own[0] + own[1]] += 1  # the partner: sample 0 adds nothing
-    expected = torch.tensor([0, 1 / 3, 1 / 3, 1 / 9, 1 / 9, 1 / 9, 0, 0])
-    assert ((found / 6000 - expected).abs() <= 5 * (expected * (1 - expected) / 6000).sqrt()).all()
-
-
-def advance(objective: object, seed: int, ids: Tensor) -> list[Tensor]:
-    image, text = (f.requires_grad_() for f in unit_features(16, 8, seed=seed, dtype=torch.float32))
-    loss = objective.loss(image, text, sample_ids=ids)  # type: ignore[attr-defined]
-    loss.backward()
-    objective.commit(lr_scale=0.7)  # type: ignore[attr-defined]
-    return [x.grad for x in (image, text) if x.grad is not None]
-
-
-def test_without_weights_the_prototype_is_neuclip_plus() -> None:
-    setting = TunedSetting("synthetic", 256, 16, 512, learned=True, dim=8)
-    near = NearPlus("near_unweighted", setting, VALUES, seed=0)
-    plus = build_objective(
-        settings_of("neuclip_plus", setting, VALUES), dim=8, batch_size=16, dataset_size=256, total_steps=32
-    )
-    order = orders(256, 16, seed=3)
-    for step in range(20):
-        ids = next(order)
-        for ours, theirs in zip(advance(near, step, ids), advance(plus, step, ids), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-7)
-    assert near.logit_parameters()[0] == pytest.approx(plus.logit_parameters()[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("arm", tuned.ARMS)
@@ -138,7 +58,6 @@ def test_what_is_in_the_file_is_not_run_again(tmp_path: Path, monkeypatch: pytes
     with (tmp_path / "runs.csv").open() as file:
         assert [row["seed"] for row in csv.DictReader(file)] == ["1000", "1001"]
     assert tuned.best(cell, "openclip")[0] == "0"
-    assert tuned.best(cell, "near_openclip") == tuned.best(cell, "openclip")
 
 
 def test_more_trials_leave_the_choice_of_the_cell_without_them_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

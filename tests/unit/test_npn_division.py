@@ -21,6 +21,7 @@ VARIANTS = {
     "subset": {"prototypes": 7},
     "previous": {"restart_with": "previous", "npn_optimizer": "adam"},
     "queue": {"npn": "queue"},
+    "queue_previous": {"npn": "queue", "restart_with": "previous", "stop_gradient": False, "ratio_cap": 0},
     "simultaneous": {"npn_schedule": "simultaneous", "inner_steps": 1},
     "separate": {"npn_objective": "separate", "reset_accumulator": True},
     "through_alpha": {"stop_gradient": False, "ratio_cap": 0},
@@ -56,7 +57,8 @@ def test_results_are_the_same_for_any_world_size(name, size):
     outputs, state = run(settings, World())
     ranks = on_ranks(size, lambda world: run(settings, world))
     for found, found_state in ranks:
-        assert all(relative_error(a, b) < 1e-9 for a, b in zip(found, outputs, strict=True))
+        # Metrics that are 0 by definition, such as a queue's gap on its first step, are rounding.
+        assert all(relative_error(a, b) < 1e-9 or max(a, b) < 1e-14 for a, b in zip(found, outputs, strict=True))
         assert found_state.keys() == state.keys()
         for key, value in state.items():
             assert torch.allclose(found_state[key].double(), value.double(), rtol=1e-7, atol=1e-9), key

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,26 @@ def test_slopes_of_alpha_equal_autograd(monkeypatch):
         prototypes.alpha_slopes(anchors, weight, text),
         torch.autograd.grad(alpha.sum(), [own, partner, tau]),
         strict=True,
+    ):
+        assert relative_error(ours, expected) < 1e-10
+
+
+def test_slopes_of_a_queue_without_the_anchors_own_samples_equal_autograd():
+    settings = {"name": "neuclip", "npn": "queue", "prototypes": 12, "restart_with": "previous"}
+    npn = build_objective(settings, context=context(6, 16)).npn
+    anchors, text = make_anchors(6)
+    anchors = replace(anchors, ids=torch.arange(6))
+    npn.queue.features[0] = F.normalize(make_weight(12), dim=1)
+    npn.queue.ids.copy_(torch.tensor([0, 7, 8, 1, 9, 0, 10, 11, 5, 12, 13, 14]))
+    npn.queue.written.fill_(12)
+    own, partner = anchors.features.clone().requires_grad_(), text.clone().requires_grad_()
+    tau = anchors.tau.expand(6).clone().requires_grad_()
+    terms = torch.exp((own @ npn.queue.features[0].T - (own * partner).sum(1)[:, None]) / tau[:, None])
+    others = (anchors.ids[:, None] != npn.queue.ids).double()
+    alpha = torch.log(EPS + (terms * others).sum(1) / others.sum(1))
+    assert relative_error(npn.predict((anchors, anchors))[0], alpha) < 1e-12
+    for ours, expected in zip(
+        npn.slopes(0, anchors, text), torch.autograd.grad(alpha.sum(), [own, partner, tau]), strict=True
     ):
         assert relative_error(ours, expected) < 1e-10
 

@@ -39,11 +39,28 @@ Tree = dict[str, Any]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
 def section(cls: type[T]) -> type[T]:
-    """Make `cls` a config section: a frozen, keyword-only dataclass that checks types and refuses unknown keys."""
+    """Make `cls` a config section: a frozen, keyword-only dataclass that checks types and refuses unknown keys.
+
+    True and false are no numbers in it, though Python takes them for 1 and 0.
+    """
+    cls._numbers_only = pydantic.field_validator("*", mode="before")(_no_boolean)  # type: ignore[attr-defined]
     settings = pydantic.ConfigDict(
         extra="forbid", validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True
     )
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # type: ignore[return-value]
+
+
+def _no_boolean(cls: Any, value: Any, info: pydantic.ValidationInfo) -> Any:
+    """`value`, unless it is, or lists, a boolean where the type of the field is made of numbers."""
+    if any(isinstance(part, bool) for part in (value if isinstance(value, list | tuple) else [value])):
+        kinds = _types_in(cls.__pydantic_fields__[info.field_name].annotation)
+        if (int in kinds or float in kinds) and bool not in kinds:
+            raise ValueError("should be a valid number, not true or false")
+    return value
+
+
+def _types_in(hint: Any) -> list[Any]:
+    return [found for part in typing.get_args(hint) for found in _types_in(part)] or [hint]
 
 
 class _Loader(yaml.SafeLoader):

@@ -32,6 +32,8 @@ Added = TypeVar("Added")
 _MANY, _NEAR = 40, 6
 _MOST_VALUES = 1_000_000
 """In a YAML file, aliases written out."""
+_MOST_DIGITS = 4300
+"""In a number, as Python has it for decimal ones; others could be read, but not printed."""
 _DEEPEST = 20
 """Dots in the key of an override."""
 Tree = dict[str, Any]
@@ -103,6 +105,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    except (AttributeError, KeyError, TypeError) as error:  # of PyYAML
+        raise ValueError("a value is not what its tag (!!name) says") from error
     except RecursionError as error:
         raise ValueError("its values are nested too deeply, or an alias (*name) stands for itself") from error
 
@@ -114,6 +118,8 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
             parts = [part for pair in node.value for part in pair]
         else:
             parts = node.value if isinstance(node, yaml.SequenceNode) else []
+            if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
+                raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
     return counts[id(node)]
 

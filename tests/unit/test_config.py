@@ -133,8 +133,11 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ("a: &a {b: *a}", "an alias .* stands for itself"),
         ("samples: " + "9" * 6000, "4300 digits"),
+        ("samples: 0x" + "f" * 6000, "4300 digits"),
+        ("samples: !!timestamp 9", "not what its tag"),
+        ("samples: !!bool x", "not what its tag"),
     ],
-    ids=["alias bomb", "deep", "cycle", "long number"],
+    ids=["alias bomb", "deep", "cycle", "long number", "long hexadecimal number", "no time", "no boolean"],
 )
 def test_yaml_traps_are_refused_with_one_line(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "trap.yaml"

@@ -132,8 +132,8 @@ def _was_killed(evidence: RunEvidence, killed: list[int]) -> DoctorFinding:
     return DoctorFinding(
         "run",
         "note",
-        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), or "
-        f"the machine was lost{while_writing}{others}",
+        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
+        f"frozen, or the machine was lost{while_writing}{others}",
         "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
     )
 

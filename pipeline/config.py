@@ -32,6 +32,8 @@ Added = TypeVar("Added")
 _MANY, _NEAR = 40, 6
 _MOST_VALUES = 1_000_000
 """In a YAML file, aliases written out."""
+_MOST_DIGITS = 4300
+"""In a number, as Python has it for decimal ones; others could be read, but not printed."""
 _DEEPEST = 20
 """Dots in the key of an override."""
 Tree = dict[str, Any]
@@ -39,11 +41,28 @@ Tree = dict[str, Any]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
 def section(cls: type[T]) -> type[T]:
-    """Make `cls` a config section: a frozen, keyword-only dataclass that checks types and refuses unknown keys."""
+    """Make `cls` a config section: a frozen, keyword-only dataclass that checks types and refuses unknown keys.
+
+    True and false are no numbers in it, though Python takes them for 1 and 0.
+    """
+    cls._numbers_only = pydantic.field_validator("*", mode="before")(_no_boolean)  # type: ignore[attr-defined]
     settings = pydantic.ConfigDict(
         extra="forbid", validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True
     )
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # type: ignore[return-value]
+
+
+def _no_boolean(cls: Any, value: Any, info: pydantic.ValidationInfo) -> Any:
+    """`value`, unless it is, or lists, a boolean where the type of the field is made of numbers."""
+    if any(isinstance(part, bool) for part in (value if isinstance(value, list | tuple) else [value])):
+        kinds = _types_in(cls.__pydantic_fields__[info.field_name].annotation)
+        if (int in kinds or float in kinds) and bool not in kinds:
+            raise ValueError("should be a valid number, not true or false")
+    return value
+
+
+def _types_in(hint: Any) -> list[Any]:
+    return [found for part in typing.get_args(hint) for found in _types_in(part)] or [hint]
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,6 +105,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    except (AttributeError, KeyError, TypeError) as error:  # of PyYAML
+        raise ValueError("a value is not what its tag (!!name) says") from error
     except RecursionError as error:
         raise ValueError("its values are nested too deeply, or an alias (*name) stands for itself") from error
 
@@ -97,6 +118,8 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
             parts = [part for pair in node.value for part in pair]
         else:
             parts = node.value if isinstance(node, yaml.SequenceNode) else []
+            if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
+                raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
         counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
     return counts[id(node)]
 

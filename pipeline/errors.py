@@ -1,12 +1,15 @@
 """Errors that the user can fix, whose messages are written for the terminal."""
 
 import errno
+import mmap
 import os
 import resource
 
 EXIT_USER_ERROR, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 SPARE_FILES = 16
 """A process that cannot open this many more files has too many open."""
+SPARE_ADDRESSES = 64 << 20
+"""Bytes of addresses that reading or writing a file of tensors may need beside the file's own size."""
 _FILE_ADVICE = {
     errno.ENOSPC: "Free some space, or use another folder, and start again; downloads and conversions continue.",
     errno.EDQUOT: "Free some space within the quota and start again; downloads and conversions continue.",
@@ -57,7 +60,7 @@ def explain_file_error(error: BaseException, where: object = None) -> str | None
 
 def explain_memory_error(error: BaseException) -> str | None:
     """What to do if this process gets no more memory of the machine, or None for other errors."""
-    words = ("cannot allocate memory", "can't allocate memory", "failed to map segment")
+    words = ("cannot allocate memory", "can't allocate memory", "failed to map segment", "can't start new thread")
     if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in words):
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -65,6 +68,20 @@ def explain_memory_error(error: BaseException) -> str | None:
     if limit != resource.RLIM_INFINITY:
         return f"`ulimit -v` allows this process {limit / 2**30:.1f} GiB of addresses, all in use{said}: raise it."
     return f"This process got no more memory{said}: use a machine with more, or end other programs."
+
+
+def need_addresses(size: int = 0) -> None:
+    """Take addresses for a file of this size for a moment: a library in Rust aborts the process when it gets none.
+
+    Raises:
+        MemoryError: `ulimit -v` does not leave as many.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    try:
+        mmap.mmap(-1, size + SPARE_ADDRESSES).close()
+    except OSError as error:
+        raise MemoryError(f"{(size + SPARE_ADDRESSES) / 2**20:.0f} MiB more are needed") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

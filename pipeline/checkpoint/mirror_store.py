@@ -238,7 +238,10 @@ def check_recipe(store: MirrorStore, name: str, settings: Tree) -> None:
     Raises:
         UserError: It has not: it is another run, in a folder with the same name.
     """
-    stored, own = flatten(store.meta(name).get("config") or {}), flatten(settings)
+    meta = store.meta(name)
+    if wrong_meta(meta, name):  # it is not continued from
+        return
+    stored, own = flatten(meta["config"]), flatten(settings)
     changed = [
         f"{key} {stored[key]} -> {own[key]}"
         for key in sorted(stored.keys() & own.keys())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checkpoint.layout import (
@@ -37,7 +36,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import flush, sha256_of, write_text
 from pipeline.model.finetuning import read_adapters
-from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME
+from pipeline.model.model_folder import LOGIT_KEYS, WEIGHTS_NAME, load_tensors
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ class Checkpoint:
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
         """The optimizer's state by (parameter name, key), for example `("visual.proj", "exp_avg")`."""
-        state = load_file(self.path / MOMENTS_NAME)
+        state = load_tensors(self.path / MOMENTS_NAME)
         return {(name, key): value for (key, _, name), value in ((k.partition("/"), v) for k, v in state.items())}
 
     def objective(self) -> dict[str, Tensor]:
         """The objective's state dict, without per-sample tables."""
-        return load_file(self.path / OBJECTIVE_NAME)
+        return load_tensors(self.path / OBJECTIVE_NAME)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a per-sample table, whichever ranks wrote them.
@@ -120,7 +119,7 @@ class Checkpoint:
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:
-    state = load_file(folder / WEIGHTS_NAME)
+    state = load_tensors(folder / WEIGHTS_NAME)
     return {name: value for name, value in state.items() if name not in LOGIT_KEYS}
 
 

@@ -186,8 +186,12 @@ class CheckpointWriter:
             except OSError as error:
                 refused = error
         self._world.barrier()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(snapshot, temporary, refused), daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # there are no more threads or addresses: the next step waits for it
+            self._write(snapshot, temporary, refused)
         if self._config.blocking:
             self.wait()
 

@@ -142,9 +142,9 @@ class Adapters:
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
     """What `Adapters.save` wrote, by the names of the model's parameters."""
-    from safetensors.torch import load_file
+    from pipeline.model.model_folder import load_tensors
 
-    stored = load_file(folder / ADAPTER_FILES[1])
+    stored = load_tensors(folder / ADAPTER_FILES[1])
     return {
         re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(IN_PEFT)): value for name, value in stored.items()
     }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, explain_memory_error, need_addresses
 from pipeline.model.architectures import (
     CONFIG_NAME,
     Architecture,
@@ -90,8 +90,17 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file with the permissions that the umask allows; the library's own are the owner's alone."""
     from safetensors.torch import save_file
 
+    need_addresses()
     save_file(dict(tensors), path)
     allow_by_umask(path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file."""
+    from safetensors.torch import load_file
+
+    need_addresses(2 * path.stat().st_size)  # the library and torch map it once each
+    return load_file(path)
 
 
 def allow_by_umask(*paths: Path) -> None:
@@ -133,12 +142,17 @@ def create_clip(name: str, **kwargs: Any) -> nn.Module:
     logging.root.addFilter(of_other_threads)  # applies to what is logged on the root logger itself
     model_cfg = _model_cfg(name)
     refuse_hidden_code(model_cfg.get("text_cfg") or {})
+    for weights in (Path(name.removeprefix(LOCAL), WEIGHTS_NAME), Path(kwargs.get("pretrained") or "")):
+        if required and weights.is_file():
+            need_addresses(2 * weights.stat().st_size)
     try:
         open_clip = load_open_clip()
         add_foreign_towers(model_cfg)
         model: nn.Module = open_clip.create_model(name, require_pretrained=required, **kwargs)
     except Exception as error:
         usual = isinstance(error, RuntimeError | ValueError | OSError)
+        if explain_memory_error(error):
+            raise
         if not required and not usual:
             raise
         # Files of weights fail in many ways: pickle's, safetensors' and assertions of open_clip.

@@ -23,8 +23,8 @@ REASON_LENGTH = 400
 CODES: Mapping[int, tuple[str, str]] = {
     EXIT_NOT_SAVED: ("its last checkpoint could not be written", "free some space, or set checkpoint.fallback"),
     128 + signal.SIGABRT: (
-        "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails or times out",
-        "its last words are above, or in the launcher's log; check that GPU and its links (`nvidia-smi`)",
+        "its process aborted (SIGABRT), as NCCL's watchdog does when a collective fails, or a library without memory",
+        "its last words are above, or in the launcher's log; check that GPU, its links (`nvidia-smi`) and `ulimit -v`",
     ),
     128 + signal.SIGSEGV: ("its process crashed (SIGSEGV)", "the stacks name the library"),
     EXIT_BUG: ("an unexpected error", "read the reason; --debug prints the traceback"),
@@ -132,8 +132,8 @@ def _was_killed(evidence: RunEvidence, killed: list[int]) -> DoctorFinding:
     return DoctorFinding(
         "run",
         "note",
-        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), or "
-        f"the machine was lost{while_writing}{others}",
+        f"{ranks} ended without a word: killed from outside (SIGKILL), crashed in native code (SIGSEGV, SIGABRT), "
+        f"frozen, or the machine was lost{while_writing}{others}",
         "an out-of-memory kill is in `dmesg` and in the scheduler's log, a pre-emption in the scheduler's",
     )
 

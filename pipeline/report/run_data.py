@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from pipeline.config import parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
@@ -152,8 +152,8 @@ def samples_at(rows: list[Row], config: Mapping[str, Any]) -> Any:
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         notes.append(f"No configuration: {_reason(error, path)}.")
         return {}
     return tree if isinstance(tree, dict) else {}

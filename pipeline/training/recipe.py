@@ -256,6 +256,8 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
             f"checkpoint.mirror_minutes = {uploads:g} must be less than engine.timeout_minutes = {limit:g}: rank 0 "
             "would be reported as stalled while it waits for an upload."
         )
+    if run.checkpoint.fallback and Path(run.checkpoint.fallback).is_file():
+        raise UserError(f"checkpoint.fallback = {run.checkpoint.fallback!r} is a file: give a folder.")
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
     check_ranks(run, world_size=world_size)

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +36,7 @@ from pipeline.model.model_folder import weights_digest
 from pipeline.run_files import write_run_id
 from pipeline.training import recovery
 from pipeline.versions import versions
-from tests.launch import run
+from tests.launch import ROOT, environment, run
 from tests.thread_world import on_ranks
 from tests.written_checkpoints import Towers, failing, snapshot, write
 
@@ -166,6 +168,51 @@ def test_full_disk_loses_only_one_checkpoint(tmp_path: Path, towers: Towers, mon
     assert "No space left" in events[0]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "latest"}
     assert write(tmp_path, towers, [3])[0].startswith("Checkpoint step-00000003 written")
+
+
+WITHOUT_ADDRESSES = """
+import os, resource, sys, torch
+from pathlib import Path
+from pipeline.errors import exit_code_of, explain_memory_error
+from pipeline.model.model_folder import create_clip, load_tensors, save_tensors
+what, folder = sys.argv[1], Path(sys.argv[2])
+work = {
+    "write": lambda: save_tensors({"a": torch.zeros(4)}, folder / "new.safetensors"),
+    "read": lambda: load_tensors(folder / "open_clip_model.safetensors"),
+    "model": lambda: create_clip(f"local-dir:{folder}"),
+}[what]
+work()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**16, used + 2**16))
+try:
+    work()
+except MemoryError as error:
+    print(exit_code_of(error), explain_memory_error(error))
+"""
+
+
+@pytest.mark.parametrize("what", ["write", "read", "model"])
+def test_exhausted_addresses_are_an_error_and_no_abort(what: str, tmp_path: Path, towers: Towers) -> None:
+    """Regression test: safetensors aborted the process (SIGABRT), or the weights were called damaged."""
+    write(tmp_path, towers, [1])
+    call = [sys.executable, "-c", WITHOUT_ADDRESSES, what, str(tmp_path / "checkpoints" / name_of(1))]
+    done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("2 `ulimit -v` allows this process"), done.stdout
+    assert done.stdout.rstrip().endswith("MiB more are needed): raise it.")
+
+
+def test_a_checkpoint_is_written_without_a_thread(
+    tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a run whose threads were used up (`ulimit -u` or `-v`) ended with 70, "probably a bug"."""
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    assert write(tmp_path, towers, [1])[0].startswith("Checkpoint step-00000001 written")
+    assert not damage(tmp_path / "checkpoints" / name_of(1))
 
 
 class OneOfTwo(World):

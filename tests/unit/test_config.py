@@ -43,6 +43,11 @@ def test_overrides_win_over_the_recipe_and_the_defaults(tmp_path: Path) -> None:
         ("optimizer.rl=1", ["optimizer.rl", "The nearest valid key is optimizer.lr", "weight_decay"]),
         ("optimizer.lr=fast", ["optimizer.lr = 'fast'", "valid number"]),
         ("optimizer.lr=-1", ["optimizer.lr = -1", "greater than 0"]),
+        ("optimizer.lr=yes", ["optimizer.lr = True: should be a valid number, not true or false."]),
+        ("objective.restart_every=true", ["objective.restart_every = True: should be a valid number"]),
+        ("optimizer.betas=[true, 0.98]", ["optimizer.betas = [True, 0.98]: should be a valid number"]),
+        ("data.workers=on", ["data.workers = True: should be a valid number"]),
+        ("schedule.stages=[{until: false, image_size: 16}]", ["schedule.stages.0.until = False: should be"]),
         ("engine.device=tpu", ["engine.device = 'tpu'", "'auto', 'cpu' or 'cuda'"]),
         ("engine.deepspeed=zero7", ["zero7", "zero3_bf16"]),
         ("engine.micro_batch=33", ["engine.micro_batch = 33", "does not divide the local batch 100"]),
@@ -128,8 +133,11 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ("a: &a {b: *a}", "an alias .* stands for itself"),
         ("samples: " + "9" * 6000, "4300 digits"),
+        ("samples: 0x" + "f" * 6000, "4300 digits"),
+        ("samples: !!timestamp 9", "not what its tag"),
+        ("samples: !!bool x", "not what its tag"),
     ],
-    ids=["alias bomb", "deep", "cycle", "long number"],
+    ids=["alias bomb", "deep", "cycle", "long number", "long hexadecimal number", "no time", "no boolean"],
 )
 def test_yaml_traps_are_refused_with_one_line(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "trap.yaml"

@@ -181,6 +181,22 @@ def test_a_checkpoint_json_of_another_type_is_skipped(
     assert "step-00000002 of the mirror is damaged and was skipped" in notes[0]
 
 
+@pytest.mark.parametrize("config", [7, {"batch_size": 8, "seed": "changed"}])
+def test_a_damaged_recipe_in_a_mirror_is_skipped(tmp_path: Path, url: str, towers: Towers, config: object) -> None:
+    """Regression test: the start was refused, as if the mirror were away or belonged to another run."""
+    run = tmp_path / "run"
+    write(run, url, towers, [1, 2])
+    store = MirrorStore(url, run)
+    meta = {**store.meta(name_of(2)), "config": config}
+    text = json.dumps({**meta, "digest": digest_of(meta)} if config == 7 else meta)
+    store._files.pipe_file(f"{store._root}/{name_of(2)}/{META_NAME}", text.encode())
+    shutil.rmtree(run)
+    notes: list[str] = []
+    fetch_newest(run, url, world=World(), on_event=notes.append, settings={"batch_size": 8, "seed": 1})
+    assert "step-00000002 of the mirror is damaged and was skipped" in notes[0]
+    assert [path.name for path in checkpoint_folders(run)] == [name_of(1)]
+
+
 @pytest.mark.parametrize("name", ["../../outside", "ema/../../../outside", "{abs}", "."])
 def test_a_mirror_cannot_write_outside_the_run(
     tmp_path: Path,

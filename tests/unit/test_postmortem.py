@@ -105,6 +105,7 @@ def test_killed_while_stepping(run: Path, towers: Towers) -> None:
     output, code = examine(run)
     assert code == 0
     assert "rank 0 ended without a word: killed from outside (SIGKILL), crashed in native code" in output
+    assert "frozen, or the machine was lost" in " ".join(output.split())
     assert "in step 7, forward" in output
     assert "intact: step-00000003, step-00000006; 1 logged steps after the newest are trained again" in output
     assert last_line(output).endswith(f"neuclip train --recipe '{run}/config.yaml' --resume latest output='{run}'")

@@ -283,6 +283,13 @@ def test_missing_inputs_are_listed_and_not_invented(tmp_path: Path) -> None:
     assert "Throughput" not in html
 
 
+@pytest.mark.parametrize("text", ["samples: " + "9" * 6000, "samples: !!bool x", "[" * 3000, "\0"])
+def test_a_damaged_configuration_is_a_note(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "samples": 8, "loss": 2.0}\n')
+    assert "No configuration: config.yaml cannot be read" in " ".join(read_run(tmp_path).notes)
+
+
 def test_relative_paths_are_relative_to_where_the_run_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_commit import recover
-from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
+from data_prep.fetching.monitor import REFUSED, Counts, Monitor, SuccessWindow
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -67,6 +67,7 @@ def fetch(
 
     Raises:
         Paused: Success collapses, or the engine no longer makes progress.
+        UserError: A shard that is to be written again is damaged.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
     discard_unfinished(folder, shards)
@@ -112,6 +113,7 @@ def _watch(
 
     Raises:
         Paused: Success collapsed.
+        UserError: A worker has refused a shard.
     """
     moved, activity, limit = time.monotonic(), monitor.activity, to_begin
     while True:
@@ -119,6 +121,8 @@ def _watch(
         monitor.poll()
         took = time.monotonic() - began
         show()
+        for refusal in engine.folder.staging.glob(f"*{REFUSED}"):
+            raise UserError(refusal.read_text(encoding="utf-8"))
         if ended is not None:
             return f"it ended with exit status {ended}"
         reason = window.collapse(monitor.now)
@@ -226,6 +230,6 @@ class FetchEngine:
 def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
-    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", ".*.tmp"):
+    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", f"*{REFUSED}", ".*.tmp"):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

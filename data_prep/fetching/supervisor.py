@@ -55,6 +55,7 @@ def fetch(
     total: int,
     mode: str = "fetch",
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> None:
     """Fetch these shards, restarting the engine as often as necessary.
 
@@ -64,6 +65,7 @@ def fetch(
         total: Number of URLs to request, for progress.
         mode: See `downloader.Mode`.
         on_progress: Called a few times a second.
+        on_note: Called with one line for each restart.
 
     Raises:
         Paused: Success collapses, or the engine no longer makes progress.
@@ -87,14 +89,16 @@ def fetch(
         discard_unfinished(folder, shards)
         monitor.poll()
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
-        if monitor.waiting:
-            _check_disk(folder)
-        if monitor.waiting and fruitless > limits.restarts:
+        if not monitor.waiting:
+            break
+        _check_disk(folder)
+        if fruitless > limits.restarts:
             raise Paused(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
                 f"of {len(shards):,} are left. The last time {problem}. "
                 f"The end of its log ({engine.log}): {engine.log_tail()}"
             )
+        on_note(f"The engine is restarted: {problem}. What was not published is fetched again.")
 
 
 def _watch(

@@ -124,8 +124,10 @@ def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_p
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
-    manifest = download(config, on_progress=kill_once)
+    notes: list[str] = []
+    manifest = download(config, on_progress=kill_once, on_note=notes.append)
     assert killed
+    assert "The engine is restarted: worker process" in notes[-1]
     assert manifest.n == 108
 
 

@@ -72,12 +72,12 @@ def download(
         write_text(folder.config, dump(config), durable=True)
         folder.check_tars(set(folder.finished()).intersection(own_shards))
         if retry_failed:
-            _retry(config, folder, own_shards, show)
+            _retry(config, folder, own_shards, on_progress=show, on_note=on_note)
         finished = set(folder.finished())
         missing = tuple(shard for shard in own_shards if shard not in finished)
         if missing:
             total = sum(plan.rows_of(shard) for shard in missing)
-            fetch(config, missing, total=total, on_progress=show)
+            fetch(config, missing, total=total, on_progress=show, on_note=on_note)
         return _completed(config, folder, plan)
 
 
@@ -163,11 +163,11 @@ def _as_planned(source: SourceConfig, plan: Plan) -> SourceConfig:
     return source
 
 
-def _retry(config: DownloadConfig, folder: Folder, own_shards: range, on_progress: Callable[[Progress], None]) -> None:
+def _retry(config: DownloadConfig, folder: Folder, own_shards: range, **callbacks: Any) -> None:
     records = [folder.read_record(shard) for shard in folder.finished() if shard in own_shards]
     retried = {record.shard: count for record in records if (count := _transient_failures(record))}
     if retried:
-        fetch(config, tuple(retried), total=sum(retried.values()), mode="retry", on_progress=on_progress)
+        fetch(config, tuple(retried), total=sum(retried.values()), mode="retry", **callbacks)
 
 
 def _transient_failures(record: ShardRecord) -> int:

@@ -90,18 +90,16 @@ def draw(data: dict[str, Any], theme: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">',
         '<title id="t">The demo&#8217;s model: images retrieved for captions, and zero-shot accuracy by task</title>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="{look["page"]}"/>',
-        _text(24, 32, best, look["ink"], size=15, bold=True),
-        _text(560, 32, "Zero-shot accuracy after the demo", look["ink"], size=15, bold=True),
+        _text(24, 32, best, look["ink"], size=16, bold=True),
+        _text(600, 32, "Zero-shot accuracy after the demo", look["ink"], size=16, bold=True),
     ]
     for row, example in enumerate(data["examples"]):
         parts += _example(example, 54 + row * 92, look)
     for row, task in enumerate(data["tasks"]):
         parts += _task(task, 60 + row * 39, look)
     note = f"{data['pairs']:,} pairs, {data['samples'] / 1e3:,.0f}k samples seen, two CPU cores"
-    parts.append(_text(560, HEIGHT - 38, note, look["muted"], size=12))
-    parts.append(
-        _text(560, HEIGHT - 20, "The tick marks chance; the ring, the caption's own image.", look["muted"], size=12)
-    )
+    marks = "Tick: chance. Ring: the caption's own image."
+    parts += [_text(600, HEIGHT - 38 + 19 * k, line, look["muted"], size=13) for k, line in enumerate((note, marks))]
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -111,9 +109,9 @@ def _example(example: dict[str, Any], top: int, look: dict[str, str]) -> list[st
         if len(lines[-1]) + len(word) > 19:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
-    parts = [_text(24, top + 18 + 17 * k, line, look["ink"], size=13) for k, line in enumerate(lines[:4])]
+    parts = [_text(24, top + 14 + 19 * k, line, look["ink"], size=15) for k, line in enumerate(lines[:4])]
     for k, image in enumerate(example["images"]):
-        x = 172 + k * (SIDE + 2)
+        x = 208 + k * (SIDE + 2)
         place, uri = (
             f'x="{x}" y="{top}" width="{SIDE - 4}" height="{SIDE - 4}"',
             f"data:image/jpeg;base64,{image['jpeg']}",
@@ -128,14 +126,14 @@ def _example(example: dict[str, Any], top: int, look: dict[str, str]) -> list[st
 
 
 def _task(task: dict[str, Any], top: int, look: dict[str, str]) -> list[str]:
-    x, width = 664, 200
+    x, width = 704, 190
     mark = x + width * task["chance"]
     return [
-        _text(560, top + 14, task["name"], look["ink"], size=14),
+        _text(600, top + 14, task["name"], look["ink"], size=16),
         f'<rect x="{x}" y="{top + 2}" width="{width}" height="15" rx="4" fill="{look["track"]}"/>',
         f'<rect x="{x}" y="{top + 2}" width="{width * task["score"]:.1f}" height="15" rx="4" fill="{look["bar"]}"/>',
         f'<rect x="{mark - 1:.1f}" y="{top - 1}" width="2" height="21" fill="{look["ink"]}"/>',
-        _text(x + width + 12, top + 14, f"{100 * task['score']:.0f}%", look["ink"], size=14),
+        _text(x + width + 12, top + 14, f"{100 * task['score']:.0f}%", look["ink"], size=16),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.errors import UserError
+from pipeline.run_files import check_model
 
 if TYPE_CHECKING:
     from pipeline.evaluation.run.evaluator import Evaluation
@@ -43,6 +44,12 @@ def command(
     Results whose inputs have not changed are reused. Scores of a run's checkpoints are added to RUN/tensorboard. Exits
     with 1 if a task failed.
     """
+    settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
+    checkpoints = [argument for argument in arguments if argument not in settings]
+    if not checkpoints:
+        raise UserError("No CHECKPOINT was given, only settings: name a checkpoint folder, a run or ARCH:PRETRAINED.")
+    for checkpoint in checkpoints:
+        check_model(checkpoint)  # before imports that take seconds
     from pipeline.config import parse, parse_overrides
     from pipeline.evaluation import evaluate
     from pipeline.evaluation.datasets.suite import open_suite
@@ -50,10 +57,6 @@ def command(
     from pipeline.evaluation.run.session import start_processes
     from pipeline.report import update_scores
 
-    settings = [argument for argument in arguments if re.match(r"^[a-z_]+=", argument)]
-    checkpoints = [argument for argument in arguments if argument not in settings]
-    if not checkpoints:
-        raise UserError("No CHECKPOINT was given, only settings: name a checkpoint folder, a run or ARCH:PRETRAINED.")
     config = parse(EvaluationConfig, parse_overrides(settings))
     opened = open_suite(suite, data=data)
     if tasks:

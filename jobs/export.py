@@ -8,7 +8,7 @@ import click
 
 
 @click.command(name="export")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--torch", "with_torch", is_flag=True, help="Also write both towers as torch.export programs (.pt2).")
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also write both towers as ONNX; needs the extra `onnx`.")

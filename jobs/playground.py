@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.errors import UserError
+from pipeline.run_files import check_model
 
 if TYPE_CHECKING:
     from pipeline.data.shards.tar_reader import CaptionField
@@ -45,6 +46,7 @@ def command(
     too. The page needs no network, and only this machine can reach it unless --host is given. Needs the extra
     `playground`.
     """
+    check_model(model)  # before imports that take seconds
     from pipeline.data.shards.check_shards import check_caption_in
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.evaluation.run.checkpoint import load_checkpoint

@@ -59,6 +59,13 @@ def command(
     have a `problem` instead. OUTPUT/worst.html shows the pairs to look at before the worst are removed. Run it again to
     continue a stopped job.
     """
+    from pipeline.data.shards.manifest_format import check_keys, load_manifest
+    from pipeline.data.shards.tar_reader import CaptionField
+    from pipeline.run_files import check_model
+
+    check_model(model)
+    manifest = load_manifest(folder, allow_commands=allow_commands, allow_outside=allow_outside)
+    # After what refuses a wrong path: these imports take seconds.
     import numpy as np
 
     from pipeline.analysis.contact_sheet import write_contact_sheet
@@ -73,8 +80,6 @@ def command(
     )
     from pipeline.analysis.scorer import make_scorer
     from pipeline.data.shards.check_shards import check_caption
-    from pipeline.data.shards.manifest_format import check_keys, load_manifest
-    from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
     from pipeline.files import check_writable, replacing
 
@@ -83,7 +88,6 @@ def command(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--caption") from error
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
-    manifest = load_manifest(folder, allow_commands=allow_commands, allow_outside=allow_outside)
     check_caption(manifest, caption, name="--caption")
     place = Path(output)
     for wanted in filter(None, (list_worst, index_best)):

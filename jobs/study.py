@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.studies import check_name, study_names
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ def command(
     identical runs. SECTION.KEY=VALUE changes every run, for example evaluation.suite=/data/suite for the paper's size.
     Exit code 1: some runs failed; the others are rendered.
     """
+    if name is not None:
+        check_name(name, "separation")  # before imports that take seconds
     from jobs.studies import separation
-    from jobs.studies.declare import load_study, study_names, units_of
+    from jobs.studies.declare import load_study, units_of
 
     if name is None:
         for each in study_names():

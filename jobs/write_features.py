@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.run_files import check_model
+
 
 @click.command(name="features", epilog="With several ranks: torchrun -m jobs.write_features ...")
 @click.argument("data", nargs=-1, required=True, type=click.Path(exists=True))
@@ -35,6 +37,7 @@ def command(
     DATA are folders with manifest.json, in the order of `data.sources`. A run with `data.teacher_features=OUTPUT
     objective.distill=1` learns from them. Run it again to continue a stopped job.
     """
+    check_model(model)  # before imports that take seconds
     from pipeline.analysis.pair_scores import start_output
     from pipeline.analysis.scorer import temperature_of
     from pipeline.analysis.teacher_features import write_features

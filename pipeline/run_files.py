@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import uuid
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from pipeline.errors import UserError
 from pipeline.files import write_text
 
 T = TypeVar("T")
@@ -17,6 +19,28 @@ METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
 RUN_ID = "[0-9a-f]{16}"
 """The pattern of ids. They become names of folders, so every one that was read is compared with it."""
+
+
+def check_model(spec: str) -> None:
+    """Refuse a path that does not exist before the packages that read models are imported, which takes seconds.
+
+    Raises:
+        UserError: `spec` is neither a path of this machine nor ARCH:PRETRAINED.
+    """
+    if not Path(spec).exists() and ":" not in spec:
+        raise no_model(spec)
+
+
+def no_model(spec: str) -> UserError:
+    """The error for what is no model, with the nearest name in its folder if it does not exist."""
+    path = Path(spec)
+    others = [] if path.exists() or not path.parent.is_dir() else [other.name for other in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, others, n=1)
+    hint = f" The nearest name there is {path.parent / near[0]}." if near else ""
+    return UserError(
+        f"{spec!r} is neither a folder with open_clip_config.json, nor a run with checkpoints, nor ARCH:PRETRAINED "
+        f"(for example ViT-B-32-quickgelu:openai or ViT-B-32:/path/to/weights.safetensors).{hint}"
+    )
 
 
 def parse_as(kind: type[T], text: str) -> T | None:

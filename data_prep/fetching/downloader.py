@@ -29,10 +29,13 @@ from data_prep.dataset.salvage import Rows, intact_rows, settled_rows
 from data_prep.dataset.sessions import engine_lock
 from data_prep.dataset.shard_plan import Plan, load_plan, read_shard
 from data_prep.fetching.decoder import Decoder, stand_ins
+from data_prep.fetching.monitor import REFUSED
 from data_prep.fetching.opener import Opener
 from data_prep.fetching.shard_writer import ShardWriter
 from data_prep.settings.download_config import DownloadConfig, FetchConfig, GuardConfig, ImageConfig
 from pipeline.config import parse
+from pipeline.errors import UserError
+from pipeline.files import write_text
 
 with stand_ins("wandb", "webdataset"):
     from img2dataset.distributor import multiprocessing_distributor, pyspark_distributor, ray_distributor
@@ -107,9 +110,16 @@ class ShardDownloader(Downloader):
         )
 
     def download_shard(self, row: tuple[int, str]) -> None:
-        """Fetch one shard's rows (img2dataset's own method) and publish the result."""
-        with engine_lock(self._job.folder):
-            self._download_shard(*row)
+        """Fetch one shard's rows (img2dataset's own method) and publish the result.
+
+        What only the user can mend is reported to the supervisor: another engine would meet it again.
+        """
+        try:
+            with engine_lock(self._job.folder):
+                self._download_shard(*row)
+        except UserError as error:
+            write_text(self._job.folder.staging / f"{row[0]:05d}{REFUSED}", str(error))
+            raise
 
     def _download_shard(self, shard: int, path: str) -> None:
         job = self._job

@@ -16,6 +16,9 @@ from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.settings.download_config import MonitorConfig
 from pipeline.errors import UserError
 
+REFUSED = ".refused"
+"""Of files in which workers say why they refuse a shard."""
+
 
 @dataclass
 class Counts:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.shard_commit import recover
-from data_prep.fetching.monitor import Counts, Monitor, SuccessWindow
+from data_prep.fetching.monitor import REFUSED, Counts, Monitor, SuccessWindow
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import to_tree
 from pipeline.errors import UserError
@@ -55,6 +55,7 @@ def fetch(
     total: int,
     mode: str = "fetch",
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> None:
     """Fetch these shards, restarting the engine as often as necessary.
 
@@ -64,9 +65,11 @@ def fetch(
         total: Number of URLs to request, for progress.
         mode: See `downloader.Mode`.
         on_progress: Called a few times a second.
+        on_note: Called with one line for each restart.
 
     Raises:
         Paused: Success collapses, or the engine no longer makes progress.
+        UserError: A shard that is to be written again is damaged.
     """
     folder = Folder(Path(config.output), config.fetch.worker)
     discard_unfinished(folder, shards)
@@ -86,14 +89,16 @@ def fetch(
         discard_unfinished(folder, shards)
         monitor.poll()
         fruitless = 0 if len(monitor.finished) > finished else fruitless + 1
-        if monitor.waiting:
-            _check_disk(folder)
-        if monitor.waiting and fruitless > limits.restarts:
+        if not monitor.waiting:
+            break
+        _check_disk(folder)
+        if fruitless > limits.restarts:
             raise Paused(
                 f"The engine was started {fruitless} times without finishing a shard; {len(monitor.waiting):,} "
                 f"of {len(shards):,} are left. The last time {problem}. "
                 f"The end of its log ({engine.log}): {engine.log_tail()}"
             )
+        on_note(f"The engine is restarted: {problem}. What was not published is fetched again.")
 
 
 def _watch(
@@ -112,6 +117,7 @@ def _watch(
 
     Raises:
         Paused: Success collapsed.
+        UserError: A worker has refused a shard.
     """
     moved, activity, limit = time.monotonic(), monitor.activity, to_begin
     while True:
@@ -119,6 +125,8 @@ def _watch(
         monitor.poll()
         took = time.monotonic() - began
         show()
+        for refusal in engine.folder.staging.glob(f"*{REFUSED}"):
+            raise UserError(refusal.read_text(encoding="utf-8"))
         if ended is not None:
             return f"it ended with exit status {ended}"
         reason = window.collapse(monitor.now)
@@ -226,6 +234,6 @@ class FetchEngine:
 def discard_unfinished(folder: Folder, shards: Iterable[int]) -> None:
     """Finish what a dead engine has committed, and remove what it has left unfinished."""
     recover(folder, shards)
-    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", ".*.tmp"):
+    for pattern in ("*.live", "*.spool", "*.arrow", "*_stats.json", f"*{REFUSED}", ".*.tmp"):
         for path in folder.staging.glob(pattern):
             path.unlink(missing_ok=True)

@@ -6,3 +6,24 @@ schedule.py   runs all units of a study on the available devices
 outcomes.py   outcomes -> means, spreads, paired differences;  publish.py  -> markdown, CSV, figures
 towers.py     what the programs `separation` and `tuned` share: small towers, trained in seconds
 """
+
+from pathlib import Path
+
+from pipeline.config import suggest
+from pipeline.errors import UserError
+
+
+def study_names() -> list[str]:
+    """The studies that have a declaration."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.yaml") if path.stem != "sizes")
+
+
+def check_name(name: str, *others: str) -> None:
+    """Check the name of a study.
+
+    Raises:
+        UserError: It is neither a study's nor among `others`.
+    """
+    known = (*study_names(), *others)
+    if name not in known:
+        raise UserError(f"There is no study {name!r}. {suggest(name, known)}")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jobs.studies import check_name
 from pipeline import config as cfg
 from pipeline.config import section
 from pipeline.errors import UserError
@@ -164,18 +165,13 @@ class Unit:
         return f"{self.study}/{self.setting}/{self.arm}/seed{self.seed}"
 
 
-def study_names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "sizes")
-
-
 def load_study(name: str) -> Study:
     """Load the declaration of a study.
 
     Raises:
         UserError: The name is unknown, or the declaration is invalid.
     """
-    if name not in study_names():
-        raise UserError(f"There is no study {name!r}. {cfg.suggest(name, tuple(study_names()))}")
+    check_name(name)
     return cfg.parse(Study, cfg.read_yaml(FOLDER / f"{name}.yaml"))
 
 

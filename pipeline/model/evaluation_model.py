@@ -22,6 +22,7 @@ from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, w
 from pipeline.model.starting_weights import logit_of, model_folder_in
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
+from pipeline.run_files import no_model
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,7 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
     else:
         arch, colon, pretrained = spec.partition(":")
         if not colon or not pretrained:
-            raise UserError(
-                f"{spec!r} is neither a folder with {CONFIG_NAME}, nor a run with checkpoints, nor ARCH:PRETRAINED "
-                "(for example ViT-B-32-quickgelu:openai or ViT-B-32:/path/to/weights.safetensors)."
-            )
+            raise no_model(spec)
         name = register(arch)
         if not Path(pretrained).is_file():
             check_tag(name, pretrained)

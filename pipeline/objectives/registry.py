@@ -7,6 +7,7 @@ A method is a file below `pipeline.objectives`, or in an installed package with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 from pipeline.config import Registry, parse, suggest
@@ -21,6 +22,8 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 )
 objective_names = OBJECTIVES.names
 _SECTIONS: dict[str, type[ObjectiveConfig]] = {}
+# Of the facts that `build_objective` takes; 0 is unknown.
+_LEAST = {"dim": 1, "batch_size": 1, "dataset_size": 0, "steps_per_epoch": 0, "total_steps": 0}
 
 
 def register(name: str, config: type[ObjectiveConfig]) -> Callable[[ObjectiveClass], ObjectiveClass]:
@@ -85,6 +88,17 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
     missing = [name for name in ("dim", "batch_size") if name not in facts]
     if missing:
         raise UserError(f"build_objective needs {' and '.join(missing)} (or a whole context=ObjectiveContext(...)).")
+    known = set(ObjectiveContext.__dataclass_fields__)
+    unknown = sorted(set(facts) - known)
+    if unknown:
+        raise UserError(
+            f"build_objective does not know {', '.join(unknown)}. {suggest(unknown[0], tuple(sorted(known)))} "
+            'Settings of the method go with its name: {"name": "neuclip", "tau_init": 0.05}.'
+        )
+    for name, least in _LEAST.items():
+        value = facts.get(name, least)
+        if not isinstance(value, Integral) or value < least:
+            raise UserError(f"{name} = {value!r}: has to be an integer, {least} or more.")
     size, world = facts.get("dataset_size", 0), facts.get("world", joined_world())
     defaults = {
         "dataset_size": 0,
@@ -93,10 +107,4 @@ def _context(facts: dict[str, Any]) -> ObjectiveContext:
         "world": world,
         "device": world.device,
     }
-    known = set(ObjectiveContext.__dataclass_fields__)
-    unknown = sorted(set(facts) - known)
-    if unknown:
-        raise UserError(
-            f"build_objective does not know {', '.join(unknown)}. {suggest(unknown[0], tuple(sorted(known)))}"
-        )
     return ObjectiveContext(**{**defaults, **facts})

@@ -19,8 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.dataset.dataset_folder import Folder
-from data_prep.fetching.supervisor import Paused
+from data_prep.dataset.verification import verify
+from data_prep.fetching import supervisor
+from data_prep.fetching.supervisor import FetchEngine, Paused
 from data_prep.ingest import download, prepare
+from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse
 from pipeline.errors import UserError
@@ -121,8 +124,10 @@ def test_a_dead_worker_is_detected_and_the_engine_is_restarted(site: Site, tmp_p
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
-    manifest = download(config, on_progress=kill_once)
+    notes: list[str] = []
+    manifest = download(config, on_progress=kill_once, on_note=notes.append)
     assert killed
+    assert "The engine is restarted: worker process" in notes[-1]
     assert manifest.n == 108
 
 
@@ -189,6 +194,34 @@ def test_retry_requests_only_transient_failures_and_ends_as_if_they_had_not_occu
     assert [hashlib.sha256(Path(again.url(s)).read_bytes()).hexdigest() for s in again.shards] == [
         s.sha256 for s in again.shards
     ]
+
+
+@pytest.mark.slow
+def test_a_retry_of_a_damaged_shard_ends_at_the_first_start(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: the engine was started four times, and the message was about the engine."""
+    table = table_of(site, tmp_path / "urls.parquet")
+    good = dict(site.answers)
+    site.answers |= {f"/{k}": lambda handler: send(handler, 503, b"") for k in range(0, ROWS, 7)}
+    config = settings(tmp_path / "out", table)
+    download(config)
+    tar = Folder(tmp_path / "out").tar(0)
+    tar.write_bytes(tar.read_bytes().replace(b'"width": 17', b'"width": 71', 1))  # as long as before
+    starts: list[tuple[int, ...]] = []
+
+    class Engine(FetchEngine):
+        def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
+            starts.append(shards)
+            super().__init__(config, shards, mode=mode)
+
+    monkeypatch.setattr(supervisor, "FetchEngine", Engine)
+    with pytest.raises(UserError, match=r"00000\.tar is missing or differs from its record.*--rebuild. repairs it"):
+        download(config, retry_failed=True)
+    assert len(starts) == 1
+    site.answers = good
+    rebuild(config.output, verify(config.output), allow_addresses=True)
+    assert "http 503" not in download(config, retry_failed=True).failures
 
 
 def test_concurrent_runs_in_one_folder_and_other_settings_are_rejected(site: Site, tmp_path: Path) -> None:

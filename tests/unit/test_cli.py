@@ -43,6 +43,10 @@ def exit_code(*arguments: str) -> int:
         (["train", "--batch-size=64"], "SECTION.KEY=64 `neuclip settings batch_size`"),
         (["settings", "optimizer"], "optimizer.lr weight_decay"),
         (["settings", "tau", "lr"], "objective.tau_lr"),
+        (["export", "runs/mnie", "out"], "Path 'runs/mnie' does not exist."),
+        (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
+        (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
+        (["study", "separatoin"], "The nearest is separation."),
     ],
     ids=" ".join,
 )

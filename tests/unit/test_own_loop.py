@@ -36,6 +36,21 @@ def test_wrong_inputs_are_refused(image: torch.Tensor, text: torch.Tensor, ids: 
         objective.loss(image, text, sample_ids=ids)
 
 
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"batch_size": 0, "dataset_size": 5}, "batch_size = 0: has to be an integer, 1 or more"),
+        ({"batch_size": "8", "dataset_size": 5}, "batch_size = '8': has"),
+        ({"dim": 8.0}, r"dim = 8\.0: has"),
+        ({"dataset_size": None}, "dataset_size = None: has to be an integer, 0 or more"),
+        ({"tau_init": 0.05}, r'does not know tau_init\. .*\{"name": "neuclip", "tau_init": 0.05\}'),
+    ],
+)
+def test_wrong_facts_are_refused(facts: dict[str, object], message: str) -> None:
+    with pytest.raises(neuclip.UserError, match=message):
+        neuclip.build_objective("openclip", **{"dim": D, "batch_size": B, **facts})
+
+
 def test_features_that_are_not_normalized_are_reported_once() -> None:
     objective = neuclip.build_objective("openclip", dim=D, batch_size=B)
     with pytest.warns(UserWarning, match="length 1, and those of the first batch differ by up to 9"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
-from jobs.studies import separation_page, study_figures
-from jobs.studies.declare import SIZES, distinct, load_study, size_of, study_names, units_of
+from jobs.studies import separation_page, study_figures, study_names
+from jobs.studies.declare import SIZES, distinct, load_study, size_of, units_of
 from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paired, shown, spread
 from jobs.studies.publish import as_csv, as_markdown, provenance, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec

@@ -10,6 +10,7 @@ folder, the stem of the output files, and a time limit in seconds. The reply is 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -24,12 +25,15 @@ SECONDS_TO_FOLLOW = 40.0
 
 
 def preload() -> None:
-    """Import what a training run imports."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    """Import what a training run imports, and keep Python's garbage collector from looking at it in every fork."""
+    import deepspeed  # noqa: F401
     import open_clip  # noqa: F401
 
     import pipeline.evaluation.run.evaluator
     import pipeline.training.run  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def execute(module: str) -> int:

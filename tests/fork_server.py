@@ -29,9 +29,9 @@ def preload() -> None:
     import deepspeed  # noqa: F401
     import open_clip  # noqa: F401
 
-    import pipeline.evaluation.run.evaluator
-    import pipeline.training.run  # noqa: F401
+    from pipeline.model.architectures import build_tokenizer
 
+    build_tokenizer({"text_cfg": {}}, name="any")  # keeps the vocabulary
     gc.collect()
     gc.freeze()
 

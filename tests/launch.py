@@ -21,10 +21,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` in `folder`, as `ranks` connected processes if `ranks` is more than 0.
 
-    They are forked from a server that has imported the heavy packages (see `tests/fork_server.py`); with
-    TEST_LAUNCHER=torchrun, they are started by Python and torchrun.
+    They are forked from a server that has imported the heavy packages (see `tests/fork_server.py`). Benchmarks, and
+    everything with TEST_LAUNCHER=torchrun, are started by Python and torchrun.
     """
-    if os.environ.get("TEST_LAUNCHER") == "torchrun":
+    if os.environ.get("TEST_LAUNCHER") == "torchrun" or module.startswith("jobs.bench."):
         call, variables = command(module, *arguments, ranks=ranks), {**environment(), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(call, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
     else:

@@ -3,13 +3,14 @@
 Nine tenths of a small training run are imports: about 9 seconds of CPU per process. `tests.launch.run` therefore forks
 programs from this server. Each is still a process with its own arguments, environment, working folder and output.
 
-A request is a line of JSON on standard input: the module, its arguments, the environment of each rank, the stem of the
-output files, and a time limit in seconds. The reply is the list of exit codes.
+A request is a line of JSON on standard input: the module, its arguments, the environment of each rank, the working
+folder, the stem of the output files, and a time limit in seconds. The reply is the list of exit codes.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -24,12 +25,15 @@ SECONDS_TO_FOLLOW = 40.0
 
 
 def preload() -> None:
-    """Import what a training run imports."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    """Import what a training run imports, and keep Python's garbage collector from looking at it in every fork."""
+    import deepspeed  # noqa: F401
     import open_clip  # noqa: F401
 
-    import pipeline.evaluation.run.evaluator
-    import pipeline.training.run  # noqa: F401
+    from pipeline.model.architectures import build_tokenizer
+
+    build_tokenizer({"text_cfg": {}}, name="any")  # keeps the vocabulary
+    gc.collect()
+    gc.freeze()
 
 
 def execute(module: str) -> int:
@@ -54,6 +58,7 @@ def start(request: dict[str, Any], environment: dict[str, str]) -> int:
     try:
         os.environ.clear()
         os.environ.update(environment)
+        os.chdir(request["folder"])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, suffix in ((1, ".out"), (2, ".err")):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -70,19 +75,25 @@ def start(request: dict[str, Any], environment: dict[str, str]) -> int:
 
 
 def wait(children: list[int], *, seconds: float) -> list[int]:
-    """Wait for all ranks; those that outlive a failed one or the time limit are ended. Returns their exit codes."""
+    """Wait for all ranks; those that outlive a failed one or the time limit are ended. Returns their exit codes.
+
+    Ranks that are stopped (SIGSTOP) are ended when all others have ended.
+    """
     codes: dict[int, int] = {}
+    stopped: set[int] = set()
     deadline = time.monotonic() + seconds
     while True:
         for child in set(children) - codes.keys():
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
+            done, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+            if done and os.WIFSTOPPED(status):
+                stopped.add(child)
+            elif done:
                 codes[child] = os.waitstatus_to_exitcode(status)
                 if codes[child]:
                     deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
         if len(codes) == len(children):
             return [codes[child] for child in children]
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or stopped | codes.keys() == set(children):
             for child in set(children) - codes.keys():
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.05)

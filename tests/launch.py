@@ -17,33 +17,36 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(
-    module: str, *arguments: str, ranks: int = 0, timeout: float = 300, check: bool = True
+    module: str, *arguments: str, ranks: int = 0, timeout: float = 300, check: bool = True, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module arguments`, as `ranks` connected processes if `ranks` is more than 0.
+    """Run `python -m module arguments` in `folder`, as `ranks` connected processes if `ranks` is more than 0.
 
-    Training runs and programs of the tests are forked from a server that has imported the heavy packages (see
-    `tests/fork_server.py`); with TEST_LAUNCHER=torchrun, everything is started by Python and torchrun.
+    They are forked from a server that has imported the heavy packages (see `tests/fork_server.py`). Benchmarks, and
+    everything with TEST_LAUNCHER=torchrun, are started by Python and torchrun.
     """
-    if os.environ.get("TEST_LAUNCHER") == "torchrun" or not (module == "jobs.train" or module.startswith("tests.")):
-        call = command(module, *arguments, ranks=ranks)
-        done = subprocess.run(call, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+    if os.environ.get("TEST_LAUNCHER") == "torchrun" or module.startswith("jobs.bench."):
+        call, variables = command(module, *arguments, ranks=ranks), {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(call, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
     else:
-        done = _forked(module, arguments, ranks=ranks, timeout=timeout)
+        done = _forked(module, arguments, ranks=ranks, timeout=timeout, folder=folder)
     if check:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done
 
 
-def _forked(module: str, arguments: tuple[str, ...], *, ranks: int, timeout: float) -> subprocess.CompletedProcess[str]:
-    base, port = environment(), str(free_port())
+def _forked(
+    module: str, arguments: tuple[str, ...], *, ranks: int, timeout: float, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    base, port = {**environment(), "PYTHONPATH": str(ROOT)}, str(free_port())
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environments = [{**base, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "output"
+    with tempfile.TemporaryDirectory() as kept:
+        output = Path(kept) / "output"
         request = {
             "module": module,
             "arguments": arguments,
             "environments": environments or [base],
+            "folder": str(folder),
             "output": str(output),
             "seconds": timeout,
         }

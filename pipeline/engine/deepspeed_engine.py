@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import logging
 import os
@@ -186,10 +187,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _quiet_deepspeed(world: World) -> Iterator[Any]:
-    """The deepspeed package, without its banner and the two-minute build of a CPU collective that we do not need."""
+    """The deepspeed package, without its banner, the two-minute build of a CPU collective that we do not need, and a
+    compiler: it would load one (1 s) to import the formulas of its own Muon, which it does at stages 1 to 3."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     import deepspeed
+    from deepspeed.runtime import compiler
 
+    compiled, compiler.compile = compiler.compile, lambda: lambda formula: formula
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    compiler.compile = compiled
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.utils.logger.addFilter(_is_news)
     if world.device.type == "cpu":

@@ -7,6 +7,7 @@ cache or the hub. open_clip expects its files inside a model folder, so checkpoi
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 import os
@@ -254,6 +255,14 @@ def refuse_hidden_code(text_cfg: Mapping[str, Any]) -> None:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 
 
+@functools.cache
+def _plain_tokenizer() -> Any:
+    """open_clip's own tokenizer; reading its vocabulary takes a quarter of a second."""
+    from open_clip import tokenizer
+
+    return tokenizer.SimpleTokenizer()
+
+
 def build_tokenizer(
     model_cfg: Mapping[str, Any], *, name: str, folder: Path | None = None, trust_remote_code: bool = False
 ) -> Any:
@@ -279,7 +288,11 @@ def build_tokenizer(
     if (odd := options.keys() - HARMLESS) and not trusted:
         raise UserError(_refusal(name, f"its description has the tokenizer options {', '.join(sorted(odd))}"))
     if not needs_files(model_cfg):
-        return own.SimpleTokenizer(context_length=length, **options)
+        if options:
+            return own.SimpleTokenizer(context_length=length, **options)
+        plain = copy.copy(_plain_tokenizer())
+        plain.context_length = length
+        return plain
     source = str(folder) if folder is not None else str(text["hf_tokenizer_name"])
     if folder is not None and not any((folder / file).is_file() for file in FILES):
         raise UserError(f"{folder} has no tokenizer ({FILES[0]}): {name} needs that of {text['hf_tokenizer_name']}.")

@@ -221,6 +221,7 @@ def trainers(run: RunConfig, *, world: World, resume: str | None, new_batch_size
 def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> int:
     """Train one run on this rank to its last checkpoint. Returns the exit code."""
     code, problem = EXIT_DONE, ""
+    gc.freeze()  # imports leave half a million objects, and each of a start's full collections would look at them
     try:
         with closing(stage_trainers(run, resume=resume, new_batch_size=new_batch_size)) as trainers:
             for trainer in trainers:
@@ -252,6 +253,7 @@ def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = F
         record_exit(exit_code_of(error), f"{type(error).__name__}: {error}")
         raise
     finally:
+        gc.unfreeze()
         stop_recording()
 
 

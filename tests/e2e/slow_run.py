@@ -2,9 +2,10 @@
 
 python -m tests.e2e.slow_run SECONDS ARGUMENTS-OF-TRAIN
 
-With `mirror` instead of seconds, the writer waits until each finished checkpoint is in the mirror, so that none is
-skipped. With `encode=SECONDS`, only rank 0 pauses, at every batch of images in evaluations and validations; with
-`forward=SECONDS`, only rank 1, before every forward pass.
+With `until=FILE` instead of seconds, it pauses for a quarter of a second until the file exists. With `mirror`, the
+writer waits until each finished checkpoint is in the mirror, so that none is skipped. With `encode=SECONDS`, only
+rank 0 pauses, at every batch of images in evaluations and validations; with `forward=SECONDS`, only rank 1, before
+every forward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if __name__ == "__main__":
     step, offer = DeepSpeedEngine.step, Mirror.offer
 
     def slow_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(float(seconds))
+        until = seconds.partition("until=")[2]
+        if not until or not Path(until).exists():
+            time.sleep(0.25 if until else float(seconds))
         return step(engine, *args, **kwargs)
 
     def offer_and_wait(mirror: Mirror, path: Path) -> None:

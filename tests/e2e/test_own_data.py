@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import open_clip
 import pytest
 
 from tests.documents import ROOT, lines
-from tests.launch import environment
+from tests.launch import run
 from tests.shards import jpeg
 from tests.towers import write_tiny
 
@@ -34,11 +32,7 @@ def test_the_commands_of_the_page_lead_from_images_to_an_exported_model(tmp_path
     assert [words[1] for words in commands] == ["pairs", "verify", "plan", "train", "export"]
     for words in commands:
         more = small if words[1] in ("plan", "train") else []
-        program = [sys.executable, "-m", "jobs.cli", *words[1:], *more]
-        setting = {**environment(), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(program, cwd=tmp_path, text=True, timeout=300, env=setting, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed[words[1]] = done.stdout
+        printed[words[1]] = run("jobs.cli", *words[1:], *more, folder=tmp_path).stdout
     assert "64 of 65 rows gave a sample" in printed["pairs"]
     assert "image file missing: captions.csv:66" in printed["pairs"]
     assert "64 samples" in printed["verify"]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.loading.tokenize import CachedTokenizer, fast_tokenizer
+from pipeline.model.architectures import build_tokenizer
 
 PIECES = [
     "photo", "of", "a", "Dog's", "don't", "I'LL", "N°5", "naïve", "ΣΑΣ", "&amp;", "&amp;amp;lt;b&gt;", "\x07x", "12345",
@@ -60,6 +61,9 @@ def test_other_context_lengths(context_length: int) -> None:
     reference = SimpleTokenizer(context_length=context_length)
     captions = ["", "a", "a photo", "an unquestionably long caption of several uncommon words"]
     assert torch.equal(reference(captions), fast_tokenizer(reference)(captions))
+    built = build_tokenizer({"text_cfg": {"context_length": context_length}}, name="own")
+    assert build_tokenizer({"text_cfg": {}}, name="another").context_length == 77
+    assert torch.equal(reference(captions), built(captions))
 
 
 def test_the_cache_is_bounded_and_not_pickled(

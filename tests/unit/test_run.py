@@ -1,7 +1,15 @@
-"""What a resumed run reports."""
+"""What a resumed run reports, and what a start leaves out."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.distributed.world import World
+from pipeline.engine.deepspeed_engine import _quiet_deepspeed
+from pipeline.training import run
 from pipeline.training.run_start import changed_settings
 
 
@@ -10,3 +18,24 @@ def test_a_setting_that_the_checkpoint_does_not_have_is_reported_also_if_it_is_n
     now = {"output": "b", "samples": 20, "model": {"arch": "x", "trim_image": None}}
     assert changed_settings(before, now) == ["model.trim_image absent -> None", "samples 10 -> 20"]
     assert changed_settings(now, now) == []
+
+
+def test_the_full_collections_of_a_start_do_not_look_at_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DeepSpeed they are about ten, of a quarter of a second each."""
+    frozen = []
+
+    def trainers(*_: object, **__: object) -> Iterator[None]:
+        frozen.append(gc.get_freeze_count())
+        yield from ()
+
+    monkeypatch.setattr(run, "stage_trainers", trainers)
+    assert run.train(None) == 0  # type: ignore[arg-type]
+    assert frozen[0] > 100_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_start_loads_no_compiler_for_deepspeeds_own_muon() -> None:
+    """DeepSpeed imports its formulas at stages 1 to 3, and compiled them, which took a second."""
+    with _quiet_deepspeed(World()):
+        from deepspeed.runtime.zero.muon.original_muon import muon_update
+    assert not hasattr(muon_update, "_torchdynamo_orig_callable")

@@ -43,16 +43,10 @@ def fast_tokenizer(tokenizer: Any) -> Any:
         ids=tokenizer.encoder,
         ranks=tokenizer.bpe_ranks,
         letters=tokenizer.byte_encoder,
-        special={
-            token: tokenizer.encoder[token] for token in tokenizer.decoder.values() if token in _specials(tokenizer)
-        },
+        special={tokenizer.decoder[number]: number for number in tokenizer.all_special_ids},
         start=tokenizer.sot_token_id,
         end=tokenizer.eot_token_id,
     )
-
-
-def _specials(tokenizer: Any) -> frozenset[str]:
-    return frozenset(tokenizer.decoder[number] for number in tokenizer.all_special_ids)
 
 
 @dataclass

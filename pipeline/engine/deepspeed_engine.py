@@ -194,8 +194,10 @@ def _quiet_deepspeed(world: World) -> Iterator[Any]:
     from deepspeed.runtime import compiler
 
     compiled, compiler.compile = compiler.compile, lambda: lambda formula: formula
-    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    compiler.compile = compiled
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compiled
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.utils.logger.addFilter(_is_news)
     if world.device.type == "cpu":

@@ -118,13 +118,14 @@ def _duplicates(folder: str, output: Path, *, allow_outside: bool) -> None:
     groups = f"{len(found.exact):,} group{'s' * (len(found.exact) != 1)}"
     click.echo(f"{groups} of exact duplicates with {samples:,} samples{shown and ': ' + shown}")
     shown = "; ".join(f"{key} like {kept}" for key, kept in list(found.near.items())[:5])
-    click.echo(f"{len(found.near):,} near duplicates of an earlier sample ({RULE}){shown and ': ' + shown}")
+    near = f"{len(found.near):,} near duplicate{'s' * (len(found.near) != 1)}"
+    click.echo(f"{near} of an earlier sample ({RULE}){shown and ': ' + shown}")
     _report_undecodable(undecodable)
     if not surplus:
         click.echo(f"There is nothing to remove; {output} is empty.")
         return
     click.echo(
-        f"The {len(surplus):,} surplus samples are in {output}; captions were not compared. Check them, then remove "
+        f"{output} lists what is surplus ({len(surplus):,}); captions were not compared. Check them, then remove "
         f"them: neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}"
     )
 

@@ -205,8 +205,8 @@ def check_loading(
     workers = default_workers(cores // ranks)
     rate = _rate(images)
     found = (
-        f"one process decodes {rate:,.0f} images/s ({what}); {workers} workers for each of {ranks} ranks on {cores} "
-        f"cores, the default, deliver up to {workers * rate:,.0f} images/s per rank"
+        f"one process decodes {rate:,.0f} images/s ({what}); with the default data.workers, "
+        f"{workers} per rank ({ranks} on {cores} cores), up to {workers * rate:,.0f} images/s per rank"
     )
     if needed is not None:
         found += f"; the recipe's steps take {needed:,.0f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import os
 import re
@@ -27,6 +28,14 @@ def test_pre_commit_uses_the_same_ruff_version_as_the_tests() -> None:
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert len(pinned) == 1
     assert hooks == pinned * 2
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """pytest passes over folders of some names, such as `dist`, without a word."""
+    ignored = pytestconfig.getini("norecursedirs")
+    folders = {part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parts[:-1]}
+    assert "dist" in folders
+    assert [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in ignored)] == []
 
 
 def test_constraints_pin_every_requirement() -> None:

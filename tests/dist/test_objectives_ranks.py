@@ -70,7 +70,7 @@ def test_sharded_prototypes_reduce_one_number_per_anchor_and_update(ranks, size)
         sums = 2 * (inner_steps + 1) * BATCH * 8  # float64, both sides; the last one is for the prediction
         metric = 4  # mean length of the prototypes
         assert ranks[size][0]["bytes"][name] == {"all_gather.bytes": plain, "all_reduce.bytes": sums + metric}
-    # A queue's predictions are computed for a rank's own anchors: two numbers for each, and how many features they mean.
+    # A queue's predictions are for a rank's own anchors: two numbers for each, and how many features they mean.
     assert ranks[size][0]["bytes"]["neuclip_queue"] == {"all_gather.bytes": plain + 3 * BATCH // size * 4}
     # The gradient through alpha of a rank's own anchors needs all prototypes: each rank sends its shard.
     assert ranks[size][0]["bytes"]["neuclip_full_gradient"]["all_gather.bytes"] > plain

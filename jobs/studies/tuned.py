@@ -8,9 +8,9 @@
 
 A cell's name may end with another width of the towers' hidden layer and with more trials than the usual ones, as
 icons-16384-b16-learned-w2048-16trials: the first trials are shared with the cell without more, and the reported seeds
-are new. FEATURES is the folder of `tuned_pairs`. Every finished run is
-a line of `docs/studies/tuned/runs.csv`; a command does those that are missing. The plan, with the rules that these
-commands follow, is `docs/studies/tuned/plan.md`.
+are new. FEATURES is the folder of `tuned_pairs`. Every finished run is a line of `docs/studies/tuned/runs.csv`; a
+command does those that are missing. The plan, with the rules that these commands follow, is
+`docs/studies/tuned/plan.md`.
 """
 
 from __future__ import annotations

@@ -156,12 +156,6 @@ class FeatureQueue:
                 self.ids[start:end] = batch.ids[rows]
         self.written += min(batch.size, self.features.shape[1])
 
-    def copy(self) -> FeatureQueue:
-        """A queue of the same contents."""
-        other = object.__new__(FeatureQueue)
-        other.features, other.ids, other.written = self.features.clone(), self.ids.clone(), self.written.clone()
-        return other
-
     def state(self) -> dict[str, Tensor]:
         """The tensors themselves, by their names in a checkpoint."""
         ids = {"npn.queue_ids": self.ids} if len(self.ids) else {}

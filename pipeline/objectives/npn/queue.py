@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class QueueNpn(Npn):
     def advance(self, batch: AnchorBatch, anchors: BothSides) -> Prediction:
         self._in_use = self.queue
         if self.config.restart_with == "current" or not self.queue.filled:
-            self._in_use = self.queue.copy()
+            self._in_use = copy.deepcopy(self.queue)
             self._in_use.add(batch)
         own = anchors[0].take(batch.rows), anchors[1].take(batch.rows)
         found = self.context.world.all_gather(self._means(own, self._in_use))

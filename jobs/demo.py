@@ -73,11 +73,11 @@ def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
     from pipeline.config import flatten, read_yaml
     from pipeline.engine.engine_config import in_fp32
     from pipeline.precision import why_bf16_is_slow
-    from pipeline.training.recipe import CONFIG_NAME
+    from pipeline.run_files import RUN_CONFIG_NAME
 
     if run.engine.device != "cpu" or any(text.startswith("engine.deepspeed=") for text in overrides):
         return run
-    saved = Path(run.output) / CONFIG_NAME
+    saved = Path(run.output) / RUN_CONFIG_NAME
     if saved.exists():
         deepspeed = str(flatten(read_yaml(saved)).get("engine.deepspeed", run.engine.deepspeed))
     elif slow := why_bf16_is_slow(torch.device("cpu")):

@@ -21,7 +21,7 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
-from pipeline.config import Registry
+from pipeline.registry import Registry
 
 REQUIRED, COMPUTED = "required", "computed"
 TRAINING_TITLE = "Training (`neuclip train`, `neuclip plan`)"
@@ -167,7 +167,7 @@ def _element(hint: Any) -> Any:
 def listing() -> Iterator[tuple[str, Sequence[Setting]]]:
     """The settings of each program, under a title for the terminal."""
     from pipeline.objectives import objective_names
-    from pipeline.training.recipe_keys import DEFAULT_OBJECTIVE
+    from pipeline.training.recipe_file import DEFAULT_OBJECTIVE
 
     methods = objective_names()
     name = Setting("objective.name", DEFAULT_OBJECTIVE, names(methods), "The method. It decides which settings follow.")
@@ -185,7 +185,7 @@ def programs() -> dict[str, list[tuple[str, Any, str]]]:
     from pipeline.evaluation.run.session import EvaluationConfig
     from pipeline.evaluation.watch.watcher import WatchConfig
     from pipeline.training.recipe import RunConfig
-    from pipeline.training.recipe_keys import RecipeKeys, ScheduleKeys
+    from pipeline.training.recipe_file import RecipeKeys, ScheduleKeys
 
     return {
         TRAINING_TITLE: [

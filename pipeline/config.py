@@ -9,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib
-import importlib.metadata
-import pkgutil
 import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import pydantic
 import yaml
@@ -26,7 +23,6 @@ import yaml
 from pipeline.errors import UserError
 
 T = TypeVar("T")
-Added = TypeVar("Added")
 
 # An error lists all allowed names up to _MANY, else the _NEAR nearest ones.
 _MANY, _NEAR = 40, 6
@@ -291,86 +287,3 @@ def suggest(given: str, allowed: tuple[str, ...]) -> str:
     if len(allowed) > _MANY:
         return f"{hint}Near it are {', '.join(near[1:])}, out of {len(allowed)} allowed names."
     return f"{hint}Allowed: {', '.join(allowed)}."
-
-
-def load_entry_points(group: str, *, what: str) -> None:
-    """Import what installed packages offer to a registry.
-
-    Args:
-        group: Of the entry points.
-        what: What they offer, in a message.
-
-    Raises:
-        UserError: One of them cannot be imported.
-    """
-    for point in importlib.metadata.entry_points(group=group):
-        try:
-            point.load()
-        except UserError:
-            raise
-        except Exception as error:  # anything may be wrong with a package of a user's own
-            raise UserError(
-                f"The {what} {point.name!r} ({point.value}, an entry point of {group}) cannot be imported: "
-                f"{type(error).__name__}: {error}. Mend or uninstall its package."
-            ) from error
-
-
-class Registry(Generic[T]):
-    """Classes that a setting selects by name: those of a package, and those that installed packages add.
-
-    Args:
-        kind: What is registered, for messages.
-        setting: The setting that selects one.
-        package: All its modules are imported before the first look-up, so that one new file there adds a class.
-        group: Entry points of installed packages (`name = "module"`), whose modules are imported then, too.
-    """
-
-    def __init__(self, kind: str, *, setting: str, package: str, group: str) -> None:
-        self.kind = kind
-        self.setting = setting
-        self.package = package
-        self.group = group
-        self.registered: dict[str, T] = {}
-        self._loaded = False
-
-    def register(self, name: str) -> Callable[[Added], Added]:
-        """Class decorator: make a class selectable by a name.
-
-        Raises:
-            UserError: Another class has the name.
-        """
-
-        def add(item: Added) -> Added:
-            present: Any = self.registered.get(name, item)
-            old, new = (f"{each.__module__}.{each.__qualname__}" for each in (present, cast(Any, item)))
-            if old != new:
-                raise UserError(f"{new} is called {name!r}, but the {self.kind} {old} has this name: choose another.")
-            self.registered[name] = cast(T, item)
-            return item
-
-        return add
-
-    def names(self) -> tuple[str, ...]:
-        """All names, sorted."""
-        if not self._loaded:
-            path = importlib.import_module(self.package).__path__
-            for module in pkgutil.walk_packages(path, prefix=f"{self.package}."):
-                importlib.import_module(module.name)
-            load_entry_points(self.group, what=self.kind)
-            self._loaded = True
-        return tuple(sorted(self.registered))
-
-    def known(self, name: str) -> str:
-        """The name itself, if it is registered: a validator of the setting.
-
-        Raises:
-            UserError: It is not.
-        """
-        if name not in self.names():
-            raise UserError(f"no such {self.kind}. {suggest(name, self.names())}")
-        return name
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self.names():
-            raise UserError(f"{self.setting} = {name!r}: no such {self.kind}. {suggest(name, self.names())}")
-        return self.registered[name]

@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.files import write_text
 
 T = TypeVar("T")
+RUN_CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
 RUN_ID = "[0-9a-f]{16}"

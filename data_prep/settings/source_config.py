@@ -10,8 +10,9 @@ import pydantic
 import pydantic_core
 from pydantic import Field
 
-from pipeline.config import load_entry_points, section, suggest
+from pipeline.config import section, suggest
 from pipeline.errors import UserError
+from pipeline.registry import load_entry_points
 
 Format = Literal["auto", "parquet", "csv", "tsv", "jsonl"]
 HashKind = Literal["md5", "sha256", "sha512"]

@@ -39,7 +39,8 @@ from pipeline.objectives.selection import SelectionConfig
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.precision import true_fp32
 from pipeline.training.build import loader_of, objective_of
-from pipeline.training.recipe import RunConfig, parse_recipe, without_consents
+from pipeline.training.recipe import RunConfig, parse_recipe
+from pipeline.training.recipe_file import without_consents
 
 SIDES = ("image", "text")
 
@@ -135,7 +136,7 @@ def _log_sums(anchors_Bd: Tensor, others_nd: Tensor, *, tau: Tensor, own: slice,
 def run_of(checkpoint: Checkpoint, *, changes: cfg.Tree | None = None) -> RunConfig:
     """The configuration that a checkpoint was written with, with `changes` (to the path of the data, for example).
 
-    Consents (`recipe.CONSENTS`) are taken from `changes` only.
+    Consents (`recipe_file.CONSENTS`) are taken from `changes` only.
 
     Raises:
         UserError: The checkpoint holds none.

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Size, Tensor
 
-from pipeline.config import Registry
 from pipeline.distributed.world import World
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.attention import PackedText
 from pipeline.model.towers import Towers
+from pipeline.registry import Registry
 
 
 class EngineState(Protocol):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from pipeline.config import Registry
 from pipeline.evaluation.datasets.datacomp import Task
+from pipeline.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,6 +30,7 @@ from pipeline.model.architectures import CONFIG_NAME, save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import RUN_CONFIG_NAME
 
 TOLERANCE = 1e-5
 
@@ -105,7 +106,7 @@ def export(
         require_onnx()
 
     def write(folder: Path) -> float:
-        (folder / "config.yaml").write_text(dump_config(checkpoint), encoding="utf-8")
+        (folder / RUN_CONFIG_NAME).write_text(dump_config(checkpoint), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
         return _write(model, folder, programs=programs)
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, TextIO
 import numpy as np
 from torch import Tensor
 
-from pipeline.config import Registry
 from pipeline.files import write_text
+from pipeline.registry import Registry
 from pipeline.run_files import METRICS_NAME, record_of
 
 WARNING = "warning"

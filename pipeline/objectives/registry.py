@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, TypeVar
 
-from pipeline.config import Registry, parse, suggest
+from pipeline.config import parse, suggest
 from pipeline.distributed.world import joined_world
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
+from pipeline.registry import Registry
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 

@@ -13,7 +13,8 @@ from pipeline.distributed.signals import EXIT_PREEMPTED
 from pipeline.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from pipeline.planning.node_checks import DoctorFinding
 from pipeline.postmortem.evidence import FROZEN_SECONDS, RunEvidence, StoredCheckpoint
-from pipeline.training.recipe import CONFIG_NAME, consents_in
+from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.training.recipe_file import consents_in
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED
 from pipeline.training.validation import STOPPED_EARLY
 
@@ -211,9 +212,9 @@ def _command(evidence: RunEvidence) -> DoctorFinding:
     if not evidence.config or len(hosts) > 1:
         return DoctorFinding("next", "good", "the command that started the run, with --resume latest")
     if evidence.refusal:
-        return DoctorFinding("next", "broken", f"its {CONFIG_NAME} cannot be continued with: {evidence.refusal}")
+        return DoctorFinding("next", "broken", f"its {RUN_CONFIG_NAME} cannot be continued with: {evidence.refusal}")
     ranks = f" --ranks {evidence.ranks}" if evidence.ranks > 1 else ""
-    start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / CONFIG_NAME))}{ranks}", ""
+    start, origin = f"neuclip train --recipe {shlex.quote(str(evidence.run / RUN_CONFIG_NAME))}{ranks}", ""
     if evidence.origin is not None:
         flag = " --new-batch-size" if evidence.origin.new_batch_size else ""
         origin = f" --resume {shlex.quote(evidence.origin.checkpoint)}{flag}"

@@ -20,8 +20,8 @@ from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import DONE, FINISHED, LEDGER_FOLDER
-from pipeline.run_files import METRICS_NAME, read_records, read_run_id
-from pipeline.training.recipe import CONFIG_NAME, check_run, load_recipe
+from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, read_records, read_run_id
+from pipeline.training.recipe import check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, Origin, read_origin
 
 FROZEN_SECONDS, WATCH_SECONDS = 120.0, 12.0
@@ -100,9 +100,9 @@ def read_evidence(run: Path, *, verify: bool = True) -> RunEvidence:
     Raises:
         UserError: It is not the folder of a run.
     """
-    if not (run / CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no {CONFIG_NAME} and no {FOLDER_NAME}/.")
-    config = _read_config(run / CONFIG_NAME)
+    if not (run / RUN_CONFIG_NAME).is_file() and not (run / FOLDER_NAME).is_dir() and not (run / LOCK_NAME).is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no {RUN_CONFIG_NAME} and no {FOLDER_NAME}/.")
+    config = _read_config(run / RUN_CONFIG_NAME)
     records = read_records(run / METRICS_NAME)
     fallback = _setting(config, "checkpoint", "fallback")
     runs = [run, *fallback_runs(fallback if isinstance(fallback, str) else None, run)]
@@ -131,7 +131,7 @@ def _refusal(found: RunEvidence) -> str:
     if not found.config:
         return ""
     try:
-        run = load_recipe(found.run / CONFIG_NAME, [f"output={json.dumps(str(found.run))}"])
+        run = load_recipe(found.run / RUN_CONFIG_NAME, [f"output={json.dumps(str(found.run))}"])
         check_run(run, world_size=found.ranks)
     except UserError as error:
         return str(error)

@@ -18,7 +18,7 @@ from pipeline.config import parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
-from pipeline.run_files import record_of
+from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, record_of
 
 Row = dict[str, Any]
 RECALLS = ("image_to_text_r1", "text_to_image_r1")
@@ -112,15 +112,15 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"There is no run at {folder}: give the folder that `neuclip train` or `neuclip demo` wrote.")
-    known = ("config.yaml", "metrics.jsonl", "stages.json", "evaluation")
+    known = (RUN_CONFIG_NAME, METRICS_NAME, "stages.json", "evaluation")
     if not any((folder / name).exists() for name in known):
         raise UserError(
             f"{folder} is not a run's folder: it holds none of {', '.join(known)}. Nor is it a data set with a "
             f"manifest.json; `neuclip manifest {shlex.quote(str(folder))}` writes one for webdataset shards."
         )
     notes: list[str] = []
-    config = _read_config(folder / "config.yaml", notes)
-    rows, validations, events = _read_metrics(folder / "metrics.jsonl", notes)
+    config = _read_config(folder / RUN_CONFIG_NAME, notes)
+    rows, validations, events = _read_metrics(folder / METRICS_NAME, notes)
     seen = samples_at(rows, config)
     run = Run(
         folder=folder,

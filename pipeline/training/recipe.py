@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -27,14 +26,14 @@ from pipeline.metrics.logger import TelemetryConfig, sink_names
 from pipeline.model.towers import ModelConfig
 from pipeline.objectives import ObjectiveConfig, parse_objective
 from pipeline.objectives.selection import SelectionConfig
-from pipeline.training.recipe_keys import DEFAULT_OBJECTIVE, RECIPE_KEYS, choose_method, resolve_budget, scale_rates
-
-log = logging.getLogger(__name__)
-CONFIG_NAME = "config.yaml"
-CONSENTS = ("data.allow_commands", "data.allow_outside", "model.trust_remote_code")
-"""Settings by which users let what they were given by others act on their machine."""
-RESOLVED = ("seed", "max_skipped_steps", "model", "optimizer", "schedule", "engine", "checkpoint", "telemetry")
-"""Every resolved configuration has all of these, also of earlier versions: it is recognized under any name."""
+from pipeline.training.recipe_file import (
+    DEFAULT_OBJECTIVE,
+    RECIPE_KEYS,
+    choose_method,
+    read_recipe,
+    resolve_budget,
+    scale_rates,
+)
 
 
 @section
@@ -157,61 +156,6 @@ def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
     tree = read_recipe(Path(path)) if path is not None else {}
     above = cfg.parse_overrides(overrides)
     return parse_recipe(resolve_budget(scale_rates(choose_method(tree, above), above), above))
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any.
-
-    Raises:
-        UserError: A file cannot be read, or recipes extend each other in a circle.
-    """
-    tree, seen = _read_file(path), {path.resolve()}
-    while "extends" in tree:
-        base = path.parent / f"{tree.pop('extends')}.yaml"
-        if base.resolve() in seen:
-            raise UserError(f"{path} extends itself by way of {base}.")
-        seen.add(base.resolve())
-        tree = cfg.merge(_read_file(base), tree)
-    return tree
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """A recipe's tree; that of a run's folder, which may be of somebody else, without consents."""
-    tree = cfg.read_yaml(path)
-    if path.name != CONFIG_NAME and not all(key in tree for key in RESOLVED):
-        return tree
-    if given := consents_in(tree):
-        log.warning(
-            "%s, which may come from somebody else, has %s: it is not taken from there. If you trust the run and its "
-            "data, give it on the command line.",
-            path,
-            " ".join(given),
-        )
-    return without_consents(tree)
-
-
-def consents_in(stored: Mapping[str, Any]) -> list[str]:
-    """The consents in a stored configuration, as overrides."""
-    given = [key for key, value in cfg.flatten(stored).items() if value]
-    return [f"{consent}=true" for consent in CONSENTS if any(f".{key}".endswith(f".{consent}") for key in given)]
-
-
-def without_consents(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that was read from a checkpoint or a run's folder, without the consents in it.
-
-    It comes from whoever wrote the checkpoint. Users consent for themselves: in a recipe of their own, by an override,
-    or by the environment (NEUCLIP_TRUST_REMOTE_CODE=1).
-    """
-    tree = dict(stored)
-    for key in CONSENTS:
-        name, _, leaf = key.partition(".")
-        if isinstance(tree.get(name), Mapping):
-            tree[name] = {other: value for other, value in tree[name].items() if other != leaf}
-    if isinstance(methods := tree.get("methods"), Mapping):
-        tree["methods"] = {
-            name: without_consents(part) if isinstance(part, Mapping) else part for name, part in methods.items()
-        }
-    return tree
 
 
 def parse_recipe(tree: Mapping[str, Any]) -> RunConfig:

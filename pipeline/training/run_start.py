@@ -32,8 +32,8 @@ from pipeline.distributed.exit_record import reserve_space, start_recording, sto
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.run_files import parse_as, read_as
-from pipeline.training.recipe import CONFIG_NAME, RunConfig
+from pipeline.run_files import RUN_CONFIG_NAME, parse_as, read_as
+from pipeline.training.recipe import RunConfig
 
 LOCK_NAME = ".lock"
 LOCK_SECONDS = 100  # a file server may hold a dead machine's lock for 90
@@ -133,7 +133,7 @@ def prepare_folder(run: RunConfig, *, world: World) -> None:
     if world.is_main:
         shutil.rmtree(folder / HEARTBEATS, ignore_errors=True)  # maybe on more ranks
         (folder / HEARTBEATS).mkdir(parents=True)
-        write_text(folder / CONFIG_NAME, dump(run))
+        write_text(folder / RUN_CONFIG_NAME, dump(run))
     world.barrier()
 
 

@@ -12,7 +12,8 @@ from pipeline import precision
 from pipeline.config import dump
 from pipeline.engine.engine_config import EngineConfig, in_fp32
 from pipeline.planning import node_checks
-from pipeline.training.recipe import CONFIG_NAME, RunConfig, load_recipe
+from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.training.recipe import RunConfig, load_recipe
 from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.towers import write_tiny
@@ -80,11 +81,11 @@ def test_the_demo_takes_the_precision_that_the_user_names(slowdown: float, tmp_p
 @pytest.mark.parametrize("deepspeed", ["zero1_bf16", "zero1_fp32"])
 def test_a_demo_that_is_continued_keeps_its_precision(slowdown: float, deepspeed: str, tmp_path: Path) -> None:
     assert slowdown
-    (tmp_path / CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
+    (tmp_path / RUN_CONFIG_NAME).write_text(dump(load_recipe(RECIPE, [f"engine.deepspeed={deepspeed}"])))
     assert demo(output=tmp_path).engine.deepspeed == deepspeed
 
 
 @pytest.mark.parametrize("text", ["", "engine: 3"])
 def test_settings_without_a_precision_are_those_of_the_recipe(text: str, tmp_path: Path) -> None:
-    (tmp_path / CONFIG_NAME).write_text(text)
+    (tmp_path / RUN_CONFIG_NAME).write_text(text)
     assert demo(output=tmp_path).engine.deepspeed == "zero1_bf16"

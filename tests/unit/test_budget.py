@@ -10,7 +10,7 @@ import pytest
 from pipeline.data.order.canonical_order import make_layout
 from pipeline.errors import UserError
 from pipeline.training.recipe import load_recipe
-from pipeline.training.recipe_keys import resolve_budget
+from pipeline.training.recipe_file import resolve_budget
 from tests.shards import write_shards
 
 

@@ -33,7 +33,8 @@ from pipeline.data.loading.loader import build_loader
 from pipeline.data.shards.manifest_format import advice
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.training.recipe import load_recipe, read_recipe
+from pipeline.training.recipe import load_recipe
+from pipeline.training.recipe_file import read_recipe
 from tests.pair_files import convert_all, digests, dropped, make, picture, table, write_csv, write_images  # noqa: F401
 from tests.shards import count_tokens
 

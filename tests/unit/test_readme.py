@@ -19,7 +19,7 @@ from pipeline.config import keys
 from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.objectives import objective_names, parse_objective
 from pipeline.training.recipe import RunConfig
-from pipeline.training.recipe_keys import RECIPE_KEYS
+from pipeline.training.recipe_file import RECIPE_KEYS
 from tests.documents import BLOCK, PAGES, ROOT, Line, blocks, check, lines
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"

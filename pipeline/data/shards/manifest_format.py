@@ -30,6 +30,7 @@ from pipeline.data.shards.storage import COMMAND, OUTSIDE, is_local
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, repeated_key
 from pipeline.errors import UserError
 from pipeline.files import replacing
+from pipeline.run_files import RUN_CONFIG_NAME
 
 Int64 = NDArray[np.int64]
 log = logging.getLogger(__name__)
@@ -289,7 +290,7 @@ def advice(path: Path) -> str:
         return "It is damaged: restore it, or write another with `neuclip manifest --replace`."
     if path.suffix == ".tar" and path.is_file():
         return f"It is a shard: give its folder, after `neuclip manifest {shlex.quote(str(path.parent))}`."
-    if (folder / "config.yaml").is_file():
+    if (folder / RUN_CONFIG_NAME).is_file():
         return f"It is the folder of a run: `neuclip doctor {quoted}` checks a run. Give the folder of its data."
     if ".tar" in suffixes:
         return (

@@ -16,12 +16,13 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from pipeline.config import Registry, section
+from pipeline.config import section
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
+from pipeline.registry import Registry
 
 
 class ReplicatedNetwork:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -20,11 +21,16 @@ from pipeline.data.shards.check_shards import check_captions
 from pipeline.errors import UserError
 from pipeline.objectives import parse_objective
 from pipeline.objectives.selection import SelectionConfig
+from pipeline.run_files import RUN_CONFIG_NAME
 
 log = logging.getLogger(__name__)
 DEFAULT_OBJECTIVE = "neuclip"
 BUDGETS, WARM_UPS = ("epochs", "samples"), ("warmup_share", "warmup_steps")
 SCALED_RATES = (("optimizer", "lr"), ("objective", "tau_lr"))
+CONSENTS = ("data.allow_commands", "data.allow_outside", "model.trust_remote_code")
+"""Settings by which users let what they were given by others act on their machine."""
+RESOLVED = ("seed", "max_skipped_steps", "model", "optimizer", "schedule", "engine", "checkpoint", "telemetry")
+"""Every resolved configuration has all of these, also of earlier versions: it is recognized under any name."""
 
 
 @section
@@ -54,6 +60,61 @@ class ScheduleKeys:
 
 RECIPE_KEYS = (*cfg.keys(RecipeKeys), *(f"schedule.{key}" for key in cfg.keys(ScheduleKeys)))
 """Dotted keys that a recipe may have beside those of `RunConfig`."""
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's tree, laid over that of the recipe beside it that it `extends`, if any.
+
+    Raises:
+        UserError: A file cannot be read, or recipes extend each other in a circle.
+    """
+    tree, seen = _read_one(path), {path.resolve()}
+    while "extends" in tree:
+        base = path.parent / f"{tree.pop('extends')}.yaml"
+        if base.resolve() in seen:
+            raise UserError(f"{path} extends itself by way of {base}.")
+        seen.add(base.resolve())
+        tree = cfg.merge(_read_one(base), tree)
+    return tree
+
+
+def _read_one(path: Path) -> dict[str, Any]:
+    """A recipe's tree; that of a run's folder, which may be of somebody else, without consents."""
+    tree = cfg.read_yaml(path)
+    if path.name != RUN_CONFIG_NAME and not all(key in tree for key in RESOLVED):
+        return tree
+    if given := consents_in(tree):
+        log.warning(
+            "%s, which may come from somebody else, has %s: it is not taken from there. If you trust the run and its "
+            "data, give it on the command line.",
+            path,
+            " ".join(given),
+        )
+    return without_consents(tree)
+
+
+def consents_in(stored: Mapping[str, Any]) -> list[str]:
+    """The consents in a stored configuration, as overrides."""
+    given = [key for key, value in cfg.flatten(stored).items() if value]
+    return [f"{consent}=true" for consent in CONSENTS if any(f".{key}".endswith(f".{consent}") for key in given)]
+
+
+def without_consents(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that was read from a checkpoint or a run's folder, without the consents in it.
+
+    It comes from whoever wrote the checkpoint. Users consent for themselves: in a recipe of their own, by an override,
+    or by the environment (NEUCLIP_TRUST_REMOTE_CODE=1).
+    """
+    tree = dict(stored)
+    for key in CONSENTS:
+        name, _, leaf = key.partition(".")
+        if isinstance(tree.get(name), Mapping):
+            tree[name] = {other: value for other, value in tree[name].items() if other != leaf}
+    if isinstance(methods := tree.get("methods"), Mapping):
+        tree["methods"] = {
+            name: without_consents(part) if isinstance(part, Mapping) else part for name, part in methods.items()
+        }
+    return tree
 
 
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

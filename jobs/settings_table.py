@@ -21,7 +21,7 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 REQUIRED, COMPUTED = "required", "computed"
 TRAINING_TITLE = "Training (`neuclip train`, `neuclip plan`)"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pipeline.config import section, suggest
 from pipeline.errors import UserError
-from pipeline.registry import load_entry_points
+from pipeline.registries import load_entry_points
 
 Format = Literal["auto", "parquet", "csv", "tsv", "jsonl"]
 HashKind = Literal["md5", "sha256", "sha512"]

@@ -21,7 +21,7 @@ from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig
 from pipeline.model.attention import PackedText
 from pipeline.model.towers import Towers
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 
 class EngineState(Protocol):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from pipeline.evaluation.datasets.datacomp import Task
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

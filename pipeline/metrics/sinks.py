@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.files import write_text
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 from pipeline.run_files import METRICS_NAME, record_of
 
 WARNING = "warning"

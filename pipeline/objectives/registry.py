@@ -14,7 +14,7 @@ from pipeline.config import parse, suggest
 from pipeline.distributed.world import joined_world
 from pipeline.errors import UserError
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 

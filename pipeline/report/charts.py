@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from pipeline.registry import load_entry_points
+from pipeline.registries import load_entry_points
 from pipeline.report.figures import SERIES, SMALL, Line, line_chart, short
 from pipeline.report.run_data import RECALLS, Run
 from pipeline.report.stored_scores import Score

@@ -19,7 +19,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture, shared_epoch
 from pipeline.errors import UserError
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 Int64 = NDArray[np.int64]
 BLOCK, LOOKED_UP = 1 << 14, 1024

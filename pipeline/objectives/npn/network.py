@@ -22,7 +22,7 @@ from pipeline.objectives.npn.prototypes import Anchors
 from pipeline.objectives.parts import AdaGrad, Adam, InnerOptimizer, StatefulPart
 from pipeline.objectives.softmax import AnchorBatch
 from pipeline.objectives.temperature import TemperatureConfig
-from pipeline.registry import Registry
+from pipeline.registries import Registry
 
 
 class ReplicatedNetwork:

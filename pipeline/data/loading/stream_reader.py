@@ -41,8 +41,6 @@ class SequentialReader:
     altered_shards: Literal["stop", "skip", "ignore"] = "ignore"
     """See DataConfig."""
     pause: Callable[[float], None] = time.sleep
-    passed: int = 0
-    """Samples skipped to reach the first sample of a segment."""
     lost: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Shard number -> first lost sample, and the reason."""
     altered: set[int] = field(default_factory=set)
@@ -80,7 +78,6 @@ class SequentialReader:
                 with open_records(
                     url, skip=start, caption_suffix=suffix, sample_bytes=size, stream_hash=stream_hash
                 ) as records:
-                    self.passed += start
                     for record in records:
                         start += 1
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.

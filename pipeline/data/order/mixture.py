@@ -15,7 +15,6 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, draws, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, load_manifest, make_manifest
 from pipeline.data.shards.shard_table import Arrays, ShardTableBuilder, shared, shared_table
-from pipeline.errors import UserError
 
 Int64 = NDArray[np.int64]
 SHARED_SHARDS = 1000
@@ -93,10 +92,6 @@ def make_mixture(
 ) -> Mixture:
     """Join manifests into one numbering of shards and samples."""
     weights = tuple(weights or [1.0] * len(manifests))
-    if len(weights) != len(manifests):
-        raise UserError(
-            f"{len(manifests)} manifests were given with {len(weights)} weights: give one weight per manifest."
-        )
     whole = manifests[0] if len(manifests) == 1 else _join(manifests)
     return Mixture(
         manifest=whole,

@@ -34,12 +34,8 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     from pipeline.data.shards.make_manifest import index_shards
     from pipeline.data.shards.storage import COMMAND, OUTSIDE
     from pipeline.data.shards.tar_reader import CaptionField
-    from pipeline.errors import UserError
 
-    try:
-        field = CaptionField.parse(caption)
-    except ValueError as error:
-        raise UserError(f"--caption {error}.") from error
+    field = CaptionField.parse(caption, option="--caption")
     with RowsBar("reading shards") as show:
         indexed = index_shards(
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show

@@ -55,10 +55,7 @@ def command(
     from pipeline.playground.gallery import shards_in
     from pipeline.playground.http_api import LOOPBACK, listen, make_app, serve
 
-    try:
-        field = CaptionField.parse(caption_field or "txt")
-    except ValueError as error:
-        raise UserError(f"--caption-field {error}.") from error
+    field = CaptionField.parse(caption_field or "txt", option="--caption-field")
     for path in (images, captions):
         if path is not None and not path.exists():
             raise UserError(f"There is no {path}.")

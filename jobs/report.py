@@ -56,10 +56,7 @@ def _data_report(folder: Path, output: Path | None, caption: str | None, **allow
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
 
-    try:
-        field = CaptionField.parse(caption or "txt")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--caption") from error
+    field = CaptionField.parse(caption or "txt", option="--caption")
     if caption is not None:
         check_caption(load_manifest(folder, **allowed), caption, name="--caption")
     return write_report(folder, output=output, caption=field, **allowed)

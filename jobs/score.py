@@ -83,10 +83,7 @@ def command(
     from pipeline.distributed.world import start_world
     from pipeline.files import check_writable, replacing
 
-    try:
-        field = CaptionField.parse(caption)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--caption") from error
+    field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     check_caption(manifest, caption, name="--caption")
     place = Path(output)

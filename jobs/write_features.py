@@ -50,10 +50,7 @@ def command(
     from pipeline.model.starting_weights import model_folder_in
     from pipeline.training.teacher import FACTS, TeacherFacts
 
-    try:
-        field = CaptionField.parse(caption)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--caption") from error
+    field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
     manifests = [load_manifest(folder, **allowed) for folder in data]

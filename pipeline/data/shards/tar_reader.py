@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from pipeline.data.order.hashing import draw
+from pipeline.errors import UserError
 
 BLOCK = 512
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "ppm"})
@@ -90,12 +91,7 @@ def count_records(file: BinaryIO) -> int:
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
-    count, current = 0, ""
-    for name, size, _ in _members(file):
-        sample, _ = split_name(name)
-        count, current = count + (sample != current), sample
-        _skip(file, size)
-    return count
+    return sum(1 for _ in _samples(file))
 
 
 def repeated_key(file: BinaryIO) -> str | None:
@@ -104,14 +100,11 @@ def repeated_key(file: BinaryIO) -> str | None:
     Raises:
         DamagedTar: The tar is truncated or damaged.
     """
-    seen, current = set[str](), ""
-    for name, size, _ in _members(file):
-        sample, _ = split_name(name)
-        if sample != current and sample in seen:
+    seen = set[str]()
+    for sample, _ in _samples(file):
+        if sample in seen:
             return sample
         seen.add(sample)
-        current = sample
-        _skip(file, size)
     return None
 
 
@@ -121,14 +114,23 @@ def record_offset(file: BinaryIO, number: int) -> int:
     Raises:
         DamagedTar: The tar holds fewer samples, or is damaged before this one.
     """
-    count, current = -1, ""
-    for name, size, start in _members(file):
-        sample, _ = split_name(name)
-        count, current = count + (sample != current), sample
+    count = 0
+    for _, start in _samples(file):
         if count == number:
             return start
+        count += 1
+    raise DamagedTar(f"has {count} samples, so there is no sample {number}")
+
+
+def _samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Key and first byte of each sample."""
+    current = ""
+    for name, size, start in _members(file):
+        sample, _ = split_name(name)
+        if sample != current:
+            yield sample, start
+        current = sample
         _skip(file, size)
-    raise DamagedTar(f"has {count + 1} samples, so there is no sample {number}")
 
 
 def members(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -288,16 +290,21 @@ class CaptionField:
     field: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> CaptionField:
+    def parse(cls, text: str, *, option: str = "") -> CaptionField:
         """Parse `txt`, another suffix, or `json:FIELD`.
 
+        Args:
+            text: What was given.
+            option: Of the command line, for the message.
+
         Raises:
-            ValueError: `text` is none of these.
+            UserError: `text` is none of these.
         """
         suffix, colon, field = text.partition(":")
         valid = suffix == "json" and field if colon else suffix and not suffix.startswith(".") and "/" not in suffix
         if not valid or suffix.lower() in IMAGE_SUFFIXES:
-            raise ValueError(f"{text!r} is neither the suffix of a caption, such as txt, nor json:FIELD")
+            given = f"{option} {text!r}".strip()
+            raise UserError(f"{given} is neither the suffix of a caption, such as txt, nor json:FIELD")
         return cls(suffix.lower(), field if colon else None)
 
     def __str__(self) -> str:

@@ -64,6 +64,15 @@ def write_json(path: str | Path, tree: Any, *, durable: bool = False) -> Path:
     return write_text(path, json.dumps(tree, indent=1) + "\n", durable=durable)
 
 
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty when it is missing, damaged or something else."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))  # opening, not stat: NFS revalidates what is opened
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
 def check_writable(path: str | Path) -> Path:
     """Check the path of a result, before the hour-long work that produces it.
 

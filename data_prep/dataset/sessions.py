@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.settings.download_config import FetchConfig
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import read_tree, write_json
 
 _WHOLE = "folder"
 _OF_WORKERS = "workers-"
@@ -164,7 +163,9 @@ class Journal:
 
     def __enter__(self) -> Journal:
         if self._state.exists():
-            self._append(_read_state(self._state) or {**self._line, "outcome": f"{KILLED}; its note was damaged"})
+            state = read_tree(self._state)
+            damaged = {**self._line, "outcome": f"{KILLED}; its note was damaged"}
+            self._append(state if state.keys() >= _KEYS else damaged)
         self._write_state()
         return self
 
@@ -210,11 +211,3 @@ def read_sessions(folder: Folder) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, TypeError):
             damaged += 1
     return sessions, damaged
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    try:
-        state = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) and set(state) >= _KEYS else None

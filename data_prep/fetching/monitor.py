@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from data_prep import reasons
 from data_prep.dataset.dataset_folder import Folder, ShardRecord
 from data_prep.settings.download_config import MonitorConfig
 from pipeline.errors import UserError
+from pipeline.files import read_tree
 
 REFUSED = ".refused"
 """Of files in which workers say why they refuse a shard."""
@@ -58,7 +57,8 @@ class Monitor:
 
     def poll(self) -> None:
         # Live files first: a worker removes its own only once the record exists, so that no shard is missed.
-        live = {int(path.stem): state for path in self._folder.staging.glob("*.live") if (state := _read(path))}
+        # It may be finished or replaced in the meantime, and is empty then.
+        live = {int(path.stem): state for path in self._folder.staging.glob("*.live") if (state := read_tree(path))}
         new = []
         for shard in self._folder.finished():
             changed = shard in self.waiting and _stamp(self._folder, shard) not in (0, self._before[shard])
@@ -144,14 +144,6 @@ def _stamp(folder: Folder, shard: int) -> int:
         return folder.record(shard).stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None  # finished or replaced in the meantime
-    return tree
 
 
 def _is_alive(pid: int) -> bool:

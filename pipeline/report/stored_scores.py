@@ -19,9 +19,8 @@ from pipeline.evaluation.run.results import (
     is_named_after,
     part_of,
     read_outcomes,
-    read_tree,
 )
-from pipeline.files import path_below
+from pipeline.files import path_below, read_tree
 
 SUMMARY, TIMINGS, LOCK = "summary.json", "timings.json", "suite.lock.json"
 AVERAGE = "ema"

@@ -20,7 +20,7 @@ from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.loader import Batch
 from pipeline.engine.engine_protocol import Engine
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import read_tree, write_json
 from pipeline.model.architectures import Architecture
 from pipeline.model.model_folder import weights_digest
 from pipeline.training.run_state import RunState
@@ -149,9 +149,7 @@ def _others(folder: Path, facts: Mapping[str, Any]) -> str:
     for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
         if path.parent == folder:
             continue
-        try:
-            theirs = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # being written or removed
+        if not (theirs := read_tree(path)):  # being written or removed
             continue
         found.append(f"{path.parent.name} (another {', '.join(key for key in ours if ours[key] != theirs.get(key))})")
     return f" The folder also has features that do not fit this run: {'; '.join(found)}." if found else ""

@@ -66,15 +66,6 @@ class TaskResult(TaskScore):
     """SHA-256 of the per-sample outcomes beside it."""
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping in a stored file; empty when it is missing, damaged or something else."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
 def part_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A mapping within a stored file; empty when it is missing or something else."""
     found = tree.get(name)

@@ -22,9 +22,8 @@ from pipeline.evaluation.run.results import (
     is_named_after,
     part_of,
     read_result,
-    read_tree,
 )
-from pipeline.files import write_text
+from pipeline.files import read_tree, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 
 SUMMARY_NAME, TIMINGS_NAME = "summary.json", "timings.json"

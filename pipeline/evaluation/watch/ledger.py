@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.layout import PREFIX
-from pipeline.files import write_text
+from pipeline.files import read_tree, write_text
 
 NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
 LEDGER_FOLDER = "evaluation-ledger"
@@ -154,15 +154,15 @@ class Ledger:
 
     def done(self, name: str) -> bool:
         """Whether a checkpoint has an outcome, finished or abandoned. A damaged record is ignored."""
-        return bool(_read_json(self.folder / name / DONE))
+        return bool(read_tree(self.folder / name / DONE))
 
     def finished(self, name: str) -> bool:
         """Whether a checkpoint was evaluated, according to the ledger."""
-        return _read_json(self.folder / name / DONE).get("outcome") == FINISHED
+        return read_tree(self.folder / name / DONE).get("outcome") == FINISHED
 
     def was_replaced(self, name: str, weights: str) -> bool:
         """Whether a checkpoint's outcome is that of other weights, which had its name before."""
-        before = _read_json(self.folder / name / DONE).get("weights")
+        before = read_tree(self.folder / name / DONE).get("weights")
         return bool(before and weights) and before != weights
 
     def reopen(self, name: str, reason: str) -> None:
@@ -226,11 +226,11 @@ class Ledger:
         self._first.setdefault(beat, value)
         if beat not in self._seen or self._seen[beat][0] != value:
             self._seen[beat] = (value, now)
-        own = _read_json(folder / f"lease-{number:04d}.json").get("ttl")  # it may beat less often than we would
+        own = read_tree(folder / f"lease-{number:04d}.json").get("ttl")  # it may beat less often than we would
         return now - self._seen[beat][1] >= max(self.ttl, own if isinstance(own, int | float) else 0)
 
     def _abandon(self, name: str, folder: Path, number: int, weights: str) -> None:
-        reasons = [_read_json(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]
+        reasons = [read_tree(path).get("reason", "") for path in sorted(folder.glob("end-*.json"))]
         outcome = {"checkpoint": name, "outcome": ABANDONED, "attempts": number, "reasons": reasons, "at": _now()}
         outcome["weights"] = weights
         create_once(folder / DONE, json.dumps(outcome, indent=1) + "\n")
@@ -243,13 +243,13 @@ class Ledger:
     @staticmethod
     def _spent(folder: Path, weights: str) -> int:
         """Attempts at these weights that were not released."""
-        released = {path.stem[4:] for path in folder.glob("end-*.json") if _read_json(path).get("how") == RELEASED}
+        released = {path.stem[4:] for path in folder.glob("end-*.json") if read_tree(path).get("how") == RELEASED}
         leases = (path for path in folder.glob("lease-*.json") if path.stem[6:] not in released)
-        return sum(_read_json(path).get("weights", weights) == weights for path in leases)
+        return sum(read_tree(path).get("weights", weights) == weights for path in leases)
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """The outcome of every checkpoint that has one, by name."""
-        found = {path.parent.name: _read_json(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
+        found = {path.parent.name: read_tree(path) for path in sorted(self.folder.glob(f"*/{DONE}"))}
         return {name: outcome for name, outcome in found.items() if outcome}
 
 
@@ -258,14 +258,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")  # opening, not stat: NFS revalidates a file when it is opened
     except OSError:
         return ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(_read(path))
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _now() -> str:

@@ -95,8 +95,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for line in lines if (record := record_of(line)) is not None]
 
 
-def record_of(line: str) -> dict[str, Any] | None:
-    """The record of a line of metrics.jsonl; None if a crash has cut it off."""
+def record_of(line: str | bytes) -> dict[str, Any] | None:
+    """The mapping in a line of JSON, such as one of metrics.jsonl; None if it is damaged, for example cut off."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
+from pipeline.run_files import record_of
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,5 @@ def names_in(url: str) -> dict[int, dict[str, str]]:
 
 def uid_of(text: bytes) -> str | None:
     """The uid in a sample's JSON member, or None."""
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return str(tree["uid"]) if isinstance(tree, dict) and tree.get("uid") is not None else None
+    tree = record_of(text) or {}
+    return str(tree["uid"]) if tree.get("uid") is not None else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config import flatten
 from pipeline.report.charts import duration
 from pipeline.report.figures import short
 from pipeline.report.run_data import RECALLS, Run, is_finite
@@ -135,13 +136,6 @@ def score_rows(run: Run) -> list[dict[str, str]]:
     return rows
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A tree of plain values as (dotted key, text), in the order of the tree."""
-    found: list[tuple[str, str]] = []
-    for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping) and value:
-            found += flat(value, name)
-        else:
-            found.append((name, "–" if value is None else str(value)))
-    return found
+    return [(key, "–" if value is None else str(value)) for key, value in flatten(tree).items()]

@@ -18,7 +18,7 @@ from pipeline.engine.engine_protocol import Engine
 from pipeline.engine.optim import decay_in_gradient, gradient_in_moment
 from pipeline.errors import UserError
 from pipeline.model.towers import Towers
-from pipeline.training.step import frozen_statistics, seeded
+from pipeline.training.step import batch_norms_of, frozen_statistics, seeded
 
 TOLERANCE = {False: 1e-3, True: 0.15}
 """Largest relative distance allowed, by `engine.bf16` (measured on random inputs: below 1e-6, and 1.1 to 1.6%)."""
@@ -60,7 +60,7 @@ class GradientCheck:
         if self._plain is None:
             return
         self._plain.zero_grad(set_to_none=True)  # the gradient of a skipped step
-        norms = [m for m in self._plain.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        norms = batch_norms_of(self._plain)
         for index, rows in enumerate(self._chunks):
             with seeded(self._seed, step, self._world.rank, index), frozen_statistics(norms):
                 features = self._plain(inputs[0][rows].float(), inputs[1][rows])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,20 +14,14 @@ from data_prep.dataset.sessions import exclusive_lock, read_sessions
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
 from data_prep.dataset.verification import Problem, changed_settings
-from data_prep.fetching.supervisor import Progress, fetch
+from data_prep.fetching.supervisor import fetch
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import write_text
 
 
-def rebuild(
-    root: str | Path,
-    problems: list[Problem],
-    *,
-    allow_addresses: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Manifest:
+def rebuild(root: str | Path, problems: list[Problem], *, allow_addresses: bool = False) -> Manifest:
     """Repair the problems that `verify` found, and write the manifest.
 
     Intact samples are kept. Only the others are fetched again, and nothing is replaced until that is done. The web may
@@ -39,7 +32,6 @@ def rebuild(
         problems: The problems found in it.
         allow_addresses: Whether to request what the folder's `download.yaml` exempts from the guard. Whoever made the
             data set wrote that file, so only the user may say so.
-        on_progress: Called a few times a second.
 
     Raises:
         UserError: Its settings have exceptions to the guard that are not allowed; the folder was not made by `neuclip
@@ -61,7 +53,7 @@ def rebuild(
         if shards:
             _check_consent(config, allow_addresses=allow_addresses)
             total = sum(plan.rows_of(shard) for shard in shards)
-            fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
+            fetch(config, shards, total=total, mode="rebuild")
         finish_removal(folder)
         return write_manifest(folder, plan)
 

@@ -43,19 +43,13 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_USER_ERROR if known else EXIT_BUG
 
 
-def explain_file_error(error: BaseException, where: object = None) -> str | None:
-    """What an error of the file system means and what to do, or None for other errors.
-
-    Args:
-        error: Any error.
-        where: The folder in use, for an error that does not name its file.
-    """
+def explain_file_error(error: BaseException) -> str | None:
+    """What an error of the file system means and what to do, or None for other errors."""
     if not isinstance(error, OSError) or error.errno not in _FILE_ADVICE:
         return None
-    place = error.filename or where
-    if place is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None  # a socket's, for example
-    return f"Cannot write or read {place or 'a file'}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
+    return f"Cannot write or read {error.filename or 'a file'}: {error.strerror}. {_FILE_ADVICE[error.errno]}"
 
 
 def explain_memory_error(error: BaseException) -> str | None:

@@ -81,11 +81,7 @@ class Signatures:
 
 
 def find_duplicates(
-    root: str | Path,
-    *,
-    distance: int = MAX_DISTANCE,
-    allow_outside: bool = False,
-    on_undecodable: Callable[[str], None] = lambda name: None,
+    root: str | Path, *, allow_outside: bool = False, on_undecodable: Callable[[str], None] = lambda name: None
 ) -> Duplicates:
     """Find duplicates among all samples of a data set; captions are not compared.
 
@@ -94,19 +90,13 @@ def find_duplicates(
 
     Args:
         root: The data set's folder.
-        distance: Number of bits in which near duplicates may differ, 0 to 3.
         allow_outside: As for `load_manifest`.
         on_undecodable: Called with the key of every sample that is left out because its image cannot be decoded.
-
-    Raises:
-        UserError: `distance` is out of range.
     """
-    if not 0 <= distance <= MAX_DISTANCE:
-        raise UserError(f"distance = {distance}: near duplicates are found up to {MAX_DISTANCE} differing bits.")
     keys, signatures, stored = _signatures(local_manifest(root, allow_outside=allow_outside), on_undecodable)
     exact = exact_groups(Folder(Path(root)), dict(zip(keys, stored, strict=True)))
     same = {key: number for number, group in enumerate(exact) for key in group}
-    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures, distance=distance).items()}
+    near = {keys[i]: keys[kept] for i, kept in near_duplicates(signatures, distance=MAX_DISTANCE).items()}
     return Duplicates(exact, {key: kept for key, kept in near.items() if same.get(key, -1) != same.get(kept, -2)})
 
 
@@ -114,7 +104,6 @@ def find_overlap(
     root: str | Path,
     suite: str | Path,
     *,
-    distance: int = MAX_DISTANCE,
     allow_outside: bool = False,
     on_undecodable: Callable[[str], None] = lambda name: None,
 ) -> dict[str, str]:
@@ -123,7 +112,6 @@ def find_overlap(
     Args:
         root: The data set's folder.
         suite: A folder of `wds_*` sets, as `neuclip evalsets` makes it.
-        distance: As for `find_duplicates`.
         allow_outside: As for `find_duplicates`.
         on_undecodable: As for `find_duplicates`; also for images of the suite, as TAR:KEY.
 
@@ -147,7 +135,7 @@ def find_overlap(
     sets = (stacked(theirs), ours)
     both = Signatures(np.concatenate([s.hashes for s in sets]), np.concatenate([s.thumbnails for s in sets]))
     start, first, match = len(theirs), both.first_equals(), dict[int, int]()
-    for i, j in near_pairs(both, first, distance=distance):
+    for i, j in near_pairs(both, first, distance=MAX_DISTANCE):
         if i < start <= j:
             match[j] = min(i, match.get(j, i))
     match |= {int(i): int(i) for i in set(first[start:][first[start:] < start].tolist())}

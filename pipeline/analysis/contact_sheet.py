@@ -17,7 +17,8 @@ from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.files import write_text
 
-SIDE = 192
+SIDE, SHOWN = 192, 48
+"""Most pixels of a thumbnail from top to bottom; number of the worst pairs, and half as many of the others."""
 _STYLE = """
 :root { color-scheme: light dark; --muted: #5c6169; --line: #d9dce1 }
 @media (prefers-color-scheme: dark) { :root { --muted: #a2a8b1; --line: #3a4049 } }
@@ -31,9 +32,7 @@ small, .note { color: var(--muted) } small { display: block; font-variant-numeri
 """
 
 
-def write_contact_sheet(
-    path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float, shown: int = 48
-) -> None:
+def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption: CaptionField, share: float) -> None:
     """Write a page with the worst pairs, those on both sides of the cut, and for comparison the best.
 
     Args:
@@ -42,14 +41,13 @@ def write_contact_sheet(
         manifest: The dataset.
         caption: Where captions are.
         share: Of the pairs, the worst of which may be removed; where the cut is.
-        shown: Number of the worst pairs; half as many of the others.
     """
     rows = pq.read_table(table, columns=["shard", "row", "key", "score", "cosine"], page_checksum_verification=True)
     order = by_score(rows)
-    cut, half = int(share * len(order)), shown // 2
+    cut, half = int(share * len(order)), SHOWN // 2
     parts = {
-        "The worst pairs": order[: min(shown, cut)],
-        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(shown, cut - half) : cut],
+        "The worst pairs": order[: min(SHOWN, cut)],
+        f"Just below the cut at {share:.0%}: the last that would be removed": order[max(SHOWN, cut - half) : cut],
         f"Just above the cut at {share:.0%}: the first that would be kept": order[cut : cut + half],
         "The best pairs, for comparison": order[max(cut + half, len(order) - half) :][::-1],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,27 +16,15 @@ from pipeline.versions import versions
 Results = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A metric of a run.
-
-    Attributes:
-        title: Its title, with the unit.
-        form: Format specification.
-    """
-
-    title: str
-    form: str
-
-
 MEASURES = {
-    "nce": Measure("held-out NCE, nats", ".3f"),
-    "mrr": Measure("held-out MRR, %", ".1f"),
-    "gcl": Measure("training GCL", ".4f"),
-    "error_in_use": Measure("error in use (MSE)", ".3f"),
-    "error_cold": Measure("error cold (MSE)", ".3f"),
-    "chi2": Measure("chi^2", ".0f"),
+    "nce": ("held-out NCE, nats", ".3f"),
+    "mrr": ("held-out MRR, %", ".1f"),
+    "gcl": ("training GCL", ".4f"),
+    "error_in_use": ("error in use (MSE)", ".3f"),
+    "error_cold": ("error cold (MSE)", ".3f"),
+    "chi2": ("chi^2", ".0f"),
 }
+"""Title, with the unit, and format specification of each metric of a run."""
 
 
 def publish(size: str, results: Results, *, total: int, folder: Path, command: str) -> list[Path]:
@@ -150,12 +137,12 @@ PAIRS_NOTE = {
 
 def _table(results: Results, *, pairs: int, batch: int, compared: Mapping[Cell, Spread], clear: set[Cell]) -> list[str]:
     against = [f"NCE against `{other}`" for other in BASELINES]
-    rows = [["", "seeds", *(m.title for m in MEASURES.values()), *against, "error, shared trajectory"]]
+    rows = [["", "seeds", *(title for title, _ in MEASURES.values()), *against, "error, shared trajectory"]]
     for arm in ARMS:
         found = {key: values_of(results, pairs=pairs, batch=batch, arm=arm, measure=key) for key in MEASURES}
         if not found["nce"]:
             continue
-        cells = [shown(Spread.of(found[key].values()), measure.form) for key, measure in MEASURES.items()]
+        cells = [shown(Spread.of(found[key].values()), form) for key, (_, form) in MEASURES.items()]
         for other in BASELINES:
             gain = compared.get((pairs, batch, arm, other))
             is_clear = (pairs, batch, arm, other) in clear or (pairs, batch, other, arm) in clear
@@ -184,7 +171,7 @@ def draw(results: Results) -> dict[str, str]:
     title = f"NCE below openclip's, nats\n(logarithmic outside ±{LINEAR})"
     figures: dict[str, tuple[Value, str, Scale]] = {
         "nce-gain.svg": (gain, title, "differences"),
-        "error-in-use.svg": (error, MEASURES["error_in_use"].title, "log"),
+        "error-in-use.svg": (error, MEASURES["error_in_use"][0], "log"),
     }
     if any(result["run"]["arm"] == SHARED for result in results):
         figures["error-shared.svg"] = (shared, "error in use, one trajectory", "log")

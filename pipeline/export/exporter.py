@@ -95,7 +95,7 @@ def export(
         checkpoint: What to export.
         output: A folder that does not exist or is empty.
         card: Text of README.md.
-        programs: Any of `PROGRAMS`.
+        programs: Any of "torch" and "onnx".
         average: Export the average of the weights (EMA).
 
     Raises:

@@ -16,8 +16,6 @@ from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.towers import Towers
 
-PROGRAMS = ("torch", "onnx")
-
 
 class ImageTower(nn.Module):
     """[B, 3, H, W] normalised images -> [B, d] unit-norm features."""

@@ -169,13 +169,6 @@ def _begin(trainer: Trainer) -> None:
         trainer.writer.begin()
 
 
-@contextmanager
-def open_run(run: RunConfig, *, resume: str | None = None) -> Iterator[Trainer]:
-    """One rank's part of a run, from the process group to a trainer that is ready to `fit` its current stage."""
-    with closing(stage_trainers(run, resume=resume)) as trainers:
-        yield next(trainers)
-
-
 def stage_trainers(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> Generator[Trainer]:
     """As `trainers`, in a process group and a locked folder of its own."""
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,7 @@ from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
-from pipeline.training.run import open_run
+from pipeline.training.run import stage_trainers
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
@@ -232,7 +233,8 @@ def test_a_step_without_a_batch_needs_no_features(base: Path) -> None:
     """The ids of the batch that stands in may be those of samples without features, such as 7."""
     selects = ("selection.ratio=0.5", f"selection.features={base / 'features'}")
     run = load_recipe(None, [*SMALL, *settings(base, "standing-in", *selects)])
-    with in_this_process(), open_run(run) as trainer:
+    with in_this_process(), contextlib.closing(stage_trainers(run)) as trainers:
+        trainer = next(trainers)
         assert trainer.train_step(trainer.state.loader.stand_in(), missing=True).missing
 
 

@@ -133,22 +133,15 @@ class Alone:
     def progress(self) -> None: ...
 
 
-@dataclass(frozen=True)
 class Accelerated:
     """Several processes, connected by `accelerate`."""
 
-    state: Any
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    cores: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", int(self.state.process_index))
-        object.__setattr__(self, "size", int(self.state.num_processes))
+    def __init__(self, state: Any) -> None:
+        self.rank, self.size = int(state.process_index), int(state.num_processes)
         own = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
         others = [found for rank, found in enumerate(self.gather_objects(own)) if rank != self.rank]
         here = [cores for host, cores in others if host == own[0]]
-        object.__setattr__(self, "cores", cores_of_rank(own[1], others=here, quota=cpu_quota()))
+        self.cores = cores_of_rank(own[1], others=here, quota=cpu_quota())
 
     def gather_objects(self, value: Any) -> list[Any]:
         from accelerate.utils import gather_object

@@ -39,8 +39,6 @@ class Quantity:
     """The axis starts at zero."""
     smooth: bool = True
     """A moving average is drawn over the values."""
-    log: bool = False
-    """The axis is logarithmic."""
 
 
 def _share(what: str, *, part_of: str = "") -> Quantity:
@@ -221,7 +219,7 @@ def _curves(run: Run, key: str, labels: Mapping[str, str] | None = None) -> Char
     if not lines:
         return None
     percent = shown.kind == "share"
-    return chart(shown.title, lines, note=shown.note, percent=percent, zero=shown.zero, log=shown.log)
+    return chart(shown.title, lines, note=shown.note, percent=percent, zero=shown.zero)
 
 
 def chart(title: str, lines: Sequence[Line], *, note: str = "", percent: bool = False, **options: Any) -> Chart:

@@ -64,7 +64,6 @@ def line_chart(
     lines: Sequence[Line],
     *,
     percent: bool = False,
-    log: bool = False,
     zero: bool = False,
     level: float | None = None,
     size: tuple[int, int] = SIZE,
@@ -74,7 +73,6 @@ def line_chart(
     Args:
         lines: What to draw; labels make a legend.
         percent: The values are fractions, shown in percent.
-        log: Logarithmic value axis.
         zero: The value axis starts at 0.
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
@@ -83,11 +81,11 @@ def line_chart(
         drawn = [_draw_line(axes, line) for line in lines]
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
-        _style(axes, drawn, small=size[0] < SIZE[0], percent=percent, log=log, zero=zero)
+        _style(axes, drawn, small=size[0] < SIZE[0], percent=percent, zero=zero)
         labels = [line.label for line in lines if line.label]
         if labels:
             _legend_above(axes, labels, width=size[0])
-        return finish(lines, drawn, percent=percent, log=log)
+        return finish(lines, drawn, percent=percent)
 
 
 def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
@@ -193,13 +191,7 @@ def y_ticks(low: float, high: float, *, zero: bool, intervals: int, most: float 
 
 
 def _style(
-    axes: Axes,
-    drawn: Sequence[tuple[np.ndarray, np.ndarray]],
-    *,
-    small: bool,
-    percent: bool,
-    log: bool,
-    zero: bool,
+    axes: Axes, drawn: Sequence[tuple[np.ndarray, np.ndarray]], *, small: bool, percent: bool, zero: bool
 ) -> None:
     """Scales, ticks and grid; `drawn` has the points of every curve."""
     from matplotlib.ticker import FuncFormatter
@@ -221,15 +213,10 @@ def _style(
         first, *_, last = axes.get_xticklabels()
         first.set_horizontalalignment("left")
         last.set_horizontalalignment("right")
-    if log:
-        axes.set_yscale("log")
-    else:
-        heights = y_ticks(
-            *axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5, most=1 if percent else math.inf
-        )
-        axes.set_yticks(heights)
-        axes.set_ylim(heights[0], heights[-1])
-        axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))
+    heights = y_ticks(*axes.dataLim.intervaly, zero=zero, intervals=3 if small else 5, most=1 if percent else math.inf)
+    axes.set_yticks(heights)
+    axes.set_ylim(heights[0], heights[-1])
+    axes.yaxis.set_major_formatter(Labels(lambda value, _: short(value)))
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

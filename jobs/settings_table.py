@@ -59,13 +59,6 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
                 yield from settings_of(element, prefix=f"{prefix}{name}[].")
 
 
-def undocumented(cls: Any) -> list[str]:
-    """Fields of a section class without an attribute docstring. Subsections need none, since their class has one."""
-    meanings = docstrings(cls)
-    fields = cls.__pydantic_fields__.items()
-    return [name for name, field in fields if not meanings.get(name) and _dataclass_in(field.annotation) is None]
-
-
 def docstrings(cls: type) -> dict[str, str]:
     """Attribute docstrings by field, each as one paragraph; a class overrides its bases."""
     found: dict[str, str] = {}

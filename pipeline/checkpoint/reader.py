@@ -123,19 +123,17 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name not in LOGIT_KEYS}
 
 
-def open_checkpoint(path: Path, *, verify: bool = True, world: World | None = None) -> Checkpoint:
-    """Open a checkpoint's folder.
+def open_checkpoint(path: Path, *, world: World | None = None) -> Checkpoint:
+    """Open a checkpoint's folder, and compare the size and SHA-256 of every file with `checkpoint.json`.
 
     Args:
         path: The folder of one step.
-        verify: Compare the size and SHA-256 of every file with `checkpoint.json`.
         world: Ranks that share the work of verifying, all of which call this; by default this process does it alone.
 
     Raises:
         UserError: It is not a checkpoint, or a file is damaged. The message is what `damage` returns.
     """
-    problem = damage(path, world=world) if verify else None
-    if problem:
+    if problem := damage(path, world=world):
         raise UserError(problem)
     return Checkpoint(path, read_meta(path))
 

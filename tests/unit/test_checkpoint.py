@@ -26,7 +26,14 @@ from pipeline.checkpoint.layout import (
     restore_replaced,
     step_of,
 )
-from pipeline.checkpoint.reader import abandon_after, agreed_checkpoint, damage, find_checkpoint, open_checkpoint
+from pipeline.checkpoint.reader import (
+    Checkpoint,
+    abandon_after,
+    agreed_checkpoint,
+    damage,
+    find_checkpoint,
+    open_checkpoint,
+)
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -66,7 +73,7 @@ def test_rows_of_several_ranks_are_joined(tmp_path: Path, towers: Towers) -> Non
     for entry in meta["files"].values():
         entry.pop("rows", None)  # as checkpoints were written before they listed the rows of their files
     (path / "checkpoint.json").write_text(json.dumps(meta))
-    assert open_checkpoint(path, verify=False).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert Checkpoint(path, meta).read_rows("u", 8, 12).tolist() == [8.0, 9.0, 10.0, 11.0]
 
 
 def test_only_files_with_wanted_rows_are_opened(

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.settings import command, page
-from jobs.settings_table import Setting, docstrings, settings_of, undocumented
+from jobs.settings_table import Setting, docstrings, settings_of
 from pipeline.config import section
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig
@@ -31,7 +31,10 @@ def sections() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "name"), sections(), ids=lambda value: value)
 def test_every_setting_is_documented(module: str, name: str) -> None:
-    missing = undocumented(getattr(importlib.import_module(module), name))
+    """Subsections need no docstring under their field: their class has one."""
+    cls = getattr(importlib.import_module(module), name)
+    own = [setting for setting in settings_of(cls) if "." not in setting.key]
+    missing = [setting.key for setting in own if not setting.meaning]
     assert not missing, f"{module}.{name} needs a docstring under each of: {', '.join(missing)}"
 
 

@@ -55,7 +55,7 @@ def settings_of(cls: Any, *, prefix: str = "") -> Iterator[Setting]:
             yield from settings_of(inner, prefix=f"{prefix}{name}.")
         else:
             yield Setting(prefix + name, _default(field), _allowed(field), meanings.get(name, ""))
-            if inner is None and (element := _element(field.annotation)) is not None:
+            if (element := _element(field.annotation)) is not None:
                 yield from settings_of(element, prefix=f"{prefix}{name}[].")
 
 

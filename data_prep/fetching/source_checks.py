@@ -54,7 +54,9 @@ def check_source(config: DownloadConfig) -> list[str]:
     rows = first_rows(source, on_skipped=unreadable.append)
     if not rows:
         raise UserError(f"source.table = {source.table!r} {_why_no_rows(sum(unreadable), source)}")
-    return [*_check_urls(rows, source), *_check_captions(rows, source), *_check_hashes(rows, source), *_notes(config)]
+    notes = [*_check_urls(rows, source), *_check_captions(rows, source)]
+    _check_stated_hashes(rows, source)
+    return [*notes, *_notes(config)]
 
 
 def check_blur(config: DownloadConfig) -> None:
@@ -92,12 +94,10 @@ def check_distributor(fetch: FetchConfig) -> None:
         )
 
 
-def first_rows(
-    source: SourceConfig, count: int = CHECKED_ROWS, *, on_skipped: Callable[[int], None] = lambda rows: None
-) -> list[dict[str, Any]]:
+def first_rows(source: SourceConfig, *, on_skipped: Callable[[int], None] = lambda rows: None) -> list[dict[str, Any]]:
     """The first rows of the table, as dicts of the source's own column names; see `metadata_tables.read`."""
     batches = metadata_tables.read(source, on_skipped=on_skipped)
-    return list(itertools.islice(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), count))
+    return list(itertools.islice(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), CHECKED_ROWS))
 
 
 def _why_no_rows(unreadable: int, source: SourceConfig) -> str:
@@ -136,7 +136,7 @@ def _check_captions(rows: list[dict[str, Any]], source: SourceConfig) -> Iterato
         yield f"{empty:.0%} of the first {len(rows):,} captions are empty."
 
 
-def _check_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[str]:
+def _check_stated_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> None:
     if source.hash is None:
         return
     wanted = _HEX_LENGTH[source.hash_kind]
@@ -151,7 +151,6 @@ def _check_hashes(rows: list[dict[str, Any]], source: SourceConfig) -> Iterator[
             f"Column {source.hash!r} should hold {source.hash_kind} in hex ({wanted} digits), but {1 - share:.0%} of "
             f"the first {len(rows):,} values are not, {_what_instead(example)}"
         )
-    yield from ()
 
 
 def _what_instead(example: Any) -> str:
@@ -192,7 +191,6 @@ def _is_number(value: Any) -> bool:
 
 
 _ENOUGH = 8
-_ALGORITHMS = ("md5", "sha1", "sha256", "sha512")
 
 
 def check_hashes(config: DownloadConfig) -> list[str]:
@@ -208,7 +206,7 @@ def check_hashes(config: DownloadConfig) -> list[str]:
     source = config.source
     if source.hash is None or config.monitor.probe == 0:
         return []
-    rows = first_rows(source, CHECKED_ROWS)
+    rows = first_rows(source)
     rows = rows[:: max(1, len(rows) // config.monitor.probe)][: config.monitor.probe]
     fetch = _fetcher(config)
     with ThreadPool(min(config.fetch.threads, len(rows))) as pool:
@@ -278,8 +276,8 @@ def _what_is(value: str, row: dict[str, Any], body: bytes, config: DownloadConfi
     return [
         f"{algorithm} of {what}"
         for what, content in readings.items()
-        for algorithm in _ALGORITHMS
-        if len(value) == 2 * hashlib.new(algorithm).digest_size and _digest(algorithm, content()) == value
+        for algorithm, length in _HEX_LENGTH.items()
+        if len(value) == length and _digest(algorithm, content()) == value
     ]
 
 

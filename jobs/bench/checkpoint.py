@@ -114,7 +114,7 @@ def ways(engine: DeepSpeedEngine, architecture: Architecture, *, folder: Path, w
 
     def asynchronous() -> Callable[[], Any]:
         future: Any = dcp.async_save(tensors, checkpoint_id=folder / "async")
-        return lambda: future.result()
+        return future.result
 
     def synchronous() -> Callable[[], Any]:
         dcp.save(tensors, checkpoint_id=folder / "sync")

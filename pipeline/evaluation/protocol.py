@@ -23,7 +23,6 @@ from pipeline.registries import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.evaluation.datasets.datacomp import Task
     from pipeline.evaluation.datasets.task_data import TaskData
     from pipeline.evaluation.protocols.texts import TextSide
 

@@ -121,7 +121,7 @@ def read_run(folder: str | Path) -> Run:
     notes: list[str] = []
     config = _read_config(folder / RUN_CONFIG_NAME, notes)
     rows, validations, events = _read_metrics(folder / METRICS_NAME, notes)
-    seen = samples_at(rows, config)
+    seen = samples_at(rows)
     run = Run(
         folder=folder,
         config=config,
@@ -135,7 +135,7 @@ def read_run(folder: str | Path) -> Run:
     return Run(**{**vars(run), "notes": tuple(notes)})
 
 
-def samples_at(rows: list[Row], config: Mapping[str, Any]) -> Any:
+def samples_at(rows: list[Row]) -> Any:
     """A function that maps a step to the samples seen by then, or None if unknown."""
     seen = {row["step"]: row["samples"] for row in rows}
     per_step = rows[-1]["samples"] / rows[-1]["step"] if rows and rows[-1]["step"] else None

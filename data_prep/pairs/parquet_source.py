@@ -228,16 +228,24 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
         UserError: It cannot be loaded.
     """
     import datasets
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
     try:
         if Path(name).exists():
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name, subset, revision=revision)
+            builder = datasets.load_dataset_builder(name, subset, revision=revision)
+            if hasattr(builder.config, "fragment_scan_options"):  # of parquet, which checks no pages by itself
+                builder.config.fragment_scan_options = ParquetFragmentScanOptions(page_checksum_verification=True)
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
     except Exception as error:  # the hub's client raises many exception types
+        # Its error while it reads a file says no more than that there was one.
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise UserError(
-            f"The data set {name} cannot be loaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). "
+            f"The data set {name} cannot be loaded ({type(cause).__name__}: {str(cause).strip().splitlines()[0]}). "
             "Is it a local path that is missing? A private set needs HF_TOKEN; --subset and --revision choose a part."
         ) from error
     if not isinstance(loaded, dict):

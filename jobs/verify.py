@@ -91,9 +91,11 @@ def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
 def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
     from data_prep.dataset.ingest_report import write_report
     from data_prep.rebuild import rebuild
+    from jobs.download import ProgressBar
 
     before = verdict.manifest
-    again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses)
+    with ProgressBar() as show:
+        again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses, on_progress=show, on_note=click.echo)
     write_report(folder)
     if before is None:
         click.echo(f"Repaired; {again.n:,} samples.")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import os
 import random
 import re
@@ -34,6 +35,7 @@ from data_prep.dataset.salvage import intact_rows, settled_rows
 from data_prep.dataset.sessions import engine_lock, exclusive_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.dataset.verification import verify
+from data_prep.fetching.supervisor import job_file
 from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
 from jobs.verify import command
@@ -242,6 +244,32 @@ def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:
     flip(copied / "shards/00001.tar")
     result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)
     assert "Repaired, bit-identical to the original; 24 samples now, 24 before." in result.output
+
+
+def test_a_rebuild_says_what_it_keeps_of_one_that_was_interrupted(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: it started again without a word, and a long one showed no progress."""
+    flip(copied / "shards/00001.tar")
+    flip(copied / "shards/00002.tar")
+    whole, again = rebuilding.fetch, ["--rebuild", "--allow-addresses"]
+
+    def stopped(config: DownloadConfig, shards: tuple[int, ...], **options: object) -> None:
+        job_file(Folder(copied)).write_text(json.dumps({"shards": shards, "mode": options["mode"]}))
+        whole(config, shards[:1], **options)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rebuilding, "fetch", stopped)
+    first = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "Written again: 00001.tar, 00002.tar (2 in all). Intact samples are kept, the others are" in first.output
+    assert "was interrupted" not in first.output
+    monkeypatch.setattr(rebuilding, "fetch", whole)
+    second = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "A rebuild of 2 shards was interrupted; done and kept: 1, repeated: 1." in second.output
+    assert "Written again: 00002.tar (1 in all)" in second.output
+    flip(copied / "shards/00003.tar")
+    third = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "was interrupted" not in third.output
 
 
 def test_exceptions_to_the_guard_need_consent_beyond_the_folders_own_settings(

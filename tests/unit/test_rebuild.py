@@ -160,6 +160,21 @@ def test_commands_that_read_all_shards_name_a_damaged_one(copied: Path, damage: 
             work(copied)
 
 
+def test_a_removal_does_not_search_in_another_shards_meta_file(copied: Path) -> None:
+    """Regression test: it said that no sample had the name, and the sample stayed."""
+    (copied / "names.txt").write_text("0000000002\n")
+    shutil.copyfile(copied / "meta/00001.parquet", copied / "meta/00000.parquet")
+    with pytest.raises(UserError, match=r"00000\.parquet is missing or differs from its record.*--rebuild"):
+        remove(copied, {"0000000002"})
+    rebuild(copied, verify(copied), allow_addresses=True)
+    told = "The manifest has changed: runs on the old one cannot be resumed on it."
+    for name, is_told, missing in (("0000000002", True, 0), ("0000000002", False, 0), ("nothing", False, 1)):
+        (copied / "names.txt").write_text(name)
+        words = [str(copied), "--remove", str(copied / "names.txt")]
+        result = CliRunner().invoke(command, words, standalone_mode=False)
+        assert (told in result.output, result.return_value) == (is_told, missing), result.output
+
+
 def test_a_commit_without_its_files_is_dropped(copied: Path) -> None:
     """After a power failure that kept the commit but lost a file; the older shard remains in effect."""
     folder, expected = Folder(copied), contents(copied)

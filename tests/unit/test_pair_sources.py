@@ -478,6 +478,10 @@ def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None
     path = tmp_path / "t.parquet"
     pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
     path.write_bytes(path.read_bytes().replace(b"a cat 2", b"a car 2", 1))
+    numbers = table.set_column(1, "caption", pa.array([1.5] * 4))
+    pq.write_table(numbers, tmp_path / "numbers.parquet")
+    with pytest.raises(UserError, match=r"usual name for the caption.*Columns: image, caption \(not text\)\."):
+        open_parquet(tmp_path / "numbers.parquet", image=None, caption=None)
     source = open_parquet(path, image=None, caption=None)
     with pytest.raises(UserError, match=r"t\.parquet is damaged in row group 0 .*fetch it again"):
         list(source.read(0, 4))

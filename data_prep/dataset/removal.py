@@ -31,7 +31,7 @@ from data_prep.dataset.dataset_folder import (
     tar_name,
 )
 from data_prep.dataset.manifest_writer import local_manifest, write_manifest
-from data_prep.dataset.salvage import check_meta, check_shard
+from data_prep.dataset.salvage import check_converted, check_meta, check_shard
 from data_prep.dataset.sessions import exclusive_lock, part_lock
 from data_prep.dataset.shard_commit import publish, recover
 from data_prep.dataset.shard_plan import load_plan, read_shard
@@ -205,6 +205,7 @@ def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, 
                     f"{shard.name} is not what the manifest says, and nothing was changed: `neuclip verify "
                     f"{folder.root}` finds all damage."
                 )
+            check_converted(folder, shard.name, hits[shard.name])
         known = folder.removed_names()
         paths = {shard.name: Path(manifest.url(shard)) for shard in changed}
         try:

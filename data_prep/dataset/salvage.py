@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,26 @@ def check_meta(folder: Folder, shard: int) -> None:
     digest, meta = folder.read_record(shard).meta_sha256, folder.meta(shard)
     if digest and meta.is_file() and sha256_of(meta) != digest:
         raise UserError(f"{meta} is missing or differs from its record. {folder.repair_hint}")
+
+
+def check_converted(folder: Folder, name: str, keys: Set[str]) -> None:
+    """Check record and meta file of a shard that `neuclip pairs` made; one from elsewhere has none.
+
+    Args:
+        folder: The data set.
+        name: The shard's name in the manifest.
+        keys: Some of its samples.
+
+    Raises:
+        UserError: One of them is damaged or another shard's.
+    """
+    number = int(stem) if (stem := Path(name).stem).isdigit() else 0
+    if tar_name(number) != name or not folder.record(number).exists():
+        return
+    rows = read_meta(folder, number, ["key", "status"]).to_pylist()
+    samples = {row["key"] for row in rows if row["status"] == "success"}
+    if folder.read_record(number).samples != len(samples) or not keys <= samples:
+        raise UserError(f"{folder.meta(number)} is another shard's. {folder.repair_hint}")
 
 
 def intact_rows(folder: Folder, plan: Plan, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +16,23 @@ from data_prep.dataset.sessions import exclusive_lock, read_sessions
 from data_prep.dataset.shard_commit import recover
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan, make_plan
 from data_prep.dataset.verification import Problem, changed_settings
-from data_prep.fetching.supervisor import fetch
+from data_prep.fetching.supervisor import Progress, fetch, job_file
 from data_prep.settings.download_config import DownloadConfig
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.errors import UserError
 from pipeline.files import write_text
 
+_SHOWN = 5
 
-def rebuild(root: str | Path, problems: list[Problem], *, allow_addresses: bool = False) -> Manifest:
+
+def rebuild(
+    root: str | Path,
+    problems: list[Problem],
+    *,
+    allow_addresses: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Manifest:
     """Repair the problems that `verify` found, and write the manifest.
 
     Intact samples are kept. Only the others are fetched again, and nothing is replaced until that is done. The web may
@@ -32,6 +43,8 @@ def rebuild(root: str | Path, problems: list[Problem], *, allow_addresses: bool 
         problems: The problems found in it.
         allow_addresses: Whether to request what the folder's `download.yaml` exempts from the guard. Whoever made the
             data set wrote that file, so only the user may say so.
+        on_progress: Called a few times a second.
+        on_note: Called with a line that says what is kept, and what is written again.
 
     Raises:
         UserError: Its settings have exceptions to the guard that are not allowed; the folder was not made by `neuclip
@@ -52,10 +65,27 @@ def rebuild(root: str | Path, problems: list[Problem], *, allow_addresses: bool 
         _repair_sessions(folder)
         if shards:
             _check_consent(config, allow_addresses=allow_addresses)
+        for note in _notes(folder, shards):
+            on_note(note)
+        if shards:
             total = sum(plan.rows_of(shard) for shard in shards)
-            fetch(config, shards, total=total, mode="rebuild")
+            fetch(config, shards, total=total, mode="rebuild", on_progress=on_progress)
+        job_file(folder).unlink(missing_ok=True)
         finish_removal(folder)
         return write_manifest(folder, plan)
+
+
+def _notes(folder: Folder, shards: tuple[int, ...]) -> Iterator[str]:
+    """What is repeated of a rebuild that was interrupted, whose job is still there, and what is done now."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        job = json.loads(job_file(folder).read_bytes())
+        before = set(job["shards"]) if job["mode"] == "rebuild" else set()
+        done, left = len(before - set(shards)), len(before & set(shards))
+        if before:
+            yield f"A rebuild of {len(before):,} shards was interrupted; done and kept: {done:,}, repeated: {left:,}."
+    if shards:
+        names = ", ".join(folder.tar(shard).name for shard in shards[:_SHOWN]) + ", ..." * (len(shards) > _SHOWN)
+        yield f"Written again: {names} ({len(shards):,} in all). Intact samples are kept, the others are fetched."
 
 
 def _check_consent(config: DownloadConfig, *, allow_addresses: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,11 @@ def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
 def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
     from data_prep.dataset.ingest_report import write_report
     from data_prep.rebuild import rebuild
+    from jobs.download import ProgressBar
 
     before = verdict.manifest
-    again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses)
+    with ProgressBar() as show:
+        again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses, on_progress=show, on_note=click.echo)
     write_report(folder)
     if before is None:
         click.echo(f"Repaired; {again.n:,} samples.")
@@ -154,6 +157,7 @@ def _report_undecodable(names: list[str]) -> None:
 def _remove(folder: str, names: Path) -> int:
     from data_prep.dataset.dataset_folder import Folder, read_lines
     from data_prep.dataset.ingest_report import REPORT_NAME, write_report
+    from data_prep.dataset.manifest_writer import local_manifest
     from data_prep.dataset.removal import remove
     from pipeline.errors import UserError
 
@@ -162,6 +166,9 @@ def _remove(folder: str, names: Path) -> int:
         listed = set(read_lines(names))
     except OSError as error:
         raise UserError(f"Cannot read the removal list {names}: {error.strerror}.") from error
+    before = None
+    with suppress(UserError):  # it is missing or damaged: the removal says so, or writes it
+        before = local_manifest(folder).digest
     done, manifest = remove(folder, listed)  # also finishes one that was interrupted
     if not listed:
         click.echo(f"{names} names nothing: nothing was removed.")
@@ -175,9 +182,8 @@ def _remove(folder: str, names: Path) -> int:
     else:
         if (Path(folder) / REPORT_NAME).exists() or Folder(Path(folder)).is_download:
             write_report(folder)
-        click.echo(
-            f"{manifest.n:,} samples are left. The manifest has changed: runs on the old one cannot be resumed on it."
-        )
+        changed = " The manifest has changed: runs on the old one cannot be resumed on it."
+        click.echo(f"{manifest.n:,} samples are left.{changed if manifest.digest != before else ''}")
     if not done.missing:
         return 0
     shown = ", ".join(map(repr, done.missing[:_SHOWN])) + (", ..." if len(done.missing) > _SHOWN else "")

@@ -31,7 +31,7 @@ from data_prep.dataset.dataset_folder import (
     tar_name,
 )
 from data_prep.dataset.manifest_writer import local_manifest, write_manifest
-from data_prep.dataset.salvage import check_shard
+from data_prep.dataset.salvage import check_converted, check_meta, check_shard
 from data_prep.dataset.sessions import exclusive_lock, part_lock
 from data_prep.dataset.shard_commit import publish, recover
 from data_prep.dataset.shard_plan import load_plan, read_shard
@@ -141,7 +141,9 @@ def _new_manifest(folder: Folder) -> Manifest | None:
 def _hits(folder: Folder, shard: int, names: set[str], found: set[str]) -> set[int]:
     """Rows of a shard to remove; `found` collects the names that match a row."""
     hit = set()
-    for row in read_meta(folder, shard, ["row", "status", "url", "uid", *HASH_KINDS]).to_pylist():
+    rows = read_meta(folder, shard, ["row", "status", "url", "uid", *HASH_KINDS]).to_pylist()
+    check_meta(folder, shard)
+    for row in rows:
         matching = names_of(row) & names
         found |= matching
         if matching and row["status"] == "success":
@@ -203,6 +205,7 @@ def remove_from_shards(folder: Folder, names: set[str]) -> tuple[set[str], int, 
                     f"{shard.name} is not what the manifest says, and nothing was changed: `neuclip verify "
                     f"{folder.root}` finds all damage."
                 )
+            check_converted(folder, shard.name, hits[shard.name])
         known = folder.removed_names()
         paths = {shard.name: Path(manifest.url(shard)) for shard in changed}
         try:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,41 @@ def check_shard(folder: Folder, shard: int) -> None:
     Raises:
         UserError: One of them is missing or differs.
     """
-    record, meta = folder.read_record(shard), folder.meta(shard)
-    is_tar = not record.samples or sha256_of_tar(folder, shard) == record.sha256
-    if not is_tar or (record.meta_sha256 and meta.is_file() and sha256_of(meta) != record.meta_sha256):
-        path = meta if is_tar else folder.tar(shard)
-        raise UserError(f"{path} is missing or differs from its record. {folder.repair_hint}")
+    record = folder.read_record(shard)
+    if record.samples and sha256_of_tar(folder, shard) != record.sha256:
+        raise UserError(f"{folder.tar(shard)} is missing or differs from its record. {folder.repair_hint}")
+    check_meta(folder, shard)
+
+
+def check_meta(folder: Folder, shard: int) -> None:
+    """Compare a meta file, whose missing is found when it is read, with the SHA-256 in the record.
+
+    Raises:
+        UserError: It differs: another shard's, for instance.
+    """
+    digest, meta = folder.read_record(shard).meta_sha256, folder.meta(shard)
+    if digest and meta.is_file() and sha256_of(meta) != digest:
+        raise UserError(f"{meta} is missing or differs from its record. {folder.repair_hint}")
+
+
+def check_converted(folder: Folder, name: str, keys: Set[str]) -> None:
+    """Check record and meta file of a shard that `neuclip pairs` made; one from elsewhere has none.
+
+    Args:
+        folder: The data set.
+        name: The shard's name in the manifest.
+        keys: Some of its samples.
+
+    Raises:
+        UserError: One of them is damaged or another shard's.
+    """
+    number = int(stem) if (stem := Path(name).stem).isdigit() else 0
+    if tar_name(number) != name or not folder.record(number).exists():
+        return
+    rows = read_meta(folder, number, ["key", "status"]).to_pylist()
+    samples = {row["key"] for row in rows if row["status"] == "success"}
+    if folder.read_record(number).samples != len(samples) or not keys <= samples:
+        raise UserError(f"{folder.meta(number)} is another shard's. {folder.repair_hint}")
 
 
 def intact_rows(folder: Folder, plan: Plan, shard: int, planned: Mapping[int, Mapping[str, Any]]) -> Rows:

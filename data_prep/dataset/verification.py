@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from data_prep.dataset.manifest_writer import (
     manifest_of_records,
     rules_of,
 )
+from data_prep.dataset.salvage import check_converted
 from data_prep.dataset.sessions import read_sessions
 from data_prep.dataset.shard_commit import difference
 from data_prep.dataset.shard_plan import Plan, check_list, load_plan
@@ -211,7 +213,8 @@ def inspect(root: str | Path, *, decode: int = 16, allow_outside: bool = False) 
     if is_own:
         problems.extend(check_bookkeeping(folder, None if problems else manifest))
     for shard in stated.shards:
-        problems.extend(_check_shard(stated, shard, folder if is_own else None, decode=decode))
+        found = list(_check_shard(stated, shard, folder if is_own else None, decode=decode))
+        problems.extend(found or (_check_converted(folder, stated, shard) if folder.is_converted else ()))
     listed = {shard.name for shard in stated.shards}
     tars = sorted(str(path.relative_to(stated.root)) for path in Path(stated.root).rglob("*.tar"))
     problems.extend(Problem(name, "not listed", "it is not in the manifest") for name in tars if name not in listed)
@@ -261,6 +264,13 @@ def _check_record(folder: Folder, shard: Shard) -> Iterator[Problem]:
         record = folder.read_record(int(number))
         if (record.samples, record.bytes, record.sha256) != (shard.samples, shard.bytes, shard.sha256):
             yield Problem(f"meta/{number}.json", "contradicts", "it describes another tar than this one")
+
+
+def _check_converted(folder: Folder, manifest: Manifest, shard: Shard) -> Iterator[Problem]:
+    try:
+        check_converted(folder, shard.name, {key for key, _ in islice(canonical_tar.samples(manifest.url(shard)), 1)})
+    except UserError as error:
+        yield Problem(f"meta/{Path(shard.name).stem}.parquet", "damaged", str(error))
 
 
 def _check_samples(

@@ -184,13 +184,18 @@ def _pause(engine: FetchEngine, monitor: Monitor, reason: str, *, suspect_from: 
     )
 
 
+def job_file(folder: Folder) -> Path:
+    """What the engine of this worker was last told to do."""
+    return folder.staging / "job.json"
+
+
 class FetchEngine:
     """The engine process and its process group; leaving the block stops all of its processes."""
 
     def __init__(self, config: DownloadConfig, shards: tuple[int, ...], *, mode: str) -> None:
         self.folder = Folder(Path(config.output), config.fetch.worker)
         self.log = self.folder.staging / "engine.log"
-        job = self.folder.staging / "job.json"
+        job = job_file(self.folder)
         job.write_text(json.dumps({"config": to_tree(config), "shards": shards, "mode": mode}), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -71,9 +71,11 @@ def choose_columns(
     found_caption = caption if caption is not None else _find(allowed, CAPTION_NAMES)
     for kind, option, name in (("image", "--image", found_image), ("caption", "--caption", found_caption)):
         if name is None:
+            unfit = set(names) - {found_image, *allowed} if kind == "caption" else set[str]()
+            listed = ", ".join(f"{name} (not text)" if name in unfit else name for name in names)
             raise UserError(
                 f"{where} has no column with a usual name for the {kind}: name it with {option}. "
-                f"Columns: {', '.join(names)}. {note}".rstrip()
+                f"Columns: {listed}. {note}".rstrip()
             )
         if name not in names:
             raise UserError(f"{where} has no column {name!r} ({option}). {suggest(name, tuple(names))}")

@@ -163,13 +163,32 @@ class DatasetSource:
 
     def read(self, start: int, stop: int) -> Iterator[Pair]:
         data = _load(self.name, self.split, self.subset, self.revision).select_columns([self.image, self.caption])
-        data = _undecoded(data, self.image)
+        shown = Path(self.name).name if Path(self.name).exists() else self.name
         for first in range(start, stop, _BATCH):
-            columns = data[first : min(stop, first + _BATCH)]
-            rows = zip(columns[self.image], columns[self.caption], strict=True)
-            for number, (image, caption) in enumerate(rows, start=first):
-                place = f"{Path(self.name).name if Path(self.name).exists() else self.name} row {number}"
-                yield pair_of(image, caption, place=place, folder=Path(self.name))
+            table = data.with_format("arrow")[first : min(stop, first + _BATCH)]
+            self._check(table)
+            rows = (row for batch in table.to_batches() for row in _plain(batch))
+            for number, row in enumerate(rows, start=first):
+                place = f"{shown} row {number}"
+                if isinstance(row, str):
+                    yield Pair(place, problem=NOT_UTF8, detail=row)
+                else:
+                    yield pair_of(row[self.image], row[self.caption], place=place, folder=Path(self.name))
+
+    def _check(self, table: Any) -> None:
+        """Check memory-mapped values before they are used: damaged ones could point anywhere, and end the process.
+
+        Raises:
+            UserError: They are damaged.
+        """
+        import pyarrow as pa
+
+        for column in table.columns:
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # which costs the row
+                    raise UserError(f"A file of {self.name} is damaged ({error}): copy it again.") from error
 
 
 def open_dataset(
@@ -214,12 +233,6 @@ def _fingerprint(data: Any) -> str:
     return hashlib.sha256(repr((files, len(data), str(data.features))).encode()).hexdigest()
 
 
-def _undecoded(data: Any, column: str) -> Any:
-    from datasets import Image
-
-    return data.cast_column(column, Image(decode=False)) if isinstance(data.features[column], Image) else data
-
-
 @functools.lru_cache(maxsize=1)
 def _load(name: str, split: str | None, subset: str | None, revision: str | None) -> Any:
     """Load the split.
@@ -228,16 +241,24 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
         UserError: It cannot be loaded.
     """
     import datasets
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
     datasets.disable_progress_bars()
     try:
         if Path(name).exists():
             loaded = datasets.load_from_disk(name)
         else:
-            loaded = datasets.load_dataset(name, subset, revision=revision)
+            builder = datasets.load_dataset_builder(name, subset, revision=revision)
+            if hasattr(builder.config, "fragment_scan_options"):  # of parquet, which checks no pages by itself
+                builder.config.fragment_scan_options = ParquetFragmentScanOptions(page_checksum_verification=True)
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
     except Exception as error:  # the hub's client raises many exception types
+        # Its error while it reads a file says no more than that there was one.
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise UserError(
-            f"The data set {name} cannot be loaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). "
+            f"The data set {name} cannot be loaded ({type(cause).__name__}: {str(cause).strip().splitlines()[0]}). "
             "Is it a local path that is missing? A private set needs HF_TOKEN; --subset and --revision choose a part."
         ) from error
     if not isinstance(loaded, dict):

@@ -8,9 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from pipeline.analysis.pair_scores import by_score
+from pipeline.analysis.pair_scores import by_score, read_scores
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image, thumbnail_url
 from pipeline.data.shards.storage import open_records
@@ -42,7 +40,7 @@ def write_contact_sheet(path: Path, table: Path, manifest: Manifest, *, caption:
         caption: Where captions are.
         share: Of the pairs, the worst of which may be removed; where the cut is.
     """
-    rows = pq.read_table(table, columns=["shard", "row", "key", "score", "cosine"], page_checksum_verification=True)
+    rows = read_scores(table, columns=["shard", "row", "key", "score", "cosine"])
     order = by_score(rows)
     cut, half = int(share * len(order)), SHOWN // 2
     parts = {

@@ -172,7 +172,7 @@ def score_shards(
             rows = [row | names.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
             path = part_of(output, batch.shard)
             with replacing(path) as temporary:
-                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary)
+                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, write_page_checksum=True)
             rows, done = [], done + 1
             on_shard(done, len(mine))
 
@@ -217,9 +217,12 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
     if missing := [path.name for path in paths if not path.is_file()]:
         raise UserError(f"{len(missing)} tables are missing in {output / 'parts'} ({missing[0]}, ...): run it again.")
     problems: dict[str, int] = {}
-    with replacing(output / TABLE_NAME) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+    with (
+        replacing(output / TABLE_NAME) as temporary,
+        pq.ParquetWriter(temporary, SCHEMA, write_page_checksum=True) as writer,
+    ):
         for path in paths:
-            table = pq.read_table(path, schema=SCHEMA, page_checksum_verification=True)
+            table = read_scores(path, schema=SCHEMA)
             for problem in table["problem"].drop_null().to_pylist():
                 problems[problem] = problems.get(problem, 0) + 1
             writer.write_table(table)
@@ -228,12 +231,24 @@ def join_parts(manifest: Manifest, output: Path, facts: ScoringFacts) -> dict[st
     return counts
 
 
+def read_scores(path: Path, **options: Any) -> pa.Table:
+    """A table of scores, or some of its columns.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    try:
+        return pq.read_table(path, page_checksum_verification=True, **options)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, and run the same command again.") from error
+
+
 def worst_keys(table: Path, share: float) -> list[str]:
     """Names of the pairs with the lowest scores, worst first; pairs that could not be scored are not among them.
 
     A name is the sample's key, or SHARD:KEY in a dataset where several shards have the same keys.
     """
-    columns = pq.read_table(table, columns=["shard", "key", "score"], page_checksum_verification=True)
+    columns = read_scores(table, columns=["shard", "key", "score"])
     order = by_score(columns)
     keys, shards = columns["key"].to_pylist(), columns["shard"].to_pylist()
     known = [key for key in keys if key is not None]
@@ -270,7 +285,7 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     Raises:
         UserError: The samples have no uids of 32 hexadecimal digits.
     """
-    columns = pq.read_table(table, columns=["uid", "score"], page_checksum_verification=True)
+    columns = read_scores(table, columns=["uid", "score"])
     score = columns["score"].to_numpy(zero_copy_only=False)
     uids = columns["uid"].to_pylist()
     scored = np.flatnonzero(np.isfinite(score))

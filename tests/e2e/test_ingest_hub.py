@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.hub import COMMIT, Hub
-from tests.web import serve
+from tests.web import jpeg, serve
 
 ROWS = 60
 REPO = "mlfoundations/datacomp_pools"
@@ -91,3 +91,27 @@ def test_offline_mode_reads_the_cache_and_reports_when_it_is_empty(hub: Hub, tmp
     assert ended.returncode == 0, ended.stderr
     assert "60 of 60 rows in 3 shards" in ended.stdout
     assert hub.asked == []
+
+
+def test_pages_of_pairs_on_the_hub_are_compared_with_their_checksums(hub: Hub, tmp_path: Path) -> None:
+    """Regression test: a changed byte in a column became another caption."""
+    columns = {"image": [jpeg(side=40 + k) for k in range(4)], "caption": [f"a cat {k}" for k in range(4)]}
+    table, buffer = pa.table(columns), io.BytesIO()
+    pq.write_table(table, buffer, compression="none", use_dictionary=False, write_page_checksum=True)
+    damaged = buffer.getvalue().replace(b"a cat 2", b"a car 2", 1)
+    for repo, body in (("my/pairs", buffer.getvalue()), ("my/damaged", damaged)):
+        hub.files[repo] = hub.stated[repo] = {"train.parquet": body}
+    environment = {**os.environ, "HF_ENDPOINT": hub.base, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    ends = {
+        repo: subprocess.run(
+            [sys.executable, "-m", "jobs.pairs", repo, str(tmp_path / repo), "--processes", "1"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        for repo in ("my/pairs", "my/damaged")
+    }
+    assert "4 of 4 rows gave a sample" in ends["my/pairs"].stdout, ends["my/pairs"].stderr
+    assert ends["my/damaged"].returncode == 2, ends["my/damaged"].stdout
+    assert "CRC checksum verification failed" in " ".join(ends["my/damaged"].stderr.split())

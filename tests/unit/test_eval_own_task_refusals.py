@@ -94,6 +94,7 @@ WRONG_CSVS = {
     "a fraction": (["file,kind", "0.jpg,0", "1.jpg,1.5"], "1.5 is not the number of a class, as the other labels"),
     "a repeated row": (["file,kind", "0.jpg,mug", "1.jpg,plate", "./0.jpg,mug"], "which would count twice"),
     "rows of a split": (["file,kind,split", "0.jpg,mug,test", "1.jpg,plate,train"], "is of the split 'train', and"),
+    "a split after a space": (["file,kind, Split", "0.jpg,mug,test", "1.jpg,plate,val"], "is of the split 'val', and"),
     "a label that is no class": (["file,kind", "0.jpg,0", "1.jpg,20261122"], "is not the number of a class"),
 }
 
@@ -166,6 +167,9 @@ def test_bytes_and_decimals_are_read_as_text_and_numbers(tmp_path: Path) -> None
     assert opened(tmp_path, "mine: {dataset: ds, label: number}").classnames == ("0", "1")
     write_parquet(tmp_path / "ds/test.parquet", caption=["one", "two"], Split=[b"test", b"train"])
     with pytest.raises(TaskError, match="is of the split b'train', and 'test' is scored"):
+        opened(tmp_path, "mine: {dataset: ds, caption: caption}")
+    write_parquet(tmp_path / "ds/test.parquet", caption=["one", "two"], split=["test", None])
+    with pytest.raises(TaskError, match=r"row 1 of .* is of the split None, and 'test' is scored"):
         opened(tmp_path, "mine: {dataset: ds, caption: caption}")
 
 

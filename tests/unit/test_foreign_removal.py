@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from data_prep.dataset import canonical_tar, removal
 from data_prep.dataset.dataset_folder import Folder
 from data_prep.dataset.removal import remove
+from data_prep.dataset.verification import verify
 from data_prep.pairs.make_shards import PairsConfig, make_shards
 from jobs.manifest import command as manifest_command
 from jobs.pairs import command as pairs_command
@@ -205,6 +207,26 @@ def test_a_shard_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"00003\.tar is not what the manifest says, and nothing was changed"):
         remove(root, {"0000000001", "0000000030"})
     assert tars(root) == before
+
+
+@pytest.mark.parametrize("copied", [("parquet", "json"), ("parquet",)])
+def test_files_of_another_shard_are_found_before_anything_is_removed(copied: tuple[str, ...], tmp_path: Path) -> None:
+    """Regression test: the tar was replaced, then the record refused; the manifest stayed as it was."""
+    root = made(tmp_path)
+    for suffix in copied:
+        shutil.copyfile(root / f"meta/00001.{suffix}", root / f"meta/00000.{suffix}")
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    with pytest.raises(
+        UserError, match=r"00000\.(parquet|json) is (another shard's|damaged).* Delete the shard's files"
+    ):
+        remove(root, {"0000000001"})
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    assert [problem.shard for problem in verify(root)] == ["meta/00000.parquet"]
+    for path in (*root.glob("*/00000.*"),):
+        path.unlink()
+    convert(tmp_path)
+    assert verify(root) == []
+    assert remove(root, {"0000000001"})[0].samples == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "byte", "empty", "list"])

@@ -14,7 +14,7 @@ from data_prep.dataset.ingest_report import write_report
 from jobs.report import command
 from pipeline.data.shards.make_manifest import index_shards
 from pipeline.errors import UserError
-from tests.browser import browser, problems_everywhere
+from tests.browser import browser, opened, problems_everywhere
 from tests.ingested import ROWS, copied, made, own_opener, site  # noqa: F401
 from tests.pair_files import make, write_csv, write_images
 
@@ -37,6 +37,19 @@ def test_converted_pairs_have_a_page(tmp_path: Path) -> None:
     assert "All samples were compared: 1 looks like an earlier one." in page
     assert page.count('alt="picture 007.jpg"') == 2  # among the samples, and beside the one that it resembles
     assert not (tmp_path / "data" / "datasheet.md").exists()
+
+
+def test_reasons_and_their_meanings_fit_a_phone_screen(tmp_path: Path) -> None:
+    """Regression test: the meanings were cut off at the edge, one word a line."""
+    names = write_images(tmp_path / "photos", 4)
+    (tmp_path / "photos" / names[0]).write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    (tmp_path / "photos" / names[1]).write_bytes(b"no picture")
+    rows = [("image", "caption"), *((name, f"picture {name}") for name in names)]
+    make(write_csv(tmp_path / "photos" / "list.csv", rows), tmp_path / "data")
+    page_of(tmp_path / "data")
+    with browser() as started, opened(started, tmp_path / "data" / "report.html", width=390) as tab:
+        assert "unsupported format" in tab.inner_text(".wide")
+        assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.wide'))") <= 0
 
 
 def test_shards_from_elsewhere_have_a_page_in_another_folder(copied: Path, tmp_path: Path) -> None:

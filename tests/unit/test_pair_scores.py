@@ -154,6 +154,20 @@ def test_a_stopped_job_continues_and_other_settings_are_refused(base: Path, tmp_
     assert part_of(output, 0).stat().st_mtime_ns == kept
     refused = score(base, output, "--normalizers", "sample")
     assert "another normalizers (network, now sample)" in str(refused.exception)
+    part, at = (
+        part_of(output, 0),
+        pq.ParquetFile(part_of(output, 0)).metadata.row_group(0).column(0).dictionary_page_offset,
+    )
+    damaged = bytearray(part.read_bytes())
+    damaged[at + 60] ^= 1
+    part.write_bytes(damaged)
+    (output / "scores.parquet").unlink()
+    refused = score(base, output)
+    assert isinstance(refused.exception, UserError), refused.exception
+    assert f"{part} is damaged" in str(refused.exception), "and its numbers are not taken as they are"
+    part.unlink()
+    assert score(base, output).exit_code == 0
+    assert table(output) == before
 
 
 def test_unreadable_samples_are_listed_with_their_reason(base: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +21,7 @@ import pytest
 from data_prep.dataset import canonical_tar
 from data_prep.pairs.find_source import SourceOptions, open_source
 from data_prep.pairs.listing import Listed, write_listing
-from data_prep.pairs.pair import ImageOptions, captions_of_list
+from data_prep.pairs.pair import NOT_UTF8, ImageOptions, captions_of_list
 from data_prep.pairs.parquet_source import open_parquet
 from data_prep.pairs.tar_rows import TarSource
 from data_prep.settings.source_config import SourceConfig
@@ -213,6 +215,17 @@ def test_parquet_and_datasets(tmp_path: Path) -> None:
     assert stored(tmp_path / "a")[8][2]["source"] == "one.parquet row 8"
     with pytest.raises(UserError, match=r"no split 'val': choose with --split\. It has: train, test"):
         convert_all(tmp_path / "splits", tmp_path / "e", split="val")
+    body = next((tmp_path / "disk").glob("*.arrow")).read_bytes()
+    ends = body.index(np.arange(0, 91, 9, dtype=np.int32).tobytes())  # of the captions
+    for name, changed in (
+        ("points anywhere", body[: ends + 8] + b"\x7f" * 4 + body[ends + 12 :]),
+        ("not utf-8", body.replace(b"picture 4", b"pictur\xff 4")),
+    ):
+        shutil.copytree(tmp_path / "disk", tmp_path / name)
+        next((tmp_path / name).glob("*.arrow")).write_bytes(changed)
+    with pytest.raises(UserError, match=r"A file of .*points anywhere is damaged .*: copy it again"):
+        convert_all(tmp_path / "points anywhere", tmp_path / "f")  # regression test: a segmentation fault
+    assert convert_all(tmp_path / "not utf-8", tmp_path / "g").manifest.failures == {NOT_UTF8: 1}
 
 
 def test_a_folder_of_parquet_files_with_lists_of_captions(tmp_path: Path) -> None:
@@ -478,6 +491,10 @@ def test_a_parquet_page_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None
     path = tmp_path / "t.parquet"
     pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
     path.write_bytes(path.read_bytes().replace(b"a cat 2", b"a car 2", 1))
+    numbers = table.set_column(1, "caption", pa.array([1.5] * 4))
+    pq.write_table(numbers, tmp_path / "numbers.parquet")
+    with pytest.raises(UserError, match=r"usual name for the caption.*Columns: image, caption \(not text\)\."):
+        open_parquet(tmp_path / "numbers.parquet", image=None, caption=None)
     source = open_parquet(path, image=None, caption=None)
     with pytest.raises(UserError, match=r"t\.parquet is damaged in row group 0 .*fetch it again"):
         list(source.read(0, 4))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import os
 import random
 import re
@@ -34,6 +35,7 @@ from data_prep.dataset.salvage import intact_rows, settled_rows
 from data_prep.dataset.sessions import engine_lock, exclusive_lock, shared_lock, worker_lock
 from data_prep.dataset.shard_plan import load_plan, read_shard
 from data_prep.dataset.verification import verify
+from data_prep.fetching.supervisor import job_file
 from data_prep.rebuild import rebuild
 from data_prep.settings.download_config import DownloadConfig
 from jobs.verify import command
@@ -158,6 +160,21 @@ def test_commands_that_read_all_shards_name_a_damaged_one(copied: Path, damage: 
             work(copied)
 
 
+def test_a_removal_does_not_search_in_another_shards_meta_file(copied: Path) -> None:
+    """Regression test: it said that no sample had the name, and the sample stayed."""
+    (copied / "names.txt").write_text("0000000002\n")
+    shutil.copyfile(copied / "meta/00001.parquet", copied / "meta/00000.parquet")
+    with pytest.raises(UserError, match=r"00000\.parquet is missing or differs from its record.*--rebuild"):
+        remove(copied, {"0000000002"})
+    rebuild(copied, verify(copied), allow_addresses=True)
+    told = "The manifest has changed: runs on the old one cannot be resumed on it."
+    for name, is_told, missing in (("0000000002", True, 0), ("0000000002", False, 0), ("nothing", False, 1)):
+        (copied / "names.txt").write_text(name)
+        words = [str(copied), "--remove", str(copied / "names.txt")]
+        result = CliRunner().invoke(command, words, standalone_mode=False)
+        assert (told in result.output, result.return_value) == (is_told, missing), result.output
+
+
 def test_a_commit_without_its_files_is_dropped(copied: Path) -> None:
     """After a power failure that kept the commit but lost a file; the older shard remains in effect."""
     folder, expected = Folder(copied), contents(copied)
@@ -242,6 +259,32 @@ def test_a_rebuild_says_that_the_result_is_identical(copied: Path) -> None:
     flip(copied / "shards/00001.tar")
     result = CliRunner().invoke(command, [str(copied), "--rebuild", "--allow-addresses"], standalone_mode=False)
     assert "Repaired, bit-identical to the original; 24 samples now, 24 before." in result.output
+
+
+def test_a_rebuild_says_what_it_keeps_of_one_that_was_interrupted(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: it started again without a word, and a long one showed no progress."""
+    flip(copied / "shards/00001.tar")
+    flip(copied / "shards/00002.tar")
+    whole, again = rebuilding.fetch, ["--rebuild", "--allow-addresses"]
+
+    def stopped(config: DownloadConfig, shards: tuple[int, ...], **options: object) -> None:
+        job_file(Folder(copied)).write_text(json.dumps({"shards": shards, "mode": options["mode"]}))
+        whole(config, shards[:1], **options)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rebuilding, "fetch", stopped)
+    first = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "Written again: 00001.tar, 00002.tar (2 in all). Intact samples are kept, the others are" in first.output
+    assert "was interrupted" not in first.output
+    monkeypatch.setattr(rebuilding, "fetch", whole)
+    second = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "A rebuild of 2 shards was interrupted; done and kept: 1, repeated: 1." in second.output
+    assert "Written again: 00002.tar (1 in all)" in second.output
+    flip(copied / "shards/00003.tar")
+    third = CliRunner().invoke(command, [str(copied), *again], standalone_mode=False)
+    assert "was interrupted" not in third.output
 
 
 def test_exceptions_to_the_guard_need_consent_beyond_the_folders_own_settings(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.datasets.tables import Place, Table, locate
-from pipeline.evaluation.datasets.task_data import TaskError, plain
+from pipeline.evaluation.datasets.task_data import TaskError, Unchanged, plain
 
 _PART = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>\D.*)?$")
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test")
@@ -155,7 +155,11 @@ def check_parts(files: Sequence[Path]) -> None:
 
 
 class DatasetTable(Table):
-    """A `datasets.Dataset` whose images are read as stored bytes."""
+    """A `datasets.Dataset` whose images are read as stored bytes.
+
+    Its files are memory-mapped: values that were overwritten could point anywhere, and reading them would end the
+    process. So files are compared with what they were before they are read, and values are validated.
+    """
 
     def __init__(self, dataset: Any, *, folder: Path, layout: str, further: Sequence[Path] = ()) -> None:
         """`further`: files beside the dataset's own that belong to its data."""
@@ -164,6 +168,7 @@ class DatasetTable(Table):
         self.columns = tuple(dataset.column_names)
         self._features = dataset.features
         self._dataset = dataset.with_format("arrow")
+        self._unchanged = Unchanged(self.files)
         check_parts(self.files)
 
     def __len__(self) -> int:
@@ -171,7 +176,7 @@ class DatasetTable(Table):
 
     def values(self, column: str) -> list[Any]:
         with self._reading():
-            return list(self._dataset.select_columns(column)[:].column(0).to_pylist())
+            return list(self._rows(column, slice(None)).to_pylist())
 
     def image_files(self, column: str) -> tuple[Path, ...]:
         """The images that the cache names by their path, below its `downloads/`."""
@@ -180,7 +185,7 @@ class DatasetTable(Table):
 
         found: dict[Path, None] = {}
         with self._reading():
-            chunks = self._dataset.select_columns(column)[:].column(0).chunks
+            chunks = self._rows(column, slice(None)).chunks
         for chunk in chunks:
             values = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
             if not pa.types.is_struct(values.type):
@@ -197,13 +202,20 @@ class DatasetTable(Table):
 
     def _value(self, column: str, row: int) -> Any:
         with self._reading():
-            return self._dataset.select_columns(column)[row : row + 1].column(0)[0].as_py()
+            return self._rows(column, slice(row, row + 1))[0].as_py()
+
+    def _rows(self, column: str, rows: slice) -> Any:
+        found = self._dataset.select_columns(column)[rows].column(0)
+        found.validate(full=True)
+        return found
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
+        self._unchanged.check(self.files)
         try:
             yield
         except Exception as error:  # a damaged arrow file can raise any of a dozen exception types
+            self._unchanged.check(self.files)
             raise TaskError(f"{self.files[0]} is damaged ({plain(error)}): fetch the data set again.") from error
 
     def row_name(self, row: int) -> str:

@@ -65,15 +65,13 @@ def check_split(table: Table, split: str) -> None:
     Raises:
         TaskError: A row is of another split.
     """
-    column = next((name for name in table.columns if name.lower() == "split"), None)
+    column = next((name for name in table.columns if name.strip().lower() == "split"), None)
     names = table.class_names(column) if column else ()
     for row, value in enumerate(table.values(column) if column else ()):
         if isinstance(value, int) and 0 <= value < len(names):
             value = names[value]
-        if (
-            isinstance(value, str | bytes)
-            and as_text(value, where=table.row_name(row)).strip().lower() != split.lower()
-        ):
+        named = value is None or isinstance(value, str | bytes)
+        if named and as_text(value, where=table.row_name(row)).strip().lower() != split.lower():
             raise TaskError(
                 f"{table.row_name(row)} is of the split {value!r}, and {split!r} is scored: remove the rows of other "
                 "splits, or set split if all rows are of another."

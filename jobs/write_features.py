@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.run_files import check_model
+from pipeline.run_files import check_model, model_folder_in
 
 
 @click.command(name="features", epilog="With several ranks: torchrun -m jobs.write_features ...")
@@ -47,7 +47,6 @@ def command(
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.model.starting_weights import model_folder_in
     from pipeline.training.teacher import FACTS, TeacherFacts
 
     try:

@@ -19,10 +19,10 @@ from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
-from pipeline.model.starting_weights import logit_of, model_folder_in
+from pipeline.model.starting_weights import logit_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
-from pipeline.run_files import no_model
+from pipeline.run_files import model_folder_in, no_model
 
 
 @dataclass(frozen=True)

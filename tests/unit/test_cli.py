@@ -44,6 +44,8 @@ def exit_code(*arguments: str) -> int:
         (["settings", "optimizer"], "optimizer.lr weight_decay"),
         (["settings", "tau", "lr"], "objective.tau_lr"),
         (["export", "runs/mnie", "out"], "Path 'runs/mnie' does not exist."),
+        (["playground", "jobs"], "'jobs' is neither a folder with open_clip_config.json"),
+        (["score", "jobs", "--data=.", "--output=x"], "'jobs' is neither a folder with open_clip_config.json"),
         (["playground", "jbos"], "'jbos' is neither a folder nor ARCH:PRETRAINED The nearest name there is jobs."),
         (["evaluate", "jbos", "--suite=x"], "The nearest name there is jobs."),
         (["study", "separatoin"], "The nearest is separation."),

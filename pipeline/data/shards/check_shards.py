@@ -10,6 +10,7 @@ import json
 import os
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from pipeline.config import suggest
 from pipeline.data.data_config import DataConfig
@@ -17,8 +18,10 @@ from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, split_name
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.distributed.world import World
 
 REMOTE_CHECKED = 32
 CHECKED_TOGETHER = 4096

@@ -86,8 +86,8 @@ class OrderedDataset(IterableDataset[Rows]):
         loader = self._open()
         if not (state["epoch"] >= 0 and 0 <= state["batch"] <= loader.steps_per_epoch):
             raise UserError(
-                f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set has "
-                f"{loader.steps_per_epoch} batches: give what state_dict() returned for it."
+                f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set "
+                f"has {loader.steps_per_epoch} batches: give what state_dict() returned for it."
             )
         loader.move_to(state)
 
@@ -156,7 +156,7 @@ def dataset(
     if not 0 <= rank < ranks:
         raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
     if "sources" in settings:
-        raise UserError(f"sources = {settings['sources']!r}: give the folder, or a list of them, as the first argument.")
+        raise UserError("sources: give the folder, or a list of them, as the first argument.")
     sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             make(folder, **changes)
-    with pytest.raises(UserError, match="sources = 'x': give the folder, or a list of them, as the first argument"):
+    with pytest.raises(UserError, match="sources: give the folder, or a list of them, as the first argument"):
         make(folder, sources="x")
     one = make(folder)
     next(iter(one))

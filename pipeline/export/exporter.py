@@ -24,9 +24,9 @@ from torch import Tensor
 from pipeline.checkpoint.layout import ADAPTERS_NAME, EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
-from pipeline.files import check_new_folder
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
+from pipeline.files import check_new_folder
 from pipeline.model.architectures import CONFIG_NAME, save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES

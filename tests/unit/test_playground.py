@@ -216,7 +216,8 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
         return str(done.exception)
 
     checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
-    assert fails(checkpoint, "--images", str(tmp_path / "gone")) == f"There is no {tmp_path / 'gone'}."
+    gone = tmp_path / "gone"
+    assert fails(checkpoint, "--images", str(gone)) == f"--images {gone}: there is no such file or folder."
     assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
     (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):

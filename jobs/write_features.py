@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from jobs.score import shard_progress
 from pipeline.run_files import check_model, model_folder_in
 
 
@@ -76,7 +77,7 @@ def command(
             world=world,
             batch_size=batch_size,
             workers=workers,
-            on_shard=lambda done, total: tell(f"{done:,} of {total:,} shards of this rank are done."),
+            on_shard=shard_progress(tell),
         )
         tell(f"{counts['stored']:,} of {samples:,} pairs have features of {teacher.dim} numbers a side: {output}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):

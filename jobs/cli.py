@@ -134,6 +134,9 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
         if isinstance(error, click.NoSuchOption):
             hint = _setting_hint(error.option_name, arguments)
             error = click.UsageError(f"{error.format_message()}{hint}", error.ctx)
+        elif isinstance(error, click.MissingParameter) and error.ctx:
+            meaning = getattr(error.param, "help", None) or error.ctx.command.get_short_help_str(limit=300)
+            error = click.UsageError(f"{error.format_message()} {meaning}", error.ctx)
         error.show()
         sys.exit(error.exit_code)
     except UserError as error:

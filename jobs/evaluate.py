@@ -121,7 +121,8 @@ def _report(evaluation: Evaluation) -> list[str]:
         return []
     earlier = len(summary.results) - len(evaluation.results)
     with_earlier = f" ({earlier} of them evaluated earlier)" if earlier else ""
-    counts = f"{len(summary.results)} tasks{with_earlier}, {len(summary.failures)} failed"
+    tasks = "1 task" if len(summary.results) == 1 else f"{len(summary.results)} tasks"
+    counts = f"{tasks}{with_earlier}, {len(summary.failures)} failed"
     lines = [*evaluation.notes, f"{evaluation.model.source}: {counts}"]
     lines += [f"FAILED {key}" for key in summary.failures if key not in evaluation.failures]
     lines += [f"Not counted: {key} ({reason})" for key, reason in list(summary.left_out.items())[:SHOWN_LEFT_OUT]]

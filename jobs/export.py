@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.files import check_new_folder
+
 
 @click.command(name="export")
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
@@ -39,6 +41,7 @@ def command(
     SiglipModel instead.
     All exported models are compared with the trained model.
     """
+    check_new_folder(output)  # before imports that take seconds
     from pipeline.errors import UserError
     from pipeline.export.exporter import choose_checkpoint, export, export_transformers, logit_parameters, model_of
     from pipeline.export.model_card import model_card

@@ -56,9 +56,9 @@ def command(
     from pipeline.playground.http_api import LOOPBACK, listen, make_app, serve
 
     field = CaptionField.parse(caption_field or "txt", option="--caption-field")
-    for path in (images, captions):
+    for option, path in (("--images", images), ("--captions", captions)):
         if path is not None and not path.exists():
-            raise UserError(f"There is no {path}.")
+            raise UserError(f"{option} {path}: there is no such file or folder.")
         if caption_field is not None and path is not None and (shards := shards_in(path)):
             check_caption_in(str(shards[0]), caption_field, name="--caption-field")
     with listen(host, port) as listening, start_processes(device) as (_, where):
@@ -126,7 +126,7 @@ def _fill(explorer: Explorer, images: Path | None, captions: Path | None, *, fie
         given = read_samples(captions, caption=field, limit=limit, dropped=dropped)
         texts = [sample.caption for sample in given if sample.caption]
         if not texts:
-            raise UserError(f"{captions} holds no captions. {' '.join(dropped.lines())}")
+            raise UserError(f"{captions} holds no captions, one a line or in shards. {' '.join(dropped.lines())}")
     explorer.add_captions(texts, progress=lambda count: progress("captions", count))
     if sys.stderr.isatty():
         click.echo(err=True)

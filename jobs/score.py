@@ -116,7 +116,7 @@ def command(
             world=world,
             batch_size=batch_size,
             workers=workers,
-            on_shard=_progress(tell),
+            on_shard=shard_progress(tell),
         )
         world.barrier()
         if world.is_main:
@@ -146,7 +146,7 @@ def _list_worst(table: Path, share: float, output: str, *, folder: str) -> None:
     click.echo(f"  neuclip verify {shlex.quote(str(folder))} --remove {shlex.quote(str(output))}")
 
 
-def _progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:
+def shard_progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:
     """Report finished shards of this rank, at most one line in half a minute."""
     last = time.monotonic()
 

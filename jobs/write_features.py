@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from pipeline.run_files import check_model
+from jobs.score import shard_progress
+from pipeline.run_files import check_model, model_folder_in
 
 
 @click.command(name="features", epilog="With several ranks: torchrun -m jobs.write_features ...")
@@ -47,7 +48,6 @@ def command(
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.world import start_world
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.model.starting_weights import model_folder_in
     from pipeline.training.teacher import FACTS, TeacherFacts
 
     field = CaptionField.parse(caption, option="--caption")
@@ -74,7 +74,7 @@ def command(
             world=world,
             batch_size=batch_size,
             workers=workers,
-            on_shard=lambda done, total: tell(f"{done:,} of {total:,} shards of this rank are done."),
+            on_shard=shard_progress(tell),
         )
         tell(f"{counts['stored']:,} of {samples:,} pairs have features of {teacher.dim} numbers a side: {output}")
         for problem, number in sorted(counts["problems"].items(), key=lambda item: -item[1]):

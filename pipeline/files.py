@@ -89,6 +89,18 @@ def check_writable(path: str | Path) -> Path:
     return path
 
 
+def check_new_folder(path: Path) -> None:
+    """Check the folder of a result, before the work that produces it.
+
+    Raises:
+        UserError: It is a file, or not empty.
+    """
+    if path.is_file():
+        raise UserError(f"{path} is a file: choose another output folder.")
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"{path} is not empty: choose another output folder.")
+
+
 def text_lines(text: str) -> list[str]:
     """The lines of a text: `str.splitlines` would also split at U+2028 and others, which occur inside names."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -16,19 +16,28 @@ from pipeline.files import write_text
 
 T = TypeVar("T")
 RUN_CONFIG_NAME = "config.yaml"
+MODEL_CONFIG_NAME = "open_clip_config.json"
 METRICS_NAME = "metrics.jsonl"
 RUN_ID_NAME = "run_id"
 RUN_ID = "[0-9a-f]{16}"
 """The pattern of ids. They become names of folders, so every one that was read is compared with it."""
 
 
+def model_folder_in(path: Path) -> Path | None:
+    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
+    if (path / MODEL_CONFIG_NAME).is_file():
+        return path
+    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
+    return next((c for c in reversed(checkpoints) if (c / MODEL_CONFIG_NAME).is_file()), None)
+
+
 def check_model(spec: str) -> None:
-    """Refuse a path that does not exist before the packages that read models are imported, which takes seconds.
+    """Refuse what is no model before the packages that read models are imported, which takes seconds.
 
     Raises:
-        UserError: `spec` is neither a path of this machine nor ARCH:PRETRAINED.
+        UserError: `spec` is neither a model's or run's folder on this machine nor ARCH:PRETRAINED.
     """
-    if not Path(spec).exists() and ":" not in spec:
+    if ":" not in spec and model_folder_in(Path(spec)) is None:
         raise no_model(spec)
 
 

@@ -17,10 +17,10 @@ from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.starting_weights import model_folder_in
 from pipeline.objectives import build_objective
 from pipeline.objectives.npn.neuclip import NeuClip
 from pipeline.objectives.npn.prototypes import Anchors
+from pipeline.run_files import model_folder_in
 
 
 class NetworkNormalizers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -79,9 +79,17 @@ class OrderedDataset(IterableDataset[Rows]):
         Raises:
             UserError: This data set has another order than that of the state, or it is not such a state.
         """
-        if missing := {"epoch", "batch", "proof", "order"} - set(state):
-            raise UserError(f"The state lacks {', '.join(sorted(missing))}: give what state_dict() returned.")
-        self._open().move_to(state)
+        kinds = {"epoch": int, "batch": int, "proof": str, "order": Mapping}
+        given = state if isinstance(state, Mapping) else {}
+        if wrong := sorted(key for key, kind in kinds.items() if not isinstance(given.get(key), kind)):
+            raise UserError(f"The state lacks a valid {', '.join(wrong)}: give what state_dict() returned.")
+        loader = self._open()
+        if not (state["epoch"] >= 0 and 0 <= state["batch"] <= loader.steps_per_epoch):
+            raise UserError(
+                f"The state is after batch {state['batch']} of epoch {state['epoch']}, but an epoch of this data set "
+                f"has {loader.steps_per_epoch} batches: give what state_dict() returned for it."
+            )
+        loader.move_to(state)
 
     def close(self) -> None:
         """End the decoding processes; iterating again starts new ones."""
@@ -107,7 +115,7 @@ class OrderedDataset(IterableDataset[Rows]):
 
 
 def dataset(
-    folder: str,
+    folder: str | os.PathLike[str] | Sequence[Any],
     *,
     batch_size: int,
     tokenize: Tokenize,
@@ -121,7 +129,7 @@ def dataset(
     """What `neuclip train` sees of a folder of shards: the same samples in the same order, for any training loop.
 
     Args:
-        folder: A folder with `manifest.json`.
+        folder: A folder with `manifest.json`, or a list of them or of `{"manifest": folder, "weight": passes}`.
         batch_size: Samples of a batch over all ranks.
         tokenize: Captions -> int64 [b, L]; picklable, such as `open_clip.get_tokenizer(...)`.
         image_size: Side of the images in pixels.
@@ -147,7 +155,10 @@ def dataset(
         raise UserError(f"tokenize = {tokenize!r} must be callable, such as open_clip.get_tokenizer('ViT-B-32').")
     if not 0 <= rank < ranks:
         raise UserError(f"rank = {rank} must be at least 0 and below ranks = {ranks}.")
-    config = parse(DataConfig, {**settings, "sources": str(folder)}, prefix="data")
+    if "sources" in settings:
+        raise UserError("sources: give the folder, or a list of them, as the first argument.")
+    sources = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+    config = parse(DataConfig, {**settings, "sources": sources}, prefix="data")
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)

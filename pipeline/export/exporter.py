@@ -26,6 +26,7 @@ from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.errors import UserError
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
+from pipeline.files import check_new_folder
 from pipeline.model.architectures import CONFIG_NAME, save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
@@ -148,10 +149,7 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     Raises:
         UserError: `output` is not empty, or the difference is above 1e-5.
     """
-    if output.is_file():
-        raise UserError(f"{output} is a file: choose another output folder.")
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty: choose another output folder.")
+    check_new_folder(output)
     temporary = output.with_name(f".{output.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

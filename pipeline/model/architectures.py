@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
 from pipeline.errors import UserError
+from pipeline.run_files import MODEL_CONFIG_NAME
 
-CONFIG_NAME = "open_clip_config.json"
+CONFIG_NAME = MODEL_CONFIG_NAME
 FOREIGN_TOWERS = {"timm": ("timm_model", "TimmModel"), "transformers": ("hf_model", "HFTextEncoder")}
 """Packages whose towers open_clip adapts, each with its module and class in open_clip."""
 OUR_CONFIGS = Path(__file__).parent / "model_configs"

@@ -19,10 +19,10 @@ from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.finetuning import LoraConfig
 from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
-from pipeline.model.starting_weights import logit_of, model_folder_in
+from pipeline.model.starting_weights import logit_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
-from pipeline.run_files import no_model
+from pipeline.run_files import model_folder_in, no_model
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,11 @@ def score(
     one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
     images = [images] if one_image else images
     texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(images, Sequence):
+        raise UserError(f"The images are {images!r} ({type(images).__name__}): give paths or PIL images, or one.")
+    if not isinstance(texts, Sequence) or (wrong := [text for text in texts if not isinstance(text, str)]):
+        given = texts if not isinstance(texts, Sequence) else wrong[0]
+        raise UserError(f"The texts include {given!r} ({type(given).__name__}): give a str, or a list of them.")
     if not matrix and len(images) != len(texts):
         raise UserError(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "
@@ -188,8 +193,10 @@ def _open(image: Any) -> Any:
     """A PIL image in RGB, as a viewer shows it: cameras store turned pictures with a note to turn them back (EXIF).
 
     Raises:
-        UserError: The file cannot be read as an image.
+        UserError: It is neither a path nor an image, or the file cannot be read as one.
     """
+    if not (isinstance(image, str | Path) or hasattr(image, "convert")):
+        raise UserError(f"The images include {image!r} ({type(image).__name__}): give paths or PIL images.")
     try:
         if isinstance(image, str | Path):
             return read_upright(read_file(image))

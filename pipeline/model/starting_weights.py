@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.model.architectures import CONFIG_NAME, check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.model_folder import create_clip, load_folder
+from pipeline.run_files import model_folder_in
 
 HUB = "hf-hub:"
 FROM_WEIGHTS = "pretrained"
@@ -101,14 +102,6 @@ def folder_of(pretrained: str) -> Path | None:
             f"model.pretrained = {path} is neither a model folder ({CONFIG_NAME}) nor a run with checkpoints."
         )
     return folder
-
-
-def model_folder_in(path: Path) -> Path | None:
-    """`path` if it is a model folder, else the latest checkpoint of the run in it, else None."""
-    if (path / CONFIG_NAME).is_file():
-        return path
-    checkpoints = sorted((path / "checkpoints").glob("step-*")) if path.is_dir() else []
-    return next((c for c in reversed(checkpoints) if (c / CONFIG_NAME).is_file()), None)
 
 
 def _download(name: str) -> Path:

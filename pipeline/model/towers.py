@@ -22,7 +22,6 @@ from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, describe
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
-from pipeline.model.image_tower import use_fp32_batch_norms
 from pipeline.model.model_folder import LOGIT_KEYS
 from pipeline.model.starting_weights import (
     FROM_WEIGHTS,
@@ -234,7 +233,11 @@ def build_towers(config: ModelConfig, *, seed: int, device: str | torch.device =
         UserError: Unknown architecture, pretrained weights that do not exist or do not fit, or settings that this
             architecture does not allow.
     """
-    from pipeline.model.image_tower import use_class_token_block, use_patch_dropout_on_device  # imports open_clip
+    from pipeline.model.image_tower import (  # imports open_clip
+        use_class_token_block,
+        use_fp32_batch_norms,
+        use_patch_dropout_on_device,
+    )
 
     start = find_start(config.arch, config.pretrained)
     with torch.random.fork_rng(devices=[]), torch.device(device):

@@ -179,6 +179,8 @@ def check_batch(image: Tensor, text: Tensor, sample_ids: Tensor | None, *, dim: 
     Raises:
         UserError: Shapes or types are wrong.
     """
+    if wrong := [type(x).__name__ for x in (image, text) if not isinstance(x, Tensor)]:
+        raise UserError(f"Features are {' and '.join(wrong)}: both have to be tensors of torch, [b, {dim}].")
     shapes = [tuple(x.shape) for x in (image, text)]
     if image.ndim != 2 or shapes[0] != shapes[1] or shapes[0][1] != dim:
         raise UserError(

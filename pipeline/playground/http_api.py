@@ -187,6 +187,6 @@ def _json(body: bytes) -> dict[str, Any]:
 
 def _count(asked: dict[str, Any]) -> int:
     count = asked.get("count", 12)
-    if not isinstance(count, int) or not 1 <= count <= MOST_RESULTS:
+    if type(count) is not int or not 1 <= count <= MOST_RESULTS:
         raise UserError(f"count must be a number from 1 to {MOST_RESULTS}.")
     return count

@@ -29,6 +29,7 @@ from pipeline.objectives.selection import SelectionConfig
 from pipeline.training.recipe_file import (
     DEFAULT_OBJECTIVE,
     RECIPE_KEYS,
+    add_recipe_keys,
     choose_method,
     read_recipe,
     resolve_budget,
@@ -154,7 +155,7 @@ def load_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
         UserError: It names every wrong key.
     """
     tree = read_recipe(Path(path)) if path is not None else {}
-    above = cfg.parse_overrides(overrides)
+    tree, above = add_recipe_keys(tree, cfg.parse_overrides(overrides))
     return parse_recipe(resolve_budget(scale_rates(choose_method(tree, above), above), above))
 
 

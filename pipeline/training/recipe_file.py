@@ -117,6 +117,21 @@ def without_consents(stored: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def add_recipe_keys(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The recipe with the overrides that only a recipe resolves (`methods`, `reference_batch`), and the others.
+
+    Raises:
+        UserError: `methods` names no method, a value is of the wrong type, or the overrides have `extends`.
+    """
+    given = {key: value for key, value in above.items() if key in cfg.keys(RecipeKeys) and key not in BUDGETS}
+    found = cfg.parse(RecipeKeys, given)
+    if found.extends is not None:
+        raise UserError(f"extends = {found.extends!r} is for recipes only: give --recipe {found.extends}.")
+    for name in found.methods or {}:
+        parse_objective({"name": name})  # an unknown name ends here
+    return cfg.merge(recipe, given), {key: value for key, value in above.items() if key not in given}
+
+
 def choose_method(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """One recipe for many methods: `methods: {NAME: {section: {key: value}}}` holds the settings of each.
 
@@ -155,8 +170,7 @@ def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     size = above.get("batch_size", tree.get("batch_size"))
     if reference is None or size == reference:
         return tree
-    if not all(isinstance(number, int) and number > 0 for number in (reference, size)):
-        raise UserError(f"reference_batch = {reference!r} and batch_size = {size!r} must be positive whole numbers.")
+    reference, size = (_whole({n: number}, n) for n, number in (("reference_batch", reference), ("batch_size", size)))
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:

@@ -245,9 +245,10 @@ def _has_begun(folder: Path, origin: Origin, *, world: World, mirror: str | None
     if world.is_main and (found := checkpoint_folders(folder)):
         begun = origin.is_of(read_origin(folder))
         if not begun:
+            missing = "" if Path(origin.checkpoint).exists() else ", which does not exist"
             problem = (
                 f"{folder} has checkpoints ({found[-1].name} and others) of a run that was not begun from "
-                f"{origin.checkpoint}: choose another output, or continue that run with --resume latest."
+                f"{origin.checkpoint}{missing}: choose another output, or continue that run with --resume latest."
             )
     elif world.is_main and mirror:
         with suppress(Exception):  # of any client library; whoever uses the mirror next reports it

@@ -69,7 +69,10 @@ class StoredTeacher:
             if whole:
                 self._store = FeatureStore(file, writable=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{setting}={folder}: no features of `neuclip features` ({error}).") from error
+            raise UserError(
+                f"{setting}={folder}: no features of `neuclip features` ({error}). Write them with "
+                f"`neuclip features DATA --model TEACHER --output {folder}`."
+            ) from error
         if not whole:
             raise UserError(f"{setting}={folder}: the features are not complete: {again}.")
         self._hint = f"{folder} has no features of sample {{}}, or damaged ones: {again}."

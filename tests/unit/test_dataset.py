@@ -104,12 +104,29 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             make(folder, **changes)
-    with pytest.raises(UserError, match=r"The state lacks batch, order, proof: give what state_dict\(\) returned"):
-        make(folder).load_state_dict({"epoch": 1})
+    with pytest.raises(UserError, match="sources: give the folder, or a list of them, as the first argument"):
+        make(folder, sources="x")
     one = make(folder)
     next(iter(one))
+    state = one.state_dict()
+    for wrong, words in (
+        ({"epoch": 1}, r"lacks a valid batch, order, proof: give what state_dict\(\) returned"),
+        (None, "lacks a valid batch, epoch, order, proof"),
+        ({**state, "batch": "1"}, "lacks a valid batch"),
+        ({**state, "batch": 7}, "after batch 7 of epoch 0, but an epoch of this data set has 6 batches"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make(folder).load_state_dict(wrong)
     with pytest.raises(UserError, match=r"data order cannot be continued: .*seed was 3, now 4"):
         make(folder, seed=4).load_state_dict(one.state_dict())
+
+
+def test_a_list_of_folders_is_a_mixture(folder: Path) -> None:
+    options: dict[str, Any] = {"batch_size": BATCH, "image_size": 16, "tokenize": count_tokens, **SETTINGS}
+    assert len(neuclip.dataset(folder, **options)) == STEPS
+    assert len(neuclip.dataset([{"manifest": str(folder), "weight": 2}], **options)) == 2 * STEPS
+    with pytest.raises(UserError, match="a manifest is listed twice"):
+        neuclip.dataset([str(folder), str(folder)], **options)
 
 
 class Killed(Exception):

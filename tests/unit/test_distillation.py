@@ -154,7 +154,9 @@ def weights(base: Path, output: str) -> dict[str, Tensor]:
     return load_file(last / "open_clip_model.safetensors")
 
 
-def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(base: Path) -> None:
+def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_added(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = np.load(base / "features" / "features.npy")
     assert np.flatnonzero(stored["crc32"] == 0).tolist() == [7]
     tree = json.loads((base / "features" / "features.json").read_text())
@@ -169,7 +171,11 @@ def test_features_are_those_of_the_model_and_what_is_missing_is_counted_and_adde
     body = bytearray(file.read_bytes())
     body[-5] ^= 1  # in the second shard
     file.write_bytes(body)
+    shutil.copytree(base / "damaged", base / "quiet")
+    assert "shards of this rank" not in features(base, output="quiet").output  # one line in half a minute
+    monkeypatch.setattr("jobs.score.PROGRESS_SECONDS", 0)
     result = features(base, output="damaged")
+    assert "0 of 2 shards" in result.output
     assert "1 of 2 shards" not in result.output.splitlines()[0]  # the first has a corrupt image, and is tried again
     assert file.read_bytes() == (base / "features" / "features.npy").read_bytes()
 

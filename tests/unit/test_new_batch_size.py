@@ -89,6 +89,8 @@ def test_a_run_continues_with_another_batch_size_in_a_new_folder(base: Path) -> 
     other = str(base / "first" / "checkpoints" / "step-00000008")
     with pytest.raises(UserError, match=r"of a run that was not begun from .*step-00000008"):
         train_here(*new, "samples=256", resume=other, new_batch_size=True)
+    with pytest.raises(UserError, match=r"was not begun from .*nothing, which does not exist: choose another output"):
+        train_here(*new, "samples=256", resume=str(base / "nothing"), new_batch_size=True)
 
 
 def test_a_fork_whose_disk_is_lost_continues_from_its_mirror(base: Path) -> None:

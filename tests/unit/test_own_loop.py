@@ -22,6 +22,7 @@ def features(rows: int = B, dim: int = D) -> torch.Tensor:
     ("image", "text", "ids", "message"),
     [
         (features(dim=4), features(dim=4), torch.arange(B), r"shapes \(6, 4\) .* and \(6, 4\) .*\[b, 8\]"),
+        (features().numpy(), features(), torch.arange(B), r"Features are ndarray: both have to be tensors .*\[b, 8\]"),
         (features(), features(rows=5), torch.arange(B), r"\(6, 8\) \(image\) and \(5, 8\) \(text\)"),
         (features()[0], features()[0], torch.arange(B), r"shapes \(8,\)"),
         (features(), features(), torch.arange(B).float(), r"sample_ids is torch.float32 of shape \(6,\).*torch.int64"),

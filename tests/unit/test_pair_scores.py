@@ -30,7 +30,7 @@ from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
-from pipeline.model.starting_weights import model_folder_in
+from pipeline.run_files import model_folder_in
 from tests.launch import run as launch
 from tests.shards import sample, write_shards
 

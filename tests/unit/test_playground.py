@@ -181,7 +181,8 @@ def test_bad_requests_get_a_clear_answer(address: tuple[str, int], explorer: Exp
     )
     assert error("/api/search", {"text": " "}) == (400, "Type the text first.")
     assert "1,000 are allowed" in error("/api/search", {"text": "x" * 1001})[1]
-    assert error("/api/search", {"text": "a", "count": 10_000}) == (400, "count must be a number from 1 to 60.")
+    for count in (10_000, True, 1.0, "3"):
+        assert error("/api/search", {"text": "a", "count": count}) == (400, "count must be a number from 1 to 60.")
     assert error("/api/search", b"[") == (400, "The request is not JSON.")
     assert error("/api/search", b"[" * 100_000) == (400, "The request is not JSON.")
     assert error("/api/search", [1]) == (400, "The request must be a JSON object.")
@@ -215,7 +216,8 @@ def test_the_command_reports_mistakes_before_loading_anything(tmp_path: Path, mo
         return str(done.exception)
 
     checkpoint = str(save_checkpoint(tmp_path / "step-00000001", 0))
-    assert fails(checkpoint, "--images", str(tmp_path / "gone")) == f"There is no {tmp_path / 'gone'}."
+    gone = tmp_path / "gone"
+    assert fails(checkpoint, "--images", str(gone)) == f"--images {gone}: there is no such file or folder."
     assert "nor json:FIELD" in fails(checkpoint, "--caption-field", "jpg")
     (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
     with pytest.raises(UserError, match=r"picture.jpg is not a UTF-8 text file with a caption a line"):

@@ -80,6 +80,14 @@ def test_score_rejects_unequal_numbers_and_unreadable_images(
     (tmp_path / "no.jpg").write_text("no image")
     with pytest.raises(UserError, match="1 images and 3 texts were given"):
         neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS)
+    for images, texts, message in (
+        (["a.jpg"], None, r"texts include None \(NoneType\): give a str, or a list of them"),
+        (["a.jpg"], [3], r"texts include 3 \(int\)"),
+        (3, "a", r"images are 3 \(int\): give paths or PIL images"),
+        ([None], "a", r"images include None \(NoneType\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            neuclip.score(str(run), images, texts)
     with pytest.raises(UserError, match=r"no\.jpg cannot be read"):
         neuclip.score(str(run), [tmp_path / "no.jpg"], TEXTS[:1])
     (tmp_path / "bomb.jpg").write_bytes(jpeg(0, size=(30, 20)))

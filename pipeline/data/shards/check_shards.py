@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from pipeline.config import suggest
 from pipeline.data.data_config import DataConfig
@@ -16,8 +17,10 @@ from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, members, split_name
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.distributed.world import World
 
 REMOTE_CHECKED = 32
 CHECKED_TOGETHER = 4096

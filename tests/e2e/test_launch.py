@@ -182,7 +182,7 @@ def test_the_container_file_copies_existing_and_all_required_files() -> None:
     text = (CLUSTER / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
-    assert {"pipeline", "data_prep", "jobs", "ds_configs", "pyproject.toml", "constraints.txt"} <= copied
+    assert {"pipeline", "data_prep", "jobs", "ds_configs", "neuclip.py", "pyproject.toml", "constraints.txt"} <= copied
     assert text.count("--constraint constraints.txt") == text.count("pip install")
 
 

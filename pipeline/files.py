@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import json
 import os
+import tarfile
 import unicodedata
 import uuid
 from collections.abc import Iterator
@@ -152,3 +154,16 @@ def path_below(folder: Path, name: object, *, what: str) -> Path:
     for part in name.split("/") if isinstance(name, str) else [name]:
         plain_name(part, what=f"{what} {name!r:.80}" if part != name else what)
     return folder / str(name)
+
+
+@contextmanager
+def tar_errors() -> Iterator[None]:
+    """Raise `tarfile.ReadError` for every other type that Python's tarfile raises for damaged headers."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of seeking to where no file ends
+            raise
+        raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
 from pipeline.errors import UserError
-from pipeline.files import replacing
+from pipeline.files import replacing, tar_errors
 
 _BLOCK = 512
 
@@ -62,10 +62,8 @@ def samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     Raises:
         tarfile.TarError: The file is not a complete tar.
     """
-    try:
+    with tar_errors():
         yield from _samples(path)
-    except (ValueError, OverflowError, EOFError, MemoryError, RecursionError) as error:  # for damaged headers
-        raise tarfile.ReadError(f"damaged header ({type(error).__name__}: {error})") from error
 
 
 def intact_samples(path: str | Path) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -26,7 +26,7 @@ from data_prep.settings.download_config import DownloadConfig
 from pipeline.config import parse, section
 from pipeline.cores import usable_cores
 from pipeline.errors import UserError
-from pipeline.files import path_below
+from pipeline.files import path_below, tar_errors
 
 PACKAGE = "@iconify/json"
 
@@ -172,10 +172,10 @@ def fetch(version: str, folder: Path) -> Path:
 
 def _unpacked(archive: Path, folder: Path, version: str) -> Path:
     try:
-        with tarfile.open(archive, "r:gz") as tar:
+        with tar_errors(), tarfile.open(archive, "r:gz") as tar:
             wanted = (m for m in tar if m.name.endswith(".json") and m.name.count("/") <= 2)
             tar.extractall(folder, members=wanted, filter="data")
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (tarfile.TarError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{archive} is not a complete npm archive ({error}): fetch it again.") from error
     _check(folder / "package", version)
     return folder / "package"

@@ -14,6 +14,7 @@ from data_prep.pairs.listing import Listed, Listing
 from data_prep.pairs.pair import CAPTION_NAMES, MALFORMED_ROW, Pair, captions_in
 from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, split_name
 from pipeline.errors import UserError
+from pipeline.files import tar_errors
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def tar_rows(root: Path, tars: list[Path]) -> Iterator[Listed]:
         shown = tar.relative_to(root).as_posix() if tar != root else tar.name
         count, key, seen = 0, None, set[str]()
         try:
-            with tarfile.open(tar, "r:") as archive:
+            with tar_errors(), tarfile.open(tar, "r:") as archive:
                 for member in archive:
                     stem, suffix = split_name(member.name)
                     archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header that it has read: a million are a gigabyte

@@ -29,7 +29,7 @@ from typing import Any
 import click
 
 from jobs.studies.schedule import in_processes
-from jobs.studies.tuned_page import EQUAL_TO, TRIALS, has_eps, page, trials_in
+from jobs.studies.tuned_page import EQUAL_TO, FIGURE, TRIALS, figure, has_eps, page, trials_in
 from jobs.studies.tuned_run import TunedSetting, train
 from pipeline.versions import source_commit
 
@@ -255,8 +255,9 @@ def _seconds(cell: str, arm: str) -> float:
 
 @main.command(name="page")
 def write_page() -> None:
-    """Write `results.md` from the finished runs."""
+    """Write `results.md` and its figure from the finished runs."""
     (FOLDER / "results.md").write_text(page(finished(), arms=ARMS + PAST), encoding="utf-8")
+    (FOLDER / FIGURE).write_text(figure(finished()), encoding="utf-8")
 
 
 @main.command()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jobs.studies.outcomes import LEVEL, Spread, as_lines, difference, shown, shown_difference
 from jobs.studies.outcomes import significant as survivors
+from jobs.studies.study_figures import STYLE, as_svg
 
 Lines = Sequence[Mapping[str, str]]
 COMPARED = {"nce": ("held-out loss", "+.3f"), "recall_at_1": ("R@1, points", "+.2f")}
@@ -19,6 +21,11 @@ BASELINES = (*EQUAL_TO, *(arm + EQUAL for arm in EQUAL_TO), LARGER, "neuclip_plu
 """The last one only for the arms of `near`."""
 TRIALS = 8
 """Trials of each arm where a cell's name gives no other number."""
+FIGURE, METHOD = "gains.svg", "neuclip_power"
+DRAWN = {"openclip" + EQUAL: "#2b6cb0", "siglip" + EQUAL: "#c05621", LARGER: "#8a8f98"}
+"""What the figure compares with, and the colours."""
+WIDE = re.compile(r"(\w+)-\d+-b(\d+)-learned-w2048-16trials")
+"""The cells of the figure: kind of pairs, batch."""
 Comparison = tuple[str, str, str, str, str]
 """Phase, cell, arm (of the sweep: arm and eps), the arm it is compared with, measure."""
 
@@ -44,12 +51,63 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
         f"Bold: significant at {LEVEL:.0%} after Holm's correction, over all comparisons of each of two families "
         f"({'; '.join(families)})."
     )
-    text = ["# Tuned methods on pairs that are learned", "", how]
+    text = ["# Tuned methods on pairs that are learned", "", how, "", f"![{CAPTION}]({FIGURE})"]
     for phase, cell in arms_of:
         own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
         text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
         text += table(own, phase, cell, compared, significant, arms=arms)
     return "\n".join([*text, "", *tuning(lines, arms=arms)]) + "\n"
+
+
+CAPTION = (
+    f"what {METHOD} gains over the baselines with towers of 2,048 units, 95% intervals; right of the line is better"
+)
+
+
+def figure(lines: Lines) -> str:
+    """An SVG of what `METHOD` gains in the cells with wide towers: a row per kind of pairs, a panel per measure."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    cells = {wide.groups(): cell for line in lines if (wide := WIDE.fullmatch(cell := line["cell"]))}
+    kinds = sorted({kind for kind, _ in cells})
+    found: dict[tuple[str, str, str], Spread] = {}  # by cell, baseline, measure
+    for cell in cells.values():
+        compared = comparisons(lines, "report", cell).items()
+        found |= {(cell, base, measure): gain for (*_, arm, base, measure), gain in compared if arm == METHOD}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.4, 0.7 + 1.35 * len(kinds)), layout="constrained")
+        panels = figure.subplots(len(kinds), len(COMPARED), squeeze=False, sharey="row")
+        for kind, row in zip(kinds, panels, strict=True):
+            batches = sorted((int(batch) for one, batch in cells if one == kind), reverse=True)
+            for axes, measure, sign, what in zip(
+                row, COMPARED, (-1, 1), ("lower held-out loss, nats", "higher R@1, points"), strict=True
+            ):
+                for number, (base, colour) in enumerate(DRAWN.items()):
+                    gains = {
+                        place + 0.22 * (1 - number): gain
+                        for place, batch in enumerate(batches)
+                        if (gain := found.get((cells[kind, str(batch)], base, measure)))
+                    }
+                    axes.errorbar(
+                        [sign * gain.mean for gain in gains.values()],
+                        list(gains),
+                        xerr=[gain.half_width or 0.0 for gain in gains.values()],
+                        fmt="o",
+                        markersize=4,
+                        capsize=2,
+                        color=colour,
+                        label=base,
+                    )
+                axes.xaxis.set_major_locator(MaxNLocator(5))
+                axes.axvline(0.0, color="#1a202c", linewidth=0.8)
+                axes.set_title(f"{kind}: {what}", loc="left")
+                axes.set_yticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+                axes.grid(axis="y", visible=False)
+        place: Any = "outside lower center"  # matplotlib's annotations leave the places outside out
+        figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc=place, ncols=len(DRAWN))
+        return as_svg(figure)
 
 
 def trials_in(cell: str) -> tuple[str, int]:

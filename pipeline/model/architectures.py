@@ -298,19 +298,22 @@ def build_tokenizer(
     if folder is not None and not any((folder / file).is_file() for file in FILES):
         raise UserError(f"{folder} has no tokenizer ({FILES[0]}): {name} needs that of {text['hf_tokenizer_name']}.")
     try:
-        return own.HFTokenizer(
+        tokenizer = own.HFTokenizer(
             source,
             context_length=length,
             tokenizer_mode=text.get("tokenizer_mode"),
             **{**options, "trust_remote_code": trusted},
         )
+        if tuple(tokenizer(["a caption"]).shape) != (1, length):
+            raise ValueError(f"it does not give {length} token ids for a text")
+        return tokenizer
     except ImportError as error:
         raise UserError(
             f"{name} reads text with a tokenizer from Hugging Face, and {error.name or 'transformers'} is not "
             "installed: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
     except Exception as error:  # transformers raises many kinds
-        first = str(error).strip().splitlines()[0]
+        first = next(iter(str(error).strip().splitlines()), "no message")
         if "trust_remote_code" in str(error):
             raise UserError(_refusal(name, f"its tokenizer, {source}, comes with Python code")) from error
         raise UserError(

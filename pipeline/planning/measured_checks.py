@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -200,7 +199,7 @@ def check_loading(
     cores = usable_cores()
     try:
         images, what = _images(manifests, allow_commands=allow_commands, allow_outside=allow_outside)
-    except (UserError, OSError, tarfile.TarError) as error:
+    except (UserError, OSError) as error:
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
     workers = default_workers(cores // ranks)
     rate = _rate(images)
@@ -250,19 +249,21 @@ def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str
     """Encoded images, and what they are."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
-    from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES
+    from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members, split_name
 
     if not manifests:
         return _generated(), f"generated, {STORED} px"
     manifest = load_manifest(manifests[0], **allowed)
-    suffixes = tuple(f".{suffix}" for suffix in FORMAT_SUFFIXES)
     found: list[bytes] = []
-    with open_shard(manifest.url(manifest.shards[0])) as file, tarfile.open(fileobj=file, mode="r|") as tar:
-        for member in tar:
-            if member.name.lower().endswith(suffixes) and (extracted := tar.extractfile(member)):
-                found.append(extracted.read())
-            if len(found) == IMAGES:
-                break
+    try:
+        with open_shard(manifest.url(manifest.shards[0])) as file:
+            for name, payload in members(file):
+                if split_name(name)[1].rpartition(".")[2] in FORMAT_SUFFIXES:
+                    found.append(payload())
+                if len(found) == IMAGES:
+                    break
+    except DamagedTar as error:
+        raise UserError(f"the first shard of {manifests[0]} {error}") from error
     if not found:
         raise UserError(f"the first shard of {manifests[0]} has no images")
     return found, f"of {manifests[0]}"

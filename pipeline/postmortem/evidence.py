@@ -187,7 +187,7 @@ def _stored(runs: Sequence[Path], *, verify: bool) -> Iterator[StoredCheckpoint]
 def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:
     files = [file for file in path.rglob("*") if file.is_file()]
     try:
-        ranks = int(read_meta(path).get("world_size", 1))
+        ranks = max(1, int(read_meta(path).get("world_size", 1)))
     except (OSError, ValueError, TypeError, OverflowError):
         ranks = 1
     size = sum(file.stat().st_size for file in files)

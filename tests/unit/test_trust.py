@@ -213,6 +213,25 @@ def test_the_user_can_allow_the_code_of_a_tokenizer(
     assert load_for_evaluation(str(model)).tokenize(["a cat"]).shape == (1, 16)
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("def __init__(self, **_): raise RuntimeError()", "RuntimeError: no message"),
+        ("def __call__(self, *_, **__): return None", "AttributeError"),
+        (
+            "def __call__(self, *_, **__): return type('R', (), {'input_ids': torch.zeros(3)})",
+            "16 token ids for a text",
+        ),
+    ],
+)
+def test_allowed_code_that_does_not_work_is_no_bug_of_ours(model: Path, body: str, why: str) -> None:
+    code = CODE.format(marker=str(model / "ran")).replace("    pass\n", f"    {body}\n")
+    (model / "own.py").write_text(f"import torch\n{code}")
+    write_model(model)
+    with pytest.raises(UserError, match=why):
+        check_model(ModelConfig(arch="pretrained", pretrained=str(model), trust_remote_code=True))
+
+
 def test_a_text_tower_with_code_of_its_own_is_refused_without_a_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,3 +112,14 @@ def test_the_page_compares_with_openclip_at_four_times_the_batch() -> None:
         ("batch_gcl", tuned_page.LARGER, "recall_at_1"): 0,
     }
     assert not tuned_page.comparisons(lines, "report", large)
+
+
+def test_the_figure_has_the_gains_of_the_cells_with_wide_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, drawn = "icons-64-b16-learned-w2048-16trials", []
+    lines = [line("openclip", seed, 4.0, cell=cell) for seed in (10, 11)]
+    lines += [line("neuclip_power", seed, 3.9 + seed / 1000, cell=cell) for seed in (10, 11)]
+    lines += [line("openclip", s, 3.95, cell=cell, phase="equal", trial="0 for neuclip_power") for s in (10, 11)]
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda _, x, y, **how: drawn.append((how["label"], x)))
+    assert "<svg" in tuned_page.figure(lines)
+    gains = {label: values for label, values in drawn[:3] if values}
+    assert gains == {"openclip at equal CPU time": [pytest.approx(3.95 - 3.9105)]}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from pipeline.data.data_config import DataConfig
 from pipeline.data.order.hashing import Purpose, key, permutation
 from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest, shard_url
 from pipeline.data.shards.storage import is_local, open_records, open_shard
-from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, split_name
+from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, members, split_name
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def check_caption_in(url: str, wanted: str, *, name: str) -> None:
     """As `check_caption`, for the shard at `url`."""
     try:
         found = _caption_places(url) if is_local(url) else []
-    except (UserError, OSError, tarfile.TarError):
+    except (UserError, OSError, DamagedTar):
         return
     if found and wanted not in found:
         raise UserError(
@@ -72,18 +71,17 @@ def check_caption_in(url: str, wanted: str, *, name: str) -> None:
 def _caption_places(path: str) -> list[str]:
     """What `data.caption` could say, from the first samples of a shard: suffixes of members, and fields of JSON."""
     found: dict[str, None] = {}
-    with open_shard(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-        for member, _ in zip(archive, range(FIRST_MEMBERS), strict=False):
-            suffix = split_name(member.name)[1]
-            if not member.isfile() or not suffix or suffix in IMAGE_SUFFIXES:
+    with open_shard(path) as file:
+        for (name, payload), _ in zip(members(file), range(FIRST_MEMBERS), strict=False):
+            suffix = split_name(name)[1]
+            if not suffix or suffix in IMAGE_SUFFIXES:
                 continue
             found[suffix] = None
-            payload = archive.extractfile(member)
-            if suffix != "json" or payload is None:
+            if suffix != "json":
                 continue
             with contextlib.suppress(ValueError, RecursionError):
-                tree = json.load(payload)
-                found.update(dict.fromkeys(f"json:{name}" for name in tree) if isinstance(tree, dict) else {})
+                tree = json.loads(payload())
+                found.update(dict.fromkeys(f"json:{field}" for field in tree) if isinstance(tree, dict) else {})
     return list(found)
 
 

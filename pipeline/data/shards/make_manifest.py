@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,14 @@ from typing import TextIO
 
 from pipeline.data.shards.manifest_format import MANIFEST_NAME, Manifest, make_manifest, shard_url
 from pipeline.data.shards.storage import StreamHash, is_local, open_shard
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord, read_records
+from pipeline.data.shards.tar_reader import (
+    CaptionField,
+    CorruptSample,
+    DamagedTar,
+    TarRecord,
+    members,
+    read_records,
+)
 from pipeline.errors import UserError
 
 JOURNAL = "manifest.partial.jsonl"
@@ -311,10 +317,10 @@ def _check_usable(root: Path, found: Sequence[ShardScan], caption: CaptionField)
     if not total or unusable.total() < total:
         return
     first = next(one.name for one in found if one.samples)
-    with open_shard(shard_url(root, first)) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-        members = [member.name for member, _ in zip(archive, range(_SHOWN), strict=False)]
+    with open_shard(shard_url(root, first)) as file:
+        names = [name for (name, _), _ in zip(members(file), range(_SHOWN), strict=False)]
     raise UserError(
         f"None of the first {total:,} samples can be used for training ({dict(unusable)}). A sample is an image (.jpg, "
         f".jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in the tar; "
-        f"{first} starts with {', '.join(members)}. For captions in JSON, use --caption json:FIELD."
+        f"{first} starts with {', '.join(names)}. For captions in JSON, use --caption json:FIELD."
     )

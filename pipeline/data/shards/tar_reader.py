@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -129,6 +129,24 @@ def record_offset(file: BinaryIO, number: int) -> int:
             return start
         _skip(file, size)
     raise DamagedTar(f"has {count + 1} samples, so there is no sample {number}")
+
+
+def members(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The name of each member, and a function that reads its payload, to be called before the next member if at all.
+
+    Raises:
+        DamagedTar: The tar is truncated or damaged; the function raises it, too.
+    """
+    for name, size, _ in _members(file):
+        payloads: list[bytes] = []
+
+        def read(size: int = size, payloads: list[bytes] = payloads) -> bytes:
+            payloads.append(_payload(file, size))
+            return payloads[0]
+
+        yield name, read
+        if not payloads:
+            _skip(file, size)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from pipeline.evaluation.datasets.task_data import IMAGE_SUFFIXES, TaskData, TaskError, plain, read_lines
-from pipeline.files import text_lines
+from pipeline.files import tar_errors, text_lines
 
 PADDING = 2 * tarfile.RECORDSIZE
 """Zero bytes that may follow the last member. Writers end with 1,024 and fill up a record of 10,240."""
@@ -40,7 +40,7 @@ def read_members(path: Path) -> Iterator[TarMember]:
         TaskError: The tar is damaged, cut short, followed by anything but zeros, holds links, or is not a tar at all.
     """
     try:
-        with tarfile.open(path, "r:") as archive:
+        with tar_errors(), tarfile.open(path, "r:") as archive:
             for member in archive:
                 if member.isdir():
                     continue

@@ -33,6 +33,11 @@ class UserError(ValueError):
     exit_code = EXIT_USER_ERROR
 
 
+def in_a_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a program that an error ends."""
     if isinstance(error, UserError):

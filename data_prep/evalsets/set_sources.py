@@ -10,8 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.hub import in_a_line
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.evaluation.datasets.datacomp import DATACOMP, Task, official_folder
 from pipeline.evaluation.datasets.suite import Entry, find_folders, index_folders, open_task
 from pipeline.evaluation.datasets.task_data import relative_name

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pairs.pair import MALFORMED_ROW, NOT_UTF8, Pair, captions_in, choose_columns, not_utf8
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 
 _BATCH = 64  # rows with images in memory at a time
 
@@ -258,7 +258,7 @@ def _load(name: str, split: str | None, subset: str | None, revision: str | None
         # Its error while it reads a file says no more than that there was one.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise UserError(
-            f"The data set {name} cannot be loaded ({type(cause).__name__}: {str(cause).strip().splitlines()[0]}). "
+            f"The data set {name} cannot be loaded ({type(cause).__name__}: {in_a_line(cause)}). "
             "Is it a local path that is missing? A private set needs HF_TOKEN; --subset and --revision choose a part."
         ) from error
     if not isinstance(loaded, dict):

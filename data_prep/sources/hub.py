@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from data_prep.settings.source_config import SourceConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
@@ -71,8 +71,3 @@ def _unreachable(source: SourceConfig, error: Exception) -> UserError:
         f"source.hub = {source.hub!r} at revision {source.revision!r} cannot be read ({in_a_line(error)}). "
         "Is it spelt right, reachable, and do you have access? A local copy is read with source.table=<its folder>."
     )
-
-
-def in_a_line(error: Exception) -> str:
-    """The first line of an exception's message, or its type if the message is empty."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

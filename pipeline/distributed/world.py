@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, meet
 from pipeline.distributed.timing import Phases
-from pipeline.errors import UserError, too_many_files, too_many_files_message
+from pipeline.errors import UserError, in_a_line, too_many_files, too_many_files_message
 
 RECORDED_COLLECTIVES = 2000
 """That torch's flight recorder keeps on every rank."""
@@ -294,7 +294,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, pro
         why = "is used by another program" if taken else f"cannot be reached from {socket.gethostname()}"
         raise UserError(
             f"The ranks cannot meet at {place}, which {why}: set MASTER_PORT to a free port (torchrun: "
-            f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {str(error).splitlines()[0]}"
+            f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {in_a_line(error)}"
         ) from error
     return cores
 

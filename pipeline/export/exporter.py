@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.layout import ADAPTERS_NAME, EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
 from pipeline.files import check_new_folder
@@ -254,10 +254,9 @@ def push(folder: Path, repository: str, *, private: bool = False) -> str:
             folder_path=str(folder), repo_id=repository, commit_message="Upload by neuclip export"
         )
     except Exception as error:  # the client raises many exception types
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         again = f"hf upload {repository} {shlex.quote(str(folder))}"
         raise UserError(
-            f"{repository} could not be uploaded ({type(error).__name__}: {first}). The export is in {folder}; once "
-            f"the account may write there (hf auth login, or HF_TOKEN), `{again}` does it."
+            f"{repository} could not be uploaded ({type(error).__name__}: {in_a_line(error)}). The export is in "
+            f"{folder}; once the account may write there (hf auth login, or HF_TOKEN), `{again}` does it."
         ) from error
     return str(commit.commit_url)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.config import flatten, suggest
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.run_files import MODEL_CONFIG_NAME
 
 CONFIG_NAME = MODEL_CONFIG_NAME
@@ -313,12 +313,11 @@ def build_tokenizer(
             "installed: pip install -c constraints.txt -e '.[transformers]'."
         ) from error
     except Exception as error:  # transformers raises many kinds
-        first = next(iter(str(error).strip().splitlines()), "no message")
         if "trust_remote_code" in str(error):
             raise UserError(_refusal(name, f"its tokenizer, {source}, comes with Python code")) from error
         raise UserError(
-            f"The tokenizer of {name}, {source}, cannot be loaded ({type(error).__name__}: {first}). Without network, "
-            "download it elsewhere and give its folder as model.tokenizer."
+            f"The tokenizer of {name}, {source}, cannot be loaded ({type(error).__name__}: {in_a_line(error)}). "
+            "Without network, download it elsewhere and give its folder as model.tokenizer."
         ) from error
 
 

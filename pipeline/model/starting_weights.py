@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 from pipeline.model.architectures import CONFIG_NAME, check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.model_folder import create_clip, load_folder
 from pipeline.run_files import model_folder_in
@@ -116,7 +116,7 @@ def _download(name: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's client raises many kinds
         raise UserError(
-            f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {str(error).strip().splitlines()[0]}). A "
+            f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {in_a_line(error)}). A "
             "private model needs HF_TOKEN; without network, give a local folder."
         ) from error
     if not (folder / CONFIG_NAME).is_file():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config import section
 from pipeline.errors import UserError
-from pipeline.model.architectures import Architecture, describe
+from pipeline.model.architectures import Architecture, describe, needs_files
 from pipeline.model.attention import PackedText, use_fp32_embedding_sums, use_packed_attention
 from pipeline.model.finetuning import LoraConfig, add_adapters, check_constant_image_tower, lock_towers
 from pipeline.model.model_folder import LOGIT_KEYS
@@ -212,9 +212,14 @@ def check_model(config: ModelConfig) -> None:
     """Check everything about a `model` section that can be checked without loading weights.
 
     Raises:
-        UserError: As `build_towers`.
+        UserError: As `build_towers`; or `tokenizer` is given for an architecture that would not read it.
     """
-    find_start(config.arch, config.pretrained)
+    start = find_start(config.arch, config.pretrained)
+    if config.tokenizer and not needs_files(start.model_cfg):
+        raise UserError(
+            f"model.tokenizer = {config.tokenizer!r} would have no effect: {start.name} reads text with open_clip's "
+            "own tokenizer. Leave it out, or choose an architecture with one of Hugging Face."
+        )
     build_towers(without_weights(config), seed=0, device="meta")
 
 

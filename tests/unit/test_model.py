@@ -148,6 +148,11 @@ def test_an_architecture_is_one_json_file(
         check_model(ModelConfig(arch="toy-of-a-tets"))
 
 
+def test_a_tokenizer_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.tokenizer = .* would have no effect: scenes-vit-micro"):
+        check_model(ModelConfig(arch="scenes-vit-micro", tokenizer=str(tmp_path)))
+
+
 WITHOUT_FOREIGN_TOWERS = """
 import sys
 from pipeline.model.architectures import add_foreign_towers, load_open_clip_without_foreign_towers

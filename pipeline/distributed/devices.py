@@ -68,7 +68,7 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
         ranks: Of the run.
 
     Raises:
-        UserError: There is no such device, or a driver is installed and torch cannot use it.
+        UserError: There is no such device, it cannot be used, or a driver is installed and torch cannot use it.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -93,7 +93,13 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
             "per GPU."
         )
     index = local_rank if count > 1 else 0
-    torch.cuda.set_device(index)
+    try:
+        torch.cuda.set_device(index)  # from CUDA 12 on, this takes hold of the GPU
+    except RuntimeError as error:
+        raise UserError(
+            f"GPU {index} of {host} cannot be used: {str(error).splitlines()[0]}. Look at `nvidia-smi` and `neuclip "
+            "doctor` on this node: end the program that holds the GPU, or leave the node out."
+        ) from error
     return torch.device("cuda", index)
 
 

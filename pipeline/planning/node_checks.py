@@ -120,10 +120,15 @@ def check_gpus() -> list[DoctorFinding]:
         return on_cpu
     findings = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        with torch.cuda.device(index):
-            slow = why_bf16_is_slow(torch.device("cuda", index))
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+            with torch.cuda.device(index):
+                slow = why_bf16_is_slow(torch.device("cuda", index))
+        except RuntimeError as error:
+            reason, remedy = str(error).splitlines()[0], "see nvidia-smi: another program holds it, or it needs a reset"
+            findings.append(DoctorFinding(f"GPU {index}", "broken", f"it cannot be used: {reason}", remedy))
+            continue
         if slow:
             findings.append(
                 DoctorFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32")

@@ -32,6 +32,12 @@ def test_all_steps_fit_into_the_time_although_one_overruns() -> None:
     assert sum(step.seconds for step in steps) + overrun <= 25 * 60
 
 
+def test_compiling_for_too_long_costs_no_other_result() -> None:
+    """A step that exceeds its limit prints no table."""
+    lists = [step.command[step.command.index("--options") + 1 :] for step in gpu.steps() if "--options" in step.command]
+    assert [options for options in lists if "compile" in options] == [["trim_image", "compile"]]
+
+
 def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     """One that a step has started would hold memory of the GPU."""
     code = (
@@ -68,7 +74,7 @@ def test_the_dry_run_lists_every_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert gpu.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert all(step.name in printed and step.answers in printed for step in gpu.steps())
-    assert "All together about 21.5 of 25 minutes." in printed
+    assert "All together about 21.8 of 25 minutes." in printed
 
 
 def test_failures_and_what_there_was_no_time_for_are_recorded(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pipeline.distributed.devices import RankDevice, choose_device, contradictio
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import Accelerated, EvaluationConfig
-from pipeline.planning import measure
+from pipeline.planning import measure, node_checks
 from tests.launch import ROOT
 
 GPU = RankDevice(rank=0, host="node1", backend="nccl", device="H100", gpu="GPU-a", driver="550.54.15", cores=[0, 1])
@@ -66,6 +66,23 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     pretend_gpus(monkeypatch, 4)
     with pytest.raises(UserError, match=r"Local rank 4 .* torch sees 4"):
         choose_device("auto", local_rank=4, ranks=8)
+
+
+def test_a_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression test: CUDA's error ended this rank as a bug, and the others waited ten minutes for it."""
+
+    def busy(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for ...")
+
+    pretend_gpus(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "set_device", busy)
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node7")
+    with pytest.raises(UserError, match=r"GPU 3 of node7 cannot be used: CUDA error: .* unavailable\. .*nvidia-smi"):
+        choose_device("auto", local_rank=3, ranks=8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    findings = node_checks.check_gpus()
+    assert [(f.subject, f.status) for f in findings] == [(f"GPU {index}", "broken") for index in range(8)]
+    assert "busy or unavailable" in findings[0].found
 
 
 def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

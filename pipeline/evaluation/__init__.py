@@ -60,7 +60,8 @@ def evaluate(
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
     world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     settings = config or EvaluationConfig()
-    session = Session(settings, world, Compute(device, threads=settings.threads, precision=settings.precision))
+    compute = Compute(device, threads=settings.threads, precision=settings.precision, on_result=world.progress)
+    session = Session(settings, world, compute)
     given = [checkpoints] if isinstance(checkpoints, str | EvaluationModel) else list(checkpoints)
     models = [load_checkpoint(item, device=device) if isinstance(item, str) else item for item in given]
     evaluations, opened = prepare(models, opened, output=output, session=session)

@@ -56,9 +56,17 @@ class Compute:
         device: The models' device.
         threads: CPU threads, each of which computes whole micro-batches.
         precision: `fp32`, or `bf16` on a device that computes it in hardware.
+        on_result: Called after every micro-batch.
     """
 
-    def __init__(self, device: torch.device, *, threads: int | None = None, precision: str = "fp32") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        threads: int | None = None,
+        precision: str = "fp32",
+        on_result: Callable[[], None] = lambda: None,
+    ) -> None:
         """Check the device and configure it.
 
         Raises:
@@ -68,6 +76,7 @@ class Compute:
             check_bf16(device)
         self.device, self.precision = device, precision
         self.threads = (threads or torch.get_num_threads()) if device.type == "cpu" else 1
+        self._on_result = on_result
         self._pool: ThreadPoolExecutor | None = None
         self._restore = contextlib.ExitStack()
 
@@ -88,10 +97,14 @@ class Compute:
 
     def map(self, function: Callable[..., T], items: Iterable[tuple]) -> Iterator[T]:
         """`function(*item)` for every item, in order, several at a time, with a bounded number in flight."""
-        if self._pool is None:
-            yield from (function(*item) for item in items)
-        else:
-            yield from thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
+        results = (
+            (function(*item) for item in items)
+            if self._pool is None
+            else thread_map(self._pool, lambda item: function(*item), items, ahead=2 * self.threads + 1)
+        )
+        for result in results:
+            self._on_result()
+            yield result
 
     def encoding(self) -> contextlib.AbstractContextManager[object]:
         """The context in which encoders run."""

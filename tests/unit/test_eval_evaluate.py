@@ -22,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate
 from pipeline.evaluation.compute import Compute, microbatches
 from pipeline.evaluation.datasets.datacomp import TASKS
+from pipeline.evaluation.protocols.texts import encode_texts
 from pipeline.evaluation.run.evaluator import EvaluationConfig
 from pipeline.evaluation.run.summary import aggregate, describe
 from pipeline.model.evaluation_model import EvaluationModel, for_evaluation
@@ -213,6 +214,14 @@ def test_compute_keeps_the_order_and_propagates_errors() -> None:
         assert list(compute.map(lambda k: k * k, ((k,) for k in range(50)))) == [k * k for k in range(50)]
         with pytest.raises(ZeroDivisionError):
             list(compute.map(lambda k: 1 // k, [(1,), (0,)]))
+
+
+def test_every_micro_batch_of_texts_is_progress(model: EvaluationModel) -> None:
+    """A unit of texts may take longer than a rank may be silent."""
+    seen: list[None] = []
+    with Compute(torch.device("cpu"), threads=2, on_result=lambda: seen.append(None)) as compute:
+        encode_texts(model, [f"caption {number}" for number in range(10)], compute=compute, micro_batch=4)
+    assert len(seen) == 3
 
 
 def test_every_form_of_checkpoint_is_accepted(suite: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:

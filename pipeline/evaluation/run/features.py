@@ -33,11 +33,10 @@ def text_features(session: Session, model: EvaluationModel, side: TextSide) -> T
     world = session.world
 
     def encode() -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for unit in range(world.rank, len(side.units), world.size):
-            found[unit] = side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
-            world.progress()
-        return found
+        return {
+            unit: side.encode(model, unit, compute=session.compute, micro_batch=session.config.micro_batch)
+            for unit in range(world.rank, len(side.units), world.size)
+        }
 
     merged: dict[int, Tensor] = {}
     for part in world.gather_objects(session.together(encode)):
@@ -153,6 +152,5 @@ def _my_images(
 
     found: dict[int, dict[int, Outcomes | str]] = {}
     for number, index, kept in session.compute.map(encode, work()):
-        session.world.progress()
         found.setdefault(number, {})[index] = kept
     return list(found.items())

@@ -71,8 +71,8 @@ def in_faster_precision(run: Any, overrides: tuple[str, ...]) -> Any:
     import torch
 
     from pipeline.config import flatten, read_yaml
+    from pipeline.distributed.precision import why_bf16_is_slow
     from pipeline.engine.engine_config import in_fp32
-    from pipeline.precision import why_bf16_is_slow
     from pipeline.run_files import RUN_CONFIG_NAME
 
     if run.engine.device != "cpu" or any(text.startswith("engine.deepspeed=") for text in overrides):

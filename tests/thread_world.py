@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
-from pipeline.precision import true_fp32
 
 
 class _Meeting:

@@ -22,6 +22,9 @@ BASELINES = (*EQUAL_TO, *(arm + EQUAL for arm in EQUAL_TO), LARGER, "neuclip_plu
 TRIALS = 8
 """Trials of each arm where a cell's name gives no other number."""
 FIGURE, METHOD = "gains.svg", "neuclip_power"
+CAPTION = (
+    f"what {METHOD} gains over the baselines with towers of 2,048 units, 95% intervals; right of the line is better"
+)
 DRAWN = {"openclip" + EQUAL: "#2b6cb0", "siglip" + EQUAL: "#c05621", LARGER: "#8a8f98"}
 """What the figure compares with, and the colours."""
 WIDE = re.compile(r"(\w+)-\d+-b(\d+)-learned-w2048-16trials")
@@ -59,11 +62,6 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
     return "\n".join([*text, "", *tuning(lines, arms=arms)]) + "\n"
 
 
-CAPTION = (
-    f"what {METHOD} gains over the baselines with towers of 2,048 units, 95% intervals; right of the line is better"
-)
-
-
 def figure(lines: Lines) -> str:
     """An SVG of what `METHOD` gains in the cells with wide towers: a row per kind of pairs, a panel per measure."""
     import matplotlib
@@ -77,8 +75,8 @@ def figure(lines: Lines) -> str:
         compared = comparisons(lines, "report", cell).items()
         found |= {(cell, base, measure): gain for (*_, arm, base, measure), gain in compared if arm == METHOD}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.4, 0.7 + 1.35 * len(kinds)), layout="constrained")
-        panels = figure.subplots(len(kinds), len(COMPARED), squeeze=False, sharey="row")
+        drawing = Figure(figsize=(7.4, 0.7 + 1.35 * len(kinds)), layout="constrained")
+        panels = drawing.subplots(len(kinds), len(COMPARED), squeeze=False, sharey="row")
         for kind, row in zip(kinds, panels, strict=True):
             batches = sorted((int(batch) for one, batch in cells if one == kind), reverse=True)
             for axes, measure, sign, what in zip(
@@ -106,8 +104,8 @@ def figure(lines: Lines) -> str:
                 axes.set_yticks(range(len(batches)), [f"batch {batch}" for batch in batches])
                 axes.grid(axis="y", visible=False)
         place: Any = "outside lower center"  # matplotlib's annotations leave the places outside out
-        figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc=place, ncols=len(DRAWN))
-        return as_svg(figure)
+        drawing.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, loc=place, ncols=len(DRAWN))
+        return as_svg(drawing)
 
 
 def trials_in(cell: str) -> tuple[str, int]:

@@ -29,6 +29,7 @@ from pipeline.checkpoint.layout import finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
 from pipeline.data.loading.decode import normalize
 from pipeline.data.loading.loader import Loader
+from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.finetuning import LoraConfig
@@ -37,7 +38,6 @@ from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.selection import SelectionConfig
 from pipeline.objectives.softmax import Pair, SoftmaxObjective
-from pipeline.precision import true_fp32
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import without_consents

@@ -32,10 +32,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import UserError
 from pipeline.files import path_below, write_json
-from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import RUN_ID, read_run_id, valid_run_id
+from pipeline.run_files import MODEL_CONFIG_NAME, RUN_ID, read_run_id, valid_run_id
 
 FOLDER_NAME = "checkpoints"
 META_NAME = "checkpoint.json"
@@ -208,7 +207,7 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
         return f"in {META_NAME}, {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}."
     except UserError as error:
         return str(error)
-    needed = [CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]
+    needed = [MODEL_CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]
     needed += [] if found.ema_updates is None else [f"{EMA_NAME}/{WEIGHTS_NAME}"]
     needed += [] if found.adapters_of is None else [f"{ADAPTERS_NAME}/{name}" for name in ADAPTER_FILES]
     if missing := [file for file in needed if file not in found.files]:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cores import cores_of_rank, cpu_quota
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 
 MEETING_SECONDS = 120.0
 """Ranks that have not come by then are reported, and again after as long."""
@@ -97,7 +97,7 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
         torch.cuda.set_device(index)  # from CUDA 12 on, this takes hold of the GPU
     except RuntimeError as error:
         raise UserError(
-            f"GPU {index} of {host} cannot be used: {str(error).splitlines()[0]}. Look at `nvidia-smi` and `neuclip "
+            f"GPU {index} of {host} cannot be used: {in_a_line(error)}. Look at `nvidia-smi` and `neuclip "
             "doctor` on this node: end the program that holds the GPU, or leave the node out."
         ) from error
     return torch.device("cuda", index)

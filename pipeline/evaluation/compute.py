@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from pipeline.cores import thread_map
+from pipeline.distributed.precision import true_fp32
 from pipeline.errors import UserError
-from pipeline.precision import true_fp32
 
 T = TypeVar("T")
 

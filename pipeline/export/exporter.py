@@ -27,11 +27,11 @@ from pipeline.errors import UserError, in_a_line
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
 from pipeline.files import check_new_folder
-from pipeline.model.architectures import CONFIG_NAME, save_tokenizer
+from pipeline.model.architectures import save_tokenizer
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.finetuning import ADAPTER_FILES
 from pipeline.model.model_folder import WEIGHTS_NAME
-from pipeline.run_files import RUN_CONFIG_NAME
+from pipeline.run_files import MODEL_CONFIG_NAME, RUN_CONFIG_NAME
 
 TOLERANCE = 1e-5
 
@@ -172,7 +172,7 @@ def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
     Returns:
         The largest difference from the trained model.
     """
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
+    for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
         shutil.copyfile(source / name, output / name)
     if (source / ADAPTERS_NAME).is_dir():
         (output / ADAPTERS_NAME).mkdir()

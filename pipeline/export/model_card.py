@@ -11,11 +11,11 @@ from pipeline.checkpoint.layout import ADAPTERS_NAME
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import flatten
 from pipeline.export.siglip_model import is_siglip
-from pipeline.model.architectures import CONFIG_NAME, load_open_clip
+from pipeline.model.architectures import load_open_clip
 from pipeline.model.model_folder import WEIGHTS_NAME, weights_digest
 from pipeline.report.run_page import in_markdown
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
-from pipeline.run_files import METRICS_NAME, read_records
+from pipeline.run_files import METRICS_NAME, MODEL_CONFIG_NAME, read_records
 
 SHOWN_METRICS = ("loss", "tau", "normalizer_gap", "lr", "samples_per_second", "corrupt_samples")
 
@@ -43,7 +43,10 @@ def model_card(
     """
     run = checkpoint.path.parent.parent
     config = checkpoint.meta["config"]
-    method, arch = config["objective"]["name"], json.loads((checkpoint.path / CONFIG_NAME).read_text())["architecture"]
+    method, arch = (
+        config["objective"]["name"],
+        json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text())["architecture"],
+    )
     parts = [
         _front_matter(form=form, method=method, licence=licence),
         f"# {arch}, trained with {method}",
@@ -115,7 +118,7 @@ def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
 
 def _usage_transformers(checkpoint: Checkpoint) -> str:
     """A snippet that runs as it is in the export's folder."""
-    if is_siglip(json.loads((checkpoint.path / CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]):
+    if is_siglip(json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]):
         return _USAGE_SIGLIP
     return """```python
 import torch

@@ -23,7 +23,6 @@ from pipeline.config import flatten, suggest
 from pipeline.errors import UserError, in_a_line
 from pipeline.run_files import MODEL_CONFIG_NAME
 
-CONFIG_NAME = MODEL_CONFIG_NAME
 FOREIGN_TOWERS = {"timm": ("timm_model", "TimmModel"), "transformers": ("hf_model", "HFTextEncoder")}
 """Packages whose towers open_clip adapts, each with its module and class in open_clip."""
 OUR_CONFIGS = Path(__file__).parent / "model_configs"
@@ -180,7 +179,7 @@ def check_same_towers(folder: Path, name: str) -> None:
     Raises:
         UserError: They differ, with the settings in which they do.
     """
-    stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
     theirs, ours = _shape_of(stored["model_cfg"]), _shape_of(load_open_clip().get_model_config(name))
     differ = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
     if differ:

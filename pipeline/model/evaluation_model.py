@@ -18,11 +18,11 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.model.architectures import Architecture, check_tag, describe, load_open_clip, register
 from pipeline.model.finetuning import LoraConfig
-from pipeline.model.model_folder import CONFIG_NAME, create_clip, load_folder, weights_digest
+from pipeline.model.model_folder import create_clip, load_folder, weights_digest
 from pipeline.model.starting_weights import logit_of
 from pipeline.model.towers import ModelConfig, Towers, build_towers, without_weights
 from pipeline.pixels import ImageError, orientation, read_file, read_upright, to_rgb, upright
-from pipeline.run_files import model_folder_in, no_model
+from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in, no_model
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def load_for_evaluation(spec: str, *, device: str | torch.device = "cpu") -> Eva
     folder = model_folder_in(Path(spec))
     if folder is not None:
         clip, source = load_folder(folder), str(folder)
-        stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
         architecture = describe(stored.get("architecture", folder.name), clip, stored["model_cfg"], tokenizer=folder)
     else:
         arch, colon, pretrained = spec.partition(":")
@@ -147,11 +147,11 @@ def score(
     one_image, one_text = isinstance(images, str | Path) or hasattr(images, "convert"), isinstance(texts, str)
     images = [images] if one_image else images
     texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(images, Sequence):
+    if not hasattr(images, "__len__"):
         raise UserError(f"The images are {images!r} ({type(images).__name__}): give paths or PIL images, or one.")
-    if not isinstance(texts, Sequence) or (wrong := [text for text in texts if not isinstance(text, str)]):
-        given = texts if not isinstance(texts, Sequence) else wrong[0]
-        raise UserError(f"The texts include {given!r} ({type(given).__name__}): give a str, or a list of them.")
+    wrong = [text for text in texts if not isinstance(text, str)] if hasattr(texts, "__len__") else [texts]
+    if wrong:
+        raise UserError(f"The texts include {wrong[0]!r} ({type(wrong[0]).__name__}): give a str, or a list of them.")
     if not matrix and len(images) != len(texts):
         raise UserError(
             f"{len(images)} images and {len(texts)} texts were given: give one text per image, or matrix=True to "

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError, explain_memory_error, need_addresses
 from pipeline.model.architectures import (
-    CONFIG_NAME,
     Architecture,
     add_foreign_towers,
     load_open_clip,
     refuse_hidden_code,
     save_tokenizer,
 )
+from pipeline.run_files import MODEL_CONFIG_NAME
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 LOCAL = "local-dir:"
@@ -81,9 +81,9 @@ def save_open_clip(
         "model_cfg": model_cfg,
         "preprocess_cfg": dict(architecture.preprocess_cfg),
     }
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / MODEL_CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_tensors(tensors, folder / WEIGHTS_NAME)
-    return [folder / CONFIG_NAME, folder / WEIGHTS_NAME, *save_tokenizer(architecture.tokenize, folder)]
+    return [folder / MODEL_CONFIG_NAME, folder / WEIGHTS_NAME, *save_tokenizer(architecture.tokenize, folder)]
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -115,15 +115,15 @@ def load_folder(folder: Path, **kwargs: Any) -> nn.Module:
     Raises:
         UserError: The folder holds no model, or open_clip cannot load it.
     """
-    if not (folder / CONFIG_NAME).is_file():
-        raise UserError(f"{folder} has no {CONFIG_NAME}: it is not a model folder.")
+    if not (folder / MODEL_CONFIG_NAME).is_file():
+        raise UserError(f"{folder} has no {MODEL_CONFIG_NAME}: it is not a model folder.")
     return create_clip(f"{LOCAL}{folder}", **kwargs)
 
 
 def _model_cfg(name: str) -> Mapping[str, Any]:
     if not name.startswith(LOCAL):
         return dict(load_open_clip().get_model_config(name) or {})
-    config = json.loads((Path(name.removeprefix(LOCAL)) / CONFIG_NAME).read_text(encoding="utf-8"))
+    config = json.loads((Path(name.removeprefix(LOCAL)) / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
     return dict(config["model_cfg"])
 
 

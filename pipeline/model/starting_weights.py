@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import UserError, in_a_line
-from pipeline.model.architectures import CONFIG_NAME, check_same_towers, check_tag, load_open_clip, register
+from pipeline.model.architectures import check_same_towers, check_tag, load_open_clip, register
 from pipeline.model.model_folder import create_clip, load_folder
-from pipeline.run_files import model_folder_in
+from pipeline.run_files import MODEL_CONFIG_NAME, model_folder_in
 
 HUB = "hf-hub:"
 FROM_WEIGHTS = "pretrained"
@@ -59,10 +59,10 @@ def find_start(arch: str, pretrained: str | None) -> Start:
                 f"model.arch = {FROM_WEIGHTS} takes the architecture that is stored with model.pretrained, which must "
                 f"then be a model folder, a run or {HUB}OWNER/NAME; it is {pretrained!r}."
             )
-        stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        stored = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
         start = Start(stored.get("architecture") or folder.name, stored["model_cfg"], folder=folder)
-    elif (Path(arch) / CONFIG_NAME).is_file():
-        stored = json.loads((Path(arch) / CONFIG_NAME).read_text(encoding="utf-8"))
+    elif (Path(arch) / MODEL_CONFIG_NAME).is_file():
+        stored = json.loads((Path(arch) / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
         start = Start(stored.get("architecture") or Path(arch).name, stored["model_cfg"], folder=Path(arch), load=False)
         if pretrained:
             raise UserError(
@@ -95,11 +95,12 @@ def folder_of(pretrained: str) -> Path | None:
     if folder is None:
         if (path / "config.json").is_file():
             raise UserError(
-                f"model.pretrained = {path} is in the layout of transformers (config.json), from which training cannot "
-                f"start: give the same model in open_clip's layout ({CONFIG_NAME}), as a tag or hf-hub:OWNER/NAME."
+                f"model.pretrained = {path} is in the layout of transformers (config.json), from which training "
+                f"cannot start: give the same model in open_clip's layout ({MODEL_CONFIG_NAME}), as a tag or "
+                "hf-hub:OWNER/NAME."
             )
         raise UserError(
-            f"model.pretrained = {path} is neither a model folder ({CONFIG_NAME}) nor a run with checkpoints."
+            f"model.pretrained = {path} is neither a model folder ({MODEL_CONFIG_NAME}) nor a run with checkpoints."
         )
     return folder
 
@@ -119,8 +120,8 @@ def _download(name: str) -> Path:
             f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {in_a_line(error)}). A "
             "private model needs HF_TOKEN; without network, give a local folder."
         ) from error
-    if not (folder / CONFIG_NAME).is_file():
-        raise UserError(f"{HUB}{name} has no {CONFIG_NAME}: it is not an open_clip model.")
+    if not (folder / MODEL_CONFIG_NAME).is_file():
+        raise UserError(f"{HUB}{name} has no {MODEL_CONFIG_NAME}: it is not an open_clip model.")
     return folder
 
 
@@ -173,7 +174,7 @@ def interpolated(start: Start, *, image_size: int | None, context_length: int | 
         return []
     stored: Mapping[str, Any] = start.model_cfg
     if start.folder is not None:
-        stored = json.loads((start.folder / CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]
+        stored = json.loads((start.folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]
     notes = []
     for what, before, now in (
         ("image size", stored["vision_cfg"].get("image_size", 224), image_size),

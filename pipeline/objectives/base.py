@@ -16,11 +16,11 @@ from pydantic import Field
 from torch import Tensor
 
 from pipeline.config import section
+from pipeline.distributed.precision import plain_arithmetic
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
-from pipeline.precision import plain_arithmetic
 
 ROWS = "per_sample"
 """Name of the per-sample rows in a checkpoint."""

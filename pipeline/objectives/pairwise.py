@@ -5,7 +5,7 @@ columns are the whole global batch of the other side; `first` is the column of r
 side. Memory is O(block x B): similarities are recomputed for the gradient rather than kept.
 
 exp(h) is never computed by itself: at tau = 0.01 it leaves the range of fp32. Similarities need true fp32 products
-(`pipeline.precision`).
+(`pipeline.distributed.precision`).
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from pipeline.distributed.precision import plain_arithmetic
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
 from pipeline.objectives.distill import Teacher, relational_loss
 from pipeline.objectives.parts import Pair, StatefulPart, Temperature
-from pipeline.precision import plain_arithmetic
 
 SIDES = ("image", "text")
 

@@ -249,19 +249,15 @@ def _images(manifests: Sequence[str], **allowed: bool) -> tuple[list[bytes], str
     """Encoded images, and what they are."""
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
-    from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members, split_name
+    from pipeline.data.shards.tar_reader import FORMAT_SUFFIXES, DamagedTar, members
 
     if not manifests:
         return _generated(), f"generated, {STORED} px"
     manifest = load_manifest(manifests[0], **allowed)
-    found: list[bytes] = []
     try:
         with open_shard(manifest.url(manifest.shards[0])) as file:
-            for name, payload in members(file):
-                if split_name(name)[1].rpartition(".")[2] in FORMAT_SUFFIXES:
-                    found.append(payload())
-                if len(found) == IMAGES:
-                    break
+            wanted = members(file, wanted=lambda suffix: suffix.rpartition(".")[2] in FORMAT_SUFFIXES)
+            found = list(itertools.islice((payload for _, payload in wanted if payload), IMAGES))
     except DamagedTar as error:
         raise UserError(f"the first shard of {manifests[0]} {error}") from error
     if not found:

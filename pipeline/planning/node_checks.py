@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, in_a_line
 
 GIB = 2**30
 PACKAGE, ROOT = "neuclip", Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def check_gpus() -> list[DoctorFinding]:
     """GPUs that torch sees, and whether other processes use them."""
     import torch
 
-    from pipeline.precision import why_bf16_is_slow
+    from pipeline.distributed.precision import why_bf16_is_slow
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
@@ -126,8 +126,8 @@ def check_gpus() -> list[DoctorFinding]:
             with torch.cuda.device(index):
                 slow = why_bf16_is_slow(torch.device("cuda", index))
         except RuntimeError as error:
-            reason, remedy = str(error).splitlines()[0], "see nvidia-smi: another program holds it, or it needs a reset"
-            findings.append(DoctorFinding(f"GPU {index}", "broken", f"it cannot be used: {reason}", remedy))
+            why, remedy = in_a_line(error), "see nvidia-smi: another program holds it, or it needs a reset"
+            findings.append(DoctorFinding(f"GPU {index}", "broken", f"it cannot be used: {why}", remedy))
             continue
         if slow:
             findings.append(

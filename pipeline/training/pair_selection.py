@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.data.loading.loader import Batch
+from pipeline.distributed.precision import plain_arithmetic
 from pipeline.errors import UserError
 from pipeline.model.starting_weights import resized
 from pipeline.model.trimming import TextChunks, TextTrimming
 from pipeline.objectives.selection import View, gumbel_noise, select
-from pipeline.precision import plain_arithmetic
 from pipeline.training.run_state import RunState
 from pipeline.training.step import batch_norms_of, frozen_statistics, micro_batches, seeded
 from pipeline.training.teacher import StoredTeacher, open_features

@@ -170,7 +170,8 @@ def scale_rates(recipe: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     size = above.get("batch_size", tree.get("batch_size"))
     if reference is None or size == reference:
         return tree
-    reference, size = (_whole({n: number}, n) for n, number in (("reference_batch", reference), ("batch_size", size)))
+    reference = _whole({"reference_batch": reference}, "reference_batch")
+    size = _whole({"batch_size": size}, "batch_size")
     for section_name, key in SCALED_RATES:
         values = _section(tree, section_name)
         if key in values:

@@ -15,6 +15,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import to_tree
 from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.peers import LostRank, start_watched
+from pipeline.distributed.precision import why_bf16_is_slow
 from pipeline.distributed.signals import StopSignals, ignore_stop_signals
 from pipeline.distributed.world import World, lost_contact, start_world
 from pipeline.engine.engine_config import in_fp32
@@ -23,7 +24,6 @@ from pipeline.metrics.logger import open_telemetry
 from pipeline.metrics.trackers import check_installed
 from pipeline.model.architectures import Architecture
 from pipeline.model.trimming import why_not_trimmed
-from pipeline.precision import why_bf16_is_slow
 from pipeline.training.build import build_state, build_trainer, collectives_limit, describe_start
 from pipeline.training.image_features import open_image_features
 from pipeline.training.observer import describe_hosts

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from jobs.demo import RECIPE, in_faster_precision
-from pipeline import precision
 from pipeline.config import dump
+from pipeline.distributed import precision
 from pipeline.engine.engine_config import EngineConfig, in_fp32
 from pipeline.planning import node_checks
 from pipeline.run_files import RUN_CONFIG_NAME

@@ -30,8 +30,8 @@ from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import sha256_of, write_json
-from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import MODEL_CONFIG_NAME
 from tests.launch import ROOT
 from tests.mirrors import fetched, write, writer_of
 from tests.s3_server import client, client_settings, end, process, s3_server
@@ -61,7 +61,7 @@ def large_checkpoint(run: Path, step: int, *, size: int) -> Path:
     folder = run / "checkpoints" / name_of(step)
     folder.mkdir(parents=True)
     files = {}
-    for name in (CONFIG_NAME, WEIGHTS_NAME, OBJECTIVE_NAME, MOMENTS_NAME):
+    for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME, OBJECTIVE_NAME, MOMENTS_NAME):
         with (folder / name).open("wb") as out:
             out.truncate(size if name == MOMENTS_NAME else 1)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}

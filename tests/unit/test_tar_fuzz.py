@@ -86,7 +86,7 @@ def ours(data: bytes, path: Path) -> None:
         lambda file: list(read_records(file)),
         count_records,
         lambda file: record_offset(file, 2),
-        lambda file: [payload() for name, payload in members(file) if name.endswith("txt")],
+        lambda file: list(members(file, wanted=lambda suffix: suffix == "txt")),
     ):
         with contextlib.suppress(DamagedTar), path.open("rb") as file:
             read(file)

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipeline.config import suggest
@@ -18,6 +17,7 @@ from pipeline.data.shards.manifest_format import Manifest, Shard, load_manifest,
 from pipeline.data.shards.storage import is_local, open_records, open_shard
 from pipeline.data.shards.tar_reader import IMAGE_SUFFIXES, DamagedTar, count_records, members, split_name
 from pipeline.errors import UserError
+from pipeline.run_files import record_of
 
 if TYPE_CHECKING:
     from pipeline.distributed.world import World
@@ -72,16 +72,11 @@ def _caption_places(path: str) -> list[str]:
     """What `data.caption` could say, from the first samples of a shard: suffixes of members, and fields of JSON."""
     found: dict[str, None] = {}
     with open_shard(path) as file:
-        for (name, payload), _ in zip(members(file), range(FIRST_MEMBERS), strict=False):
+        for name, payload in islice(members(file, wanted=lambda suffix: suffix == "json"), FIRST_MEMBERS):
             suffix = split_name(name)[1]
-            if not suffix or suffix in IMAGE_SUFFIXES:
-                continue
-            found[suffix] = None
-            if suffix != "json":
-                continue
-            with contextlib.suppress(ValueError, RecursionError):
-                tree = json.loads(payload())
-                found.update(dict.fromkeys(f"json:{field}" for field in tree) if isinstance(tree, dict) else {})
+            if suffix and suffix not in IMAGE_SUFFIXES:
+                found[suffix] = None
+                found.update(dict.fromkeys(f"json:{field}" for field in record_of(payload) or {}))
     return list(found)
 
 

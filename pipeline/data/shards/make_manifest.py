@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -318,7 +319,7 @@ def _check_usable(root: Path, found: Sequence[ShardScan], caption: CaptionField)
         return
     first = next(one.name for one in found if one.samples)
     with open_shard(shard_url(root, first)) as file:
-        names = [name for (name, _), _ in zip(members(file), range(_SHOWN), strict=False)]
+        names = [name for name, _ in islice(members(file), _SHOWN)]
     raise UserError(
         f"None of the first {total:,} samples can be used for training ({dict(unusable)}). A sample is an image (.jpg, "
         f".jpeg, .png or .webp) and a caption (now: {caption}) with the same name, next to each other in the tar; "

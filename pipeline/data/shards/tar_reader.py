@@ -133,22 +133,17 @@ def _samples(file: BinaryIO) -> Iterator[tuple[str, int]]:
         _skip(file, size)
 
 
-def members(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The name of each member, and a function that reads its payload, to be called before the next member if at all.
+def members(file: BinaryIO, *, wanted: Callable[[str], bool] = lambda suffix: False) -> Iterator[tuple[str, bytes]]:
+    """The name of each member and, if its suffix is `wanted`, its payload, else nothing.
 
     Raises:
-        DamagedTar: The tar is truncated or damaged; the function raises it, too.
+        DamagedTar: The tar is truncated or damaged.
     """
     for name, size, _ in _members(file):
-        payloads: list[bytes] = []
-
-        def read(size: int = size, payloads: list[bytes] = payloads) -> bytes:
-            payloads.append(_payload(file, size))
-            return payloads[0]
-
-        yield name, read
-        if not payloads:
+        payload = _payload(file, size) if wanted(split_name(name)[1]) else b""
+        if not payload:
             _skip(file, size)
+        yield name, payload
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -25,9 +25,9 @@ from pipeline.evaluation.run.results import LOCK_NAME, SuiteLock
 from pipeline.evaluation.run.session import Session
 from pipeline.evaluation.run.summary import Evaluation
 from pipeline.files import sha256_of
-from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import MODEL_CONFIG_NAME
 
 POSITIONS = "visual.positional_embedding"
 
@@ -69,7 +69,7 @@ def is_complete(folder: Path) -> bool:
     """Whether a checkpoint's model files exist with their stated sizes; a copy may still be in progress."""
     try:
         stated = stated_files(folder)
-        there = all((folder / name).is_file() for name in (CONFIG_NAME, WEIGHTS_NAME))
+        there = all((folder / name).is_file() for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME))
         return there and all(
             (folder / name).stat().st_size == facts["bytes"] for name, facts in stated.items() if "bytes" in facts
         )
@@ -82,7 +82,7 @@ def stated_files(folder: Path) -> dict[str, Mapping[str, Any]]:
     if not (folder / META_NAME).is_file():
         return {}
     files = read_meta(folder).get("files", {})
-    return {name: files[name] for name in (CONFIG_NAME, WEIGHTS_NAME) if name in files}
+    return {name: files[name] for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME) if name in files}
 
 
 def notes_on(model: EvaluationModel) -> list[str]:

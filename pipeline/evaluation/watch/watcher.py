@@ -27,8 +27,8 @@ from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
 from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, NAME, RELEASED, Lease, Ledger, step
-from pipeline.model.architectures import CONFIG_NAME
 from pipeline.model.model_folder import WEIGHTS_NAME
+from pipeline.run_files import MODEL_CONFIG_NAME
 
 
 class Candidates:
@@ -76,7 +76,7 @@ class Candidates:
         try:
             stated = {name: facts.get("sha256") for name, facts in stated_files(path).items()}
             if not stated or not all(stated.values()):
-                stated = {name: self._weights.of(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+                stated = {name: self._weights.of(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME)}
                 self._weights.write()
         except (OSError, ValueError, AttributeError):
             return ""
@@ -85,7 +85,7 @@ class Candidates:
     def _is_complete(self, path: Path) -> bool:
         """Whether all files are there; looked at again when one was replaced."""
         try:
-            facts = tuple(file_facts(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME))
+            facts = tuple(file_facts(path / name) for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME))
         except OSError:
             return False
         if self._complete.get(path) != facts and is_complete(path):

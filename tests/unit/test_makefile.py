@@ -9,11 +9,13 @@ import re
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,19 @@ def test_constraints_pin_every_requirement() -> None:
     required = [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]
     for requirement in map(Requirement, itertools.chain(required, *extras.values())):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_what_is_pinned_accepts_the_oldest_python() -> None:
+    """Regression test: `make test` could not be installed on Debian 12, whose Python is 3.11.2."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest = re.findall(r">=([\d.]+)", settings["project"]["requires-python"])[0]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    pins = {canonicalize_name(name) for name, _ in (line.split("==") for line in lines)}
+    metadata = [one.metadata for one in distributions()]
+    wanted = {canonicalize_name(one["Name"]): one["Requires-Python"] for one in metadata if "Requires-Python" in one}
+    assert len(wanted.keys() & pins) > 100
+    newer = {name for name in wanted.keys() & pins if not SpecifierSet(wanted[name]).contains(f"{oldest}.0")}
+    assert not newer, f"pinned releases that need a newer Python than {oldest}.0"
 
 
 def test_the_changelog_starts_with_the_current_version() -> None:

@@ -29,6 +29,8 @@ from pipeline.errors import UserError
 from pipeline.files import path_below, tar_errors
 
 PACKAGE = "@iconify/json"
+NAMES_CLASH = FileExistsError, NotADirectoryError, IsADirectoryError
+"""Where an archive has a file and a folder of one name."""
 
 
 @section
@@ -173,9 +175,14 @@ def fetch(version: str, folder: Path) -> Path:
 def _unpacked(archive: Path, folder: Path, version: str) -> Path:
     try:
         with tar_errors(), tarfile.open(archive, "r:gz") as tar:
-            wanted = (m for m in tar if m.name.endswith(".json") and m.name.count("/") <= 2)
-            tar.extractall(folder, members=wanted, filter="data")
-    except (tarfile.TarError, zlib.error, gzip.BadGzipFile) as error:
+            for member in tar:
+                found = tar.extractfile(member) if member.isfile() else None
+                if found is not None and member.name.endswith(".json") and member.name.count("/") <= 2:
+                    target = path_below(folder, member.name, what=f"a file in {archive}")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with target.open("wb") as file:
+                        shutil.copyfileobj(found, file)
+    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, *NAMES_CLASH) as error:
         raise UserError(f"{archive} is not a complete npm archive ({error}): fetch it again.") from error
     _check(folder / "package", version)
     return folder / "package"

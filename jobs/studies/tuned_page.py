@@ -59,7 +59,7 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
         own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
         text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
         text += table(own, phase, cell, compared, significant, arms=arms)
-    return "\n".join([*text, "", *tuning(lines, arms=arms)]) + "\n"
+    return "\n".join([*text, "", *ideas(lines), "", *tuning(lines, arms=arms)]) + "\n"
 
 
 def figure(lines: Lines) -> str:
@@ -192,6 +192,35 @@ def table(
 
 def spread(rows: Lines, measure: str, form: str) -> str:
     return shown(Spread.of(float(line[measure]) for line in rows if line[measure]), form)
+
+
+def ideas(lines: Lines) -> list[str]:
+    """What variants of `neuclip_power` change, on tuning pairs: pilots, outside of the families of comparisons."""
+    found = [line for line in lines if line["phase"] == "idea"]
+    cells = list(dict.fromkeys(line["cell"] for line in found))
+    rows = [["idea", *(f"{what}, {cell}" for cell in cells for what in ("held-out loss", "R@1, points", "CPU s"))]]
+    for arm in dict.fromkeys(line["arm"] for line in found):
+        row = [f"`{arm}`"]
+        for cell in cells:
+            own = [line for line in found if (line["cell"], line["arm"]) == (cell, arm)]
+            for measure, (_, form) in COMPARED.items():
+                own_values, others = (
+                    {line["seed"]: float(line[measure]) for line in found if (line["cell"], line["arm"]) == (cell, one)}
+                    for one in (arm, "base")
+                )
+                if arm == "base":
+                    row.append(spread(own, measure, form.removeprefix("+")))
+                else:
+                    gain = difference(own_values, others)
+                    row.append(shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=False))
+            row.append(spread(own, "cpu_seconds", ".1f"))
+        rows.append(row)
+    how = (
+        "Variants of `neuclip_power` with its tuned values, on tuning pairs and seeds that have tuned nothing: the "
+        "first row is `neuclip_power` itself, the others are differences from it with half of their 95% interval and "
+        "t, not corrected. [The plan](plan.md) says what they are and what became of them."
+    )
+    return ["## Ideas", "", how, "", *as_lines(rows)]
 
 
 def tuning(lines: Lines, *, arms: Sequence[str]) -> list[str]:

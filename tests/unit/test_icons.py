@@ -20,7 +20,7 @@ from PIL import Image
 
 from data_prep.dataset import canonical_tar
 from data_prep.icons.icon_list import Icon, caption_of, declared_styles, hold_out, svg_of
-from data_prep.icons.icon_package import HeldOutConfig
+from data_prep.icons.icon_package import HeldOutConfig, _unpacked
 from data_prep.icons.make_icons import render
 from jobs.download import command
 from pipeline.data.shards.check_shards import check_shards
@@ -205,6 +205,32 @@ def test_a_damaged_archive_is_refused(package: Path, tmp_path: Path) -> None:
     archive.write_bytes(archive.read_bytes()[:-3000])
     done = download(archive, tmp_path / "out")
     assert "is not a complete npm archive" in str(done.exception)
+
+
+def test_an_archive_writes_nothing_outside_of_its_folder(package: Path, tmp_path: Path) -> None:
+    """Python 3.11 has filters of its own for this from 3.11.4 on only."""
+    inner = package / "package.json"
+    for number, names in enumerate((["../evil.json"], ["/evil.json"], ["a.json", "a.json/b.json"])):
+        archive, scratch = tmp_path / f"{number}.tgz", tmp_path / f"scratch{number}" / "below"
+        scratch.mkdir(parents=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            for name in names:
+                member = tar.gettarinfo(inner)
+                member.name = name
+                tar.addfile(member, io.BytesIO(inner.read_bytes()))
+        with pytest.raises(UserError, match=r"is named '\.\.'|is named ''|is not a complete npm archive"):
+            _unpacked(archive, scratch, "2.2.535")
+        assert not list(scratch.parent.glob("*.json"))
+    assert not Path("/evil.json").exists()
+
+
+def test_a_link_in_an_archive_is_left_out(package: Path, tmp_path: Path) -> None:
+    (package / "json" / "link.json").symlink_to("/etc/passwd")
+    archive = write_archive(tmp_path / "a.tgz", package)
+    (package / "json" / "link.json").unlink()
+    found = _unpacked(archive, tmp_path / "scratch", "2.2.535")
+    assert (found / "package.json").is_file()
+    assert not (found / "json" / "link.json").exists()
 
 
 def test_the_npm_client_fetches_the_package(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +24,7 @@ def lines(folder: Folder) -> list[dict]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock that `journal` reads, in seconds."""
     now = [1000.0]
-    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
 

@@ -198,11 +198,14 @@ def ideas(lines: Lines) -> list[str]:
     """What variants of `neuclip_power` change, on tuning pairs: pilots, outside of the families of comparisons."""
     found = [line for line in lines if line["phase"] == "idea"]
     cells = list(dict.fromkeys(line["cell"] for line in found))
-    rows = [["idea", *(f"{what}, {cell}" for cell in cells for what in ("held-out loss", "R@1, points", "CPU s"))]]
+    rows = [
+        ["idea", *(f"{what}, {cell}" for cell in cells for what in ("seeds", "held-out loss", "R@1, points", "CPU s"))]
+    ]
     for arm in dict.fromkeys(line["arm"] for line in found):
         row = [f"`{arm}`"]
         for cell in cells:
             own = [line for line in found if (line["cell"], line["arm"]) == (cell, arm)]
+            row.append(str(len(own)))
             for measure, (_, form) in COMPARED.items():
                 own_values, others = (
                     {line["seed"]: float(line[measure]) for line in found if (line["cell"], line["arm"]) == (cell, one)}

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 import pydantic
 from pydantic import Field
@@ -29,8 +29,6 @@ from pipeline.errors import UserError
 from pipeline.files import path_below, tar_errors
 
 PACKAGE = "@iconify/json"
-NAMES_CLASH = FileExistsError, NotADirectoryError, IsADirectoryError
-"""Where an archive has a file and a folder of one name."""
 
 
 @section
@@ -175,14 +173,20 @@ def fetch(version: str, folder: Path) -> Path:
 def _unpacked(archive: Path, folder: Path, version: str) -> Path:
     try:
         with tar_errors(), tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                found = tar.extractfile(member) if member.isfile() else None
-                if found is not None and member.name.endswith(".json") and member.name.count("/") <= 2:
-                    target = path_below(folder, member.name, what=f"a file in {archive}")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with target.open("wb") as file:
-                        shutil.copyfileobj(found, file)
-    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, *NAMES_CLASH) as error:
+            wanted = (m for m in tar if m.isfile() and m.name.endswith(".json") and m.name.count("/") <= 2)
+            for member in wanted:  # extractall takes a filter from Python 3.11.4 on only
+                target = path_below(folder, member.name, what=f"a file in {archive}")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    shutil.copyfileobj(cast(IO[bytes], tar.extractfile(member)), file)
+    except (
+        tarfile.TarError,
+        zlib.error,
+        gzip.BadGzipFile,
+        FileExistsError,  # this and the next two: a file and a folder have one name
+        NotADirectoryError,
+        IsADirectoryError,
+    ) as error:
         raise UserError(f"{archive} is not a complete npm archive ({error}): fetch it again.") from error
     _check(folder / "package", version)
     return folder / "package"

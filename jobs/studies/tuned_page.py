@@ -196,26 +196,25 @@ def spread(rows: Lines, measure: str, form: str) -> str:
 
 def ideas(lines: Lines) -> list[str]:
     """What variants of `neuclip_power` change, on tuning pairs: pilots, outside of the families of comparisons."""
-    found = [line for line in lines if line["phase"] == "idea"]
-    cells = list(dict.fromkeys(line["cell"] for line in found))
-    rows = [
-        ["idea", *(f"{what}, {cell}" for cell in cells for what in ("seeds", "held-out loss", "R@1, points", "CPU s"))]
-    ]
-    for arm in dict.fromkeys(line["arm"] for line in found):
+    runs: dict[tuple[str, str], list[Mapping[str, str]]] = {}  # by cell and arm
+    for line in lines:
+        if line["phase"] == "idea":
+            runs.setdefault((line["cell"], line["arm"]), []).append(line)
+    cells, arms = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True)) if runs else ([], [])
+    heads = [f"{what}, {cell}" for cell in cells for what in ("seeds", "held-out loss", "R@1, points", "CPU s")]
+    rows = [["idea", *heads]]
+    for arm in arms:
         row = [f"`{arm}`"]
         for cell in cells:
-            own = [line for line in found if (line["cell"], line["arm"]) == (cell, arm)]
+            own = runs.get((cell, arm), [])
             row.append(str(len(own)))
             for measure, (_, form) in COMPARED.items():
-                own_values, others = (
-                    {line["seed"]: float(line[measure]) for line in found if (line["cell"], line["arm"]) == (cell, one)}
-                    for one in (arm, "base")
+                values, base = (
+                    {line["seed"]: float(line[measure]) for line in some} for some in (own, runs[cell, "base"])
                 )
-                if arm == "base":
-                    row.append(spread(own, measure, form.removeprefix("+")))
-                else:
-                    gain = difference(own_values, others)
-                    row.append(shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=False))
+                gain = None if arm == "base" else difference(values, base)
+                changed = shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=False)
+                row.append(spread(own, measure, form.removeprefix("+")) if arm == "base" else changed)
             row.append(spread(own, "cpu_seconds", ".1f"))
         rows.append(row)
     how = (

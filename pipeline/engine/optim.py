@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -116,9 +117,7 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     """
     groups, lr = list(groups), config.lr
     if config.name == "adamw":
-        # One pass over memory; temporaries the size of DeepSpeed's flat tensors would cost more than the arithmetic.
-        fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
-        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused or None)
+        return _adamw(groups, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
@@ -129,9 +128,12 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
     elif config.name == "muon":
         from timm.optim import Muon
 
-        routed = [{**g, "use_muon": g["name"] == "hidden", "nesterov": g["name"] == "hidden"} for g in groups]
-        settings: dict[str, Any] = {"momentum": config.momentum, "betas": config.betas, "eps": config.eps}
-        optimizer = Muon(routed, lr=lr, ns_coefficients="original", adjust_lr_fn="match_rms_adamw", **settings)
+        hidden, rest = ([g for g in groups if (g["name"] == "hidden") == wanted] for wanted in (True, False))
+        fixed: dict[str, Any] = {"nesterov": True, "ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"}
+        matrices = [{**group, "use_muon": True} for group in hidden]  # without it, timm looks at the shape
+        optimizer = Muon(matrices, lr=lr, momentum=config.momentum, **fixed)
+        optimizer.register_step_post_hook(_count_steps)
+        return _Together([optimizer, *([_adamw(rest, config)] if rest else [])])
     else:
         from timm.optim import Lamb
 
@@ -140,6 +142,27 @@ def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -
         optimizer.register_step_pre_hook(_restore_group_counter)
     optimizer.register_step_post_hook(_count_steps)
     return optimizer
+
+
+class _Together(torch.optim.Optimizer):
+    """Optimizers of different parameters as one, which has their groups and their state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], parts[-1].defaults)
+        self._parts = parts
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups, part.state = [*itertools.islice(groups, len(part.param_groups))], self.state
+            part.step()
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in one pass: temporaries the size of DeepSpeed's flat tensors would cost more than the arithmetic."""
+    fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
 
 
 def step_counter(optimizer: torch.optim.Optimizer, parameter: Tensor, value: float = 0.0) -> Tensor:
@@ -152,10 +175,9 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Keep the number of updates in each parameter's state, as torch's AdamW does, so that checkpoints include it.
 
     ZeRO steps one group after the other; only the parameters of that group are counted. An empty state stays empty:
-    timm's optimizers initialize a state that is empty. The AdamW within Muon counts by itself.
+    timm's optimizers initialize a state that is empty.
     """
-    counted = [group for group in optimizer.param_groups if group.get("use_muon", True)]
-    for p in (p for group in counted for p in group["params"]):
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
         if state := optimizer.state.get(p):
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
 

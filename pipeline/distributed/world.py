@@ -273,7 +273,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, pro
     limit = min(timeout, START_LIMIT)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+        store = _store(rank, size, limit)
         store.set_timeout(timeout)
         cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
@@ -297,6 +297,17 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, *, pro
             f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {in_a_line(error)}"
         ) from error
     return cores
+
+
+def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """A connection to the ranks' store, which torchrun's agent keeps, or rank 0.
+
+    torch's own function waits on rank 0 until all ranks have come, so that nobody could say which one is missing.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", rank, size, timeout=limit))[0]
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*place, size, rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
 
 def limit_collectives(minutes: float) -> None:

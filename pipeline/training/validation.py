@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from pipeline.data.loading.stream_reader import SequentialReader
 from pipeline.data.order.mixture import Mixture, Segments, load_mixture
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
-from pipeline.distributed.world import World
+from pipeline.distributed.world import PatientRanks, World
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.training.recipe import ValidationConfig
@@ -166,20 +166,27 @@ class ValidationHistory:
         self.step = state.get("step", step)
 
 
-def validation_scores(image: Tensor, text: Tensor, *, tau: float) -> dict[str, float]:
-    """The loss of all pairs against each other, and the share whose own partner is the nearest.
+def validation_scores(image: Tensor, text: Tensor, *, tau: float, world: World | None = None) -> dict[str, float]:
+    """The loss of all pairs against each other, and the share whose own partner is the nearest. Collective.
 
     Args:
-        image: [n, d] unit-norm features.
+        image: [n, d] unit-norm features, the same on all ranks.
         text: [n, d]; row i belongs to image i.
         tau: Temperature.
+        world: The ranks, which take the blocks of rows in turn; None: this one.
 
     Returns:
         `loss`, the mean of both directions' cross-entropies (CLIP, arXiv:2103.00020, figure 3, with n for the batch);
-        `image_to_text_r1`, `text_to_image_r1`; and `pairs`, which is n.
+        `image_to_text_r1`, `text_to_image_r1`; and `pairs`, which is n. Bit-identical on any number of ranks.
     """
-    sides = [list(_rows(*pair, tau=tau)) for pair in ((image, text), (text, image))]
-    losses, hits = ([sum(part[k] for part in side) / len(image) for side in sides] for k in (0, 1))
+    world = world or World()
+    blocks, own = range(0, len(image), ROWS), []
+    for start in blocks[world.rank :: world.size]:
+        own.append([_block(*side, start, tau=tau) for side in ((image, text), (text, image))])
+        world.progress()
+    found = PatientRanks(world).gather_objects(own)
+    parts = [found[number % world.size][number // world.size] for number in range(len(blocks))]
+    losses, hits = ([sum(part[side][k] for part in parts) / len(image) for side in (0, 1)] for k in (0, 1))
     return {
         "loss": sum(losses) / 2,
         "image_to_text_r1": hits[0],
@@ -188,13 +195,12 @@ def validation_scores(image: Tensor, text: Tensor, *, tau: float) -> dict[str, f
     }
 
 
-def _rows(queries: Tensor, candidates: Tensor, *, tau: float) -> Iterator[tuple[float, int]]:
-    """Summed cross-entropy and number of hits of blocks of queries."""
-    for start in range(0, len(queries), ROWS):
-        logits = queries[start : start + ROWS] @ candidates.T / tau
-        target = torch.arange(start, start + len(logits))
-        loss = F.cross_entropy(logits.double(), target, reduction="sum")
-        yield float(loss), int((logits.argmax(1) == target).sum())
+def _block(queries: Tensor, candidates: Tensor, start: int, *, tau: float) -> tuple[float, int]:
+    """Summed cross-entropy and number of hits of the block of queries from `start` on."""
+    logits = queries[start : start + ROWS] @ candidates.T / tau
+    target = torch.arange(start, start + len(logits))
+    loss = F.cross_entropy(logits.double(), target, reduction="sum")
+    return float(loss), int((logits.argmax(1) == target).sum())
 
 
 class Validation:
@@ -233,7 +239,7 @@ class Validation:
         """
         image, text = self._pairs.features(model)
         self._report_dropped(len(image))
-        scores = validation_scores(image, text, tau=self._tau)
+        scores = validation_scores(image, text, tau=self._tau, world=self._pairs.world)
         best = self.history.add(scores["loss"], step=step, min_delta=self.config.min_delta)
         return scores, best
 

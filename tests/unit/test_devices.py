@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -181,9 +182,27 @@ def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all("The odd ones: rank 1 on node2" in str(e) for e in meet_all([GPU, CPU], size=3, limit=60.0))
 
 
+def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun and deepspeed: rank 0 must not wait for the others before it can tell which one is missing."""
+    monkeypatch.setattr(world, "START_LIMIT", timedelta(seconds=2))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(world.free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def problem(rank: int) -> str:
+        with pytest.raises(UserError) as error:
+            world._join(rank, 3, torch.device("cpu"), timedelta(minutes=1))
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(problem, (0, 1)):
+            assert "2 of 3 ranks have come after 2 s" in found
+            assert "missing: 2." in found
+
+
 def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(world, "_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
     monkeypatch.setattr(world, "meet", lambda *_, **__: 8)

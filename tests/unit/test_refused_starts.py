@@ -204,7 +204,7 @@ def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object, **__: object) -> None:
         raise torch.distributed.DistNetworkError("Failed to init uv loop")
 
-    monkeypatch.setattr(world_module.dist, "rendezvous", fail)
+    monkeypatch.setattr(world_module.dist, "TCPStore", fail)
     monkeypatch.setattr(world_module, "too_many_files", lambda error: True)
     with (
         pytest.raises(UserError, match=r"too many open files \(\d+ are allowed; Failed .*\): raise `ulimit -n`"),

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from jobs.export import command as export
 from pipeline.checkpoint.layout import best_checkpoint, finished_checkpoints
 from pipeline.data.data_config import DataConfig, Source
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model import evaluation_model
 from pipeline.model.evaluation_model import load_for_evaluation
@@ -61,7 +62,17 @@ def test_the_loss_is_open_clips_and_independent_of_blocks(monkeypatch: pytest.Mo
     assert found["image_to_text_r1"] == pytest.approx(float((similarity.argmax(1) == torch.arange(30)).float().mean()))
     assert found["text_to_image_r1"] == pytest.approx(float((similarity.argmax(0) == torch.arange(30)).float().mean()))
     monkeypatch.setattr(validation, "ROWS", 7)
-    assert validation_scores(image, text, tau=0.05) == pytest.approx(found, rel=1e-9)
+    blockwise = validation_scores(image, text, tau=0.05)
+    assert blockwise == pytest.approx(found, rel=1e-9)
+
+    def scores(world: World) -> dict[str, float]:
+        found, times = validation_scores(image, text, tau=0.05, world=world), world.traffic["progress"]
+        assert times >= 5 // world.size, "a heartbeat would take a long loss for a hang"
+        return found
+
+    monkeypatch.setattr(World, "progress", lambda world: world.traffic.update(progress=1))
+    for size in (1, 2, 3, 7):
+        assert on_ranks(size, scores) == [blockwise] * size
 
 
 def test_features_are_bit_identical_on_any_number_of_ranks(base: Path) -> None:

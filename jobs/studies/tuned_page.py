@@ -55,11 +55,38 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
         f"({'; '.join(families)})."
     )
     text = ["# Tuned methods on pairs that are learned", "", how, "", f"![{CAPTION}]({FIGURE})"]
+    for measure, (title, form) in COMPARED.items():
+        rows = overview([cell for phase, cell in arms_of if phase == "report"], compared, significant, arms=arms,
+                        measure=measure, form=form)  # fmt: skip
+        text += ["", f"## All cells: {title} against `openclip`", "", *rows]
     for phase, cell in arms_of:
         own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
         text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
         text += table(own, phase, cell, compared, significant, arms=arms)
     return "\n".join([*text, "", *ideas(lines), "", *tuning(lines, arms=arms)]) + "\n"
+
+
+def overview(
+    cells: Sequence[str],
+    compared: Mapping[Comparison, Spread],
+    significant: Iterable[Comparison],
+    *,
+    arms: Sequence[str],
+    measure: str,
+    form: str,
+) -> list[str]:
+    """A table with a row for each cell and a column for each arm: its difference from `openclip` in one measure."""
+    others = [arm for arm in arms if arm != "openclip"]
+    text = [["cell", *(f"`{arm}`" for arm in others)]]
+    for cell in sorted(cells, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]):
+        row = [cell]
+        for arm in others:
+            key = ("report", cell, arm, "openclip", measure)
+            gain = compared.get(key)
+            error = gain.half_width if gain else None
+            row.append(shown_difference(gain, form, error=error, is_clear=key in significant))
+        text.append(row)
+    return as_lines(text)
 
 
 def figure(lines: Lines) -> str:

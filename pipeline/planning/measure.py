@@ -176,12 +176,14 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
     alone, phases = _steps_alone(trainer, batch, seconds=SHARES["step"] * seconds)
     evaluation = run.batch_size / _mean_seconds(lambda: _encode(trainer, batch), SHARES["evaluation"] * seconds, world)
     rates, waits, parts = [], [], 4
+    peaks = [phases.get("memory_gib", 0.0)]  # since the reading before
     for _ in range(parts):  # in parts, because the spread among them says how far to trust the figure
         trainer.meter.start()
         _mean_seconds(lambda: _train(trainer), TRAINING_SHARE / parts * seconds, world)
         read = trainer.meter.read()
         rates.append(read["samples_per_second"])
         waits.append(read["data_wait"])
+        peaks.append(read.get("memory_gib", 0.0))
     snapshot, write = _checkpoint(trainer, batch)
     return RunMeasurement(
         ranks=ranks,
@@ -199,7 +201,7 @@ def _measure(trainer: Trainer, *, ranks: int, seconds: float) -> RunMeasurement:
         snapshot_seconds=snapshot,
         write_seconds=write,
         evaluation=evaluation,
-        device_gib=torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else None,
+        device_gib=max(*peaks, torch.cuda.max_memory_allocated() / 2**30) if world.device.type == "cuda" else None,
         host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, world
 from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
+from pipeline.distributed.timing import Meter, Phases
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import Accelerated, EvaluationConfig
@@ -294,3 +295,30 @@ def test_a_contender_frees_its_memory_before_it_replies(monkeypatch: pytest.Monk
     args = options.parse_arguments(["--device", "cpu"])
     options.contender(Pipe(), options.settings_of(args, "none"))  # type: ignore[arg-type]
     assert events == ["steps", "free", "reply"] * 3 + ["reply"]
+
+
+def test_the_measured_memory_is_that_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter's readings reset the peak: what is allocated at the end has no activations."""
+    memory = {"now": 5 * 2**30, "peak": 5 * 2**30}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: memory.update(peak=memory["now"]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "_encode", lambda *_: None)
+    monkeypatch.setattr(measure, "_checkpoint", lambda *_: (0.1, 0.2))
+    meter = Meter(8, Phases(torch.device("cpu")))
+
+    def train_step(_: int, lr_scale: float = 1.0) -> None:
+        memory["peak"] = max(memory["peak"], 50 * 2**30)
+        meter.count()
+
+    trainer = SimpleNamespace(
+        run=SimpleNamespace(batch_size=8),
+        world=SimpleNamespace(device=torch.device("cuda"), cores=4),
+        meter=meter,
+        train_step=train_step,
+        batches=SimpleNamespace(next=lambda: 0, settle=lambda: None, _loader=iter(())),
+        state=SimpleNamespace(step=0, loader=SimpleNamespace(workers=2)),
+    )
+    monkeypatch.setattr(measure, "next", lambda _: 0, raising=False)
+    assert measure._measure(trainer, ranks=1, seconds=0.1).device_gib == 50  # type: ignore[arg-type]

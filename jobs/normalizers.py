@@ -30,7 +30,7 @@ def command(run: str, overrides: tuple[str, ...], samples: int | None, save: boo
     """
     from pipeline.analysis.normalizer_error import checkpoints_of, measure, run_of, save_rows
     from pipeline.config import parse_overrides
-    from pipeline.distributed.world import start_world
+    from pipeline.distributed.start import start_world
 
     with start_world(device=device) as world:
         tell = click.echo if world.is_main else (lambda message: None)

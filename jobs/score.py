@@ -80,7 +80,7 @@ def command(
     )
     from pipeline.analysis.scorer import make_scorer
     from pipeline.data.shards.check_shards import check_caption
-    from pipeline.distributed.world import start_world
+    from pipeline.distributed.start import start_world
     from pipeline.files import check_writable, replacing
 
     field = CaptionField.parse(caption, option="--caption")

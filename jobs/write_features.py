@@ -46,7 +46,7 @@ def command(
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
-    from pipeline.distributed.world import start_world
+    from pipeline.distributed.start import start_world
     from pipeline.model.evaluation_model import load_for_evaluation
     from pipeline.training.teacher import FACTS, TeacherFacts
 

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from jobs.bench.harness import alternate, parser, ratios, show
 from pipeline.checkpoint.writer import CheckpointConfig, CheckpointWriter, Snapshot
-from pipeline.distributed.world import World, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig

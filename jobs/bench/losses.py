@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jobs.bench.harness import make_data, show
 from jobs.bench.train import OPTIMIZER, head, open_clip_train, ours, step_parser
-from pipeline.distributed.world import start_world
+from pipeline.distributed.start import start_world
 
 LR_SCALE = 0.2
 PART = 50

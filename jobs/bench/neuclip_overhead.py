@@ -31,7 +31,8 @@ from torch import Tensor
 
 from jobs.bench.harness import SEED, Value, alternate, make_data, ratios, seconds, show
 from jobs.bench.train import Rounds, head, ours, prototypes_of, step_parser
-from pipeline.distributed.world import World, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 
 from jobs.bench.harness import Child, alternate, make_data, ratios, seconds, show
 from jobs.bench.train import head, ours, step_parser
-from pipeline.distributed.world import start_world
+from pipeline.distributed.start import start_world
 from pipeline.metrics.mfu import known_peak, training_flops
 from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming

@@ -13,7 +13,7 @@ import torch
 
 from jobs.bench.harness import CAPTIONS, SEED, Data, make_data, ratios, show
 from jobs.bench.train import Rounds, head, step_parser, step_seconds
-from pipeline.distributed.world import start_world
+from pipeline.distributed.start import start_world
 from pipeline.model.towers import ModelConfig, Towers, build_towers
 from pipeline.model.trimming import TextChunks, text_trimming
 from pipeline.training.step import micro_batches

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from jobs.bench.harness import CAPTIONS, SEED, Data, alternate, make_data, parser, pinned, place, ratios, seconds, show
 from pipeline.data.loading.decode import normalize
-from pipeline.distributed.world import World, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 import torch
 
-from pipeline.distributed.world import free_port, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import free_port, leave
 
 SIZES = {"cpu": 2**22, "cuda": 2**27}
 """Numbers in the all-reduce that is timed: on GPUs, more than latency would hide."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -110,15 +110,14 @@ class StartWatch(PeerWatch):
     """The same through the store, in which each rank has a heartbeat and the failed ones their records.
 
     Args:
-        world: The ranks.
-        lost_after: As for `PeerWatch`.
+        store: A connection to the ranks' store that nobody else uses.
+        keys: What the names of this watch's entries there begin with.
+        rank, size, lost_after: As for `PeerWatch`.
     """
 
-    def __init__(self, world: World, *, lost_after: float) -> None:
-        world.traffic["start_watched.calls"] += 1
-        self._keys = f"start/{world.traffic['start_watched.calls']}"
-        self._store: Any = world.store()
-        super().__init__(Path(), rank=world.rank, size=world.size, lost_after=lost_after, start="")
+    def __init__(self, store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> None:
+        self._store, self._keys = store, keys
+        super().__init__(Path(), rank=rank, size=size, lost_after=lost_after, start="")
 
     def beat(self, text: str) -> None:
         """Write this rank's heartbeat; an empty one is its last."""
@@ -140,21 +139,28 @@ class StartWatch(PeerWatch):
         return text or f"none at {time.monotonic()}"  # nobody is dead who is through, or still in the stage before
 
 
-@contextmanager
-def start_watched(world: World, *, lost_after: float) -> Iterator[None]:
+def start_watched(world: World, *, lost_after: float) -> AbstractContextManager[None]:
     """Inside, this process ends with EXIT_STALLED if another rank fails or dies. Collective.
 
     The start of a run has collectives, too, in which NCCL would wait for that rank until its time limit.
     """
     if world.size == 1:
-        yield
-        return
-    watch, done, interval = StartWatch(world, lost_after=lost_after), threading.Event(), min(5.0, lost_after / 5)
+        return nullcontext()
+    world.traffic["start_watched.calls"] += 1
+    keys = f"start/{world.traffic['start_watched.calls']}"
+    return watched(world.store(), keys, rank=world.rank, size=world.size, lost_after=lost_after)
+
+
+@contextmanager
+def watched(store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> Iterator[None]:
+    """As `start_watched`, when there is no process group yet. For the arguments see `StartWatch`."""
+    watch = StartWatch(store, keys, rank=rank, size=size, lost_after=lost_after)
+    done, interval = threading.Event(), min(5.0, lost_after / 5)
     who, looks = f"{socket.gethostname()}, process {os.getpid()}", 0
     failed: tuple[int, str] | None = None
 
     def leave(lost: str) -> NoReturn:
-        text = f"Rank {world.rank} on {socket.gethostname()}: {lost.rstrip('.')}. This was at the start."
+        text = f"Rank {rank} on {socket.gethostname()}: {lost.rstrip('.')}. This was at the start."
         print(text, file=sys.stderr, flush=True)
         record_exit(EXIT_STALLED, text)
         os._exit(EXIT_STALLED)
@@ -168,7 +174,7 @@ def start_watched(world: World, *, lost_after: float) -> Iterator[None]:
                 watch.beat(f"{who}, number {looks}")
                 if lost := watch.look():
                     watch.end(EXIT_STALLED, lost)
-                    if world.is_main:  # the store may end with this process
+                    if rank == 0:  # the store may end with this process
                         time.sleep(3 * interval)
                     leave(lost)
                 gone = 0

@@ -17,7 +17,8 @@ import torch
 
 from pipeline.cores import only_cores, usable_cores
 from pipeline.data.loading.loader import Batch
-from pipeline.distributed.world import World, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig
 from pipeline.training.run import setup

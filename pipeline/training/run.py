@@ -17,7 +17,8 @@ from pipeline.distributed.exit_record import record_exit, stop_recording
 from pipeline.distributed.peers import LostRank, start_watched
 from pipeline.distributed.precision import why_bf16_is_slow
 from pipeline.distributed.signals import StopSignals, ignore_stop_signals
-from pipeline.distributed.world import World, lost_contact, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, lost_contact
 from pipeline.engine.engine_config import in_fp32
 from pipeline.errors import UserError, exit_code_of, too_many_files, too_many_files_message
 from pipeline.metrics.logger import open_telemetry
@@ -171,10 +172,13 @@ def _begin(trainer: Trainer) -> None:
 
 def stage_trainers(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = False) -> Generator[Trainer]:
     """As `trainers`, in a process group and a locked folder of its own."""
+    limit, lost_after = collectives_limit(run), run.engine.lost_rank_seconds
     with (
-        start_world(timeout_minutes=collectives_limit(run), device=run.engine.device) as world,
-        hold_folder(run, world=world),
+        start_world(timeout_minutes=limit, device=run.engine.device, lost_after=lost_after) as world,
+        ExitStack() as held,
     ):
+        with start_watched(world, lost_after=lost_after):
+            held.enter_context(hold_folder(run, world=world))
         yield from trainers(run, world=world, resume=resume, new_batch_size=new_batch_size)
 
 

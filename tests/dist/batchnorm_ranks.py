@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.model.image_tower import use_fp32_batch_norms
 from pipeline.training.step import frozen_statistics
 

@@ -12,7 +12,8 @@ from typing import Any
 from pipeline.config import parse
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.loader import Loader, build_loader
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from tests.shards import count_tokens
 

@@ -13,7 +13,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 import pipeline.engine.state
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
 from pipeline.engine.optim import OptimizerConfig

@@ -2,6 +2,7 @@
 
 python -m tests.dist.lost_rank RUN ENDING RANK
 python -m tests.dist.lost_rank start ENDING RANK         before there are heartbeats
+python -m tests.dist.lost_rank group ENDING RANK         while the process group is made
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pipeline.distributed.exit_record import record_exit, start_recording
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.peers import start_watched
+from pipeline.distributed.start import start_world
 from pipeline.distributed.timing import Phases
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 
 LOST_AFTER = 3.0
@@ -54,6 +57,21 @@ def start(how: str, victim: int) -> None:
     leave(0)
 
 
+def group(how: str, victim: int) -> None:
+    """Ranks that wait in `init_process_group` for one that ends there."""
+
+    def lost(*_: object, **__: object) -> None:
+        time.sleep(LOST_AFTER)
+        if how == "error":
+            raise dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:100, unhandled system error")
+        end(how)
+
+    if int(os.environ["RANK"]) == victim:
+        dist.init_process_group = lost
+    with start_world(device="cpu", lost_after=LOST_AFTER):
+        leave(0)
+
+
 def main(run: Path, how: str, victim: int) -> None:
     rank = int(os.environ["RANK"])
     device = torch.device("cuda" if how == "abort" and rank == victim else "cpu")
@@ -70,6 +88,6 @@ def main(run: Path, how: str, victim: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        start(sys.argv[2], int(sys.argv[3]))
+    if sys.argv[1] in ("start", "group"):
+        (start if sys.argv[1] == "start" else group)(sys.argv[2], int(sys.argv[3]))
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

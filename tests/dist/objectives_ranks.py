@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.objectives import Objective, build_objective, pairwise
 from pipeline.objectives.distill import Teacher

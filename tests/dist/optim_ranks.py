@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import DS_CONFIGS, EngineConfig
 from pipeline.engine.optim import OptimizerConfig, build_optimizer, parameter_groups

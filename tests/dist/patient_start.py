@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 
 from pipeline.distributed.peers import work_on_main
-from pipeline.distributed.world import leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import leave
 
 LIMIT, SECONDS = 3.0, 8.0
 

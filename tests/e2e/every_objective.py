@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from pipeline.distributed.world import leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import leave
 from pipeline.objectives import objective_names
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import setup

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.distributed.world import leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import leave
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig

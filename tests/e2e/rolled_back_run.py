@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.distributed.world import World, leave, start_world
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, leave
 from pipeline.errors import UserError
 from pipeline.objectives import ObjectiveOutput, register
 from pipeline.objectives.openclip import OpenClip, OpenClipConfig

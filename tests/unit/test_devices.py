@@ -20,9 +20,10 @@ import torch.distributed as dist
 from jobs.bench import options
 from pipeline.cores import cores_of_rank, cpu_quota, only_cores, usable_cores
 from pipeline.data.data_config import DataConfig, default_workers
-from pipeline.distributed import devices, world
+from pipeline.distributed import devices, start
 from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
 from pipeline.distributed.timing import Meter, Phases
+from pipeline.distributed.world import free_port
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
 from pipeline.evaluation.run.session import Accelerated, EvaluationConfig
@@ -151,8 +152,8 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch
     def joined(*_: object, problem: str, **__: object) -> int:
         raise UserError(f"in the store: {problem}")
 
-    monkeypatch.setattr(world, "choose_device", no_device)
-    monkeypatch.setattr(world, "_join", joined)
+    monkeypatch.setattr(start, "choose_device", no_device)
+    monkeypatch.setattr(start, "_join", joined)
     for name, value in (
         ("RANK", "1"),
         ("LOCAL_RANK", "1"),
@@ -161,7 +162,7 @@ def test_a_rank_without_a_device_says_why_to_all(monkeypatch: pytest.MonkeyPatch
         ("MASTER_PORT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="in the store: node2 has no GPU"), world.start_world():
+    with pytest.raises(UserError, match="in the store: node2 has no GPU"), start.start_world():
         pass
 
 
@@ -185,14 +186,14 @@ def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under srun and deepspeed: rank 0 must not wait for the others before it can tell which one is missing."""
-    monkeypatch.setattr(world, "START_LIMIT", timedelta(seconds=2))
+    monkeypatch.setattr(start, "START_LIMIT", timedelta(seconds=2))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(world.free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
     def problem(rank: int) -> str:
         with pytest.raises(UserError) as error:
-            world._join(rank, 3, torch.device("cpu"), timedelta(minutes=1))
+            start._join(rank, 3, torch.device("cpu"), timedelta(minutes=1))
         return str(error.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -203,15 +204,15 @@ def test_missing_ranks_are_named_where_rank_0_keeps_the_store(monkeypatch: pytes
 
 def test_the_process_group_is_bound_to_the_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(world, "_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(start, "_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", uuid="GPU-a"))
-    monkeypatch.setattr(world, "meet", lambda *_, **__: 8)
-    world._join(0, 2, torch.device("cuda", 0), timedelta(minutes=1))
+    monkeypatch.setattr(start, "meet", lambda *_, **__: 8)
+    start._join(0, 2, torch.device("cuda", 0), timedelta(minutes=1))
     assert (made["backend"], made["device_id"]) == ("nccl", torch.device("cuda", 0))
-    world._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
+    start._join(0, 1, torch.device("cuda", 0), timedelta(minutes=1))
     assert (made["backend"], made["device_id"]) == ("nccl", None)
-    world._join(0, 2, torch.device("cpu"), timedelta(minutes=1))
+    start._join(0, 2, torch.device("cpu"), timedelta(minutes=1))
     assert (made["backend"], made["device_id"]) == ("gloo", None)
 
 

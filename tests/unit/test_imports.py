@@ -72,6 +72,7 @@ SHARED = {
 ONLY_IMPORTERS = {
     "torch.distributed": {
         "pipeline.distributed.world",
+        "pipeline.distributed.start",
         "pipeline.distributed.devices",
         "pipeline.distributed.launch",
         "jobs.bench.checkpoint",

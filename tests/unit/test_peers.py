@@ -13,7 +13,6 @@ import torch.distributed as dist
 from pipeline.distributed import peers
 from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.peers import PeerWatch, StartWatch
-from pipeline.distributed.world import World
 from pipeline.postmortem.diagnosis import diagnose
 from pipeline.postmortem.evidence import read_evidence
 from tests.launch import run
@@ -124,13 +123,10 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(tmp_path: Path, clock: Cl
     assert watch.look() == ""
 
 
-def test_a_rank_that_comes_late_to_a_start_or_is_through_is_not_dead(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_comes_late_to_a_start_or_is_through_is_not_dead(clock: Clock) -> None:
     """Between two stages, rank 0 may wait for an upload."""
     store = dist.HashStore()
-    monkeypatch.setattr(World, "store", lambda _: store)
-    watch, other = (StartWatch(World(rank=rank, size=2), lost_after=45.0) for rank in range(2))
+    watch, other = (StartWatch(store, "start", rank=rank, size=2, lost_after=45.0) for rank in range(2))
 
     def looks(text: str | None) -> list[bool]:
         if text is not None:
@@ -183,18 +179,20 @@ def test_all_ranks_end_when_one_is_lost_in_a_collective(ranks: int, how: str, vi
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "said"),
+    ("place", "how", "victim", "said"),
     [
-        ("error", 3, r"rank 3 \(.*, process \d+\) ended with 2: UserError: its GPU has no free memory"),
-        ("error", 0, "store is gone, and with it rank 0|rank 0 .* its GPU has no free memory"),
-        ("killed", 2, r"rank 2 without a heartbeat for \d+ s.* Its last one: .*, process \d+, number \d+"),
-        ("killed", 0, "the ranks' store is gone, and with it rank 0"),
-        ("frozen", 0, "the ranks' store does not answer: rank 0, its node"),
+        ("start", "error", 3, r"rank 3 \(.*, process \d+\) ended with 2: UserError: its GPU has no free memory"),
+        ("start", "error", 0, "store is gone, and with it rank 0|rank 0 .* its GPU has no free memory"),
+        ("start", "killed", 2, r"rank 2 without a heartbeat for \d+ s.* Its last one: .*, process \d+, number \d+"),
+        ("start", "killed", 0, "the ranks' store is gone, and with it rank 0"),
+        ("start", "frozen", 0, "the ranks' store does not answer: rank 0, its node"),
+        ("group", "error", 1, "gloo cannot connect rank 1 on .* with the others: NCCL error in: .* system error"),
+        ("group", "frozen", 2, r"rank 2 without a heartbeat for \d+ s"),
     ],
 )
-def test_all_ranks_end_when_one_is_lost_at_the_start(how: str, victim: int, said: str) -> None:
+def test_all_ranks_end_when_one_is_lost_at_the_start(place: str, how: str, victim: int, said: str) -> None:
     """Regression test: before the first step, the others waited in NCCL until its time limit."""
-    done = run("tests.dist.lost_rank", "start", how, str(victim), ranks=4, check=False, timeout=120)
+    done = run("tests.dist.lost_rank", place, how, str(victim), ranks=4, check=False, timeout=120)
     for rank in set(range(4)) - {victim}:
         (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"Rank {rank} on ")]
         assert re.search(said, line), line

@@ -17,8 +17,9 @@ from jobs.cli import cli
 from jobs.cli import run as run_command
 from jobs.known_settings import check_given, complete_settings, run_settings
 from pipeline.config import parse
-from pipeline.distributed import world as world_module
-from pipeline.distributed.world import World, start_world
+from pipeline.distributed import start as start_module
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.model_folder import save_tensors
 from pipeline.training import run as run_module
@@ -204,8 +205,8 @@ def test_too_many_open_files_are_no_network_error(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object, **__: object) -> None:
         raise torch.distributed.DistNetworkError("Failed to init uv loop")
 
-    monkeypatch.setattr(world_module.dist, "TCPStore", fail)
-    monkeypatch.setattr(world_module, "too_many_files", lambda error: True)
+    monkeypatch.setattr(start_module.dist, "TCPStore", fail)
+    monkeypatch.setattr(start_module, "too_many_files", lambda error: True)
     with (
         pytest.raises(UserError, match=r"too many open files \(\d+ are allowed; Failed .*\): raise `ulimit -n`"),
         start_world(),

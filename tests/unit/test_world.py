@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed import world
-from pipeline.distributed.world import World, limit_collectives, start_world
+from pipeline.distributed import start
+from pipeline.distributed.start import start_world
+from pipeline.distributed.world import World, limit_collectives
 from pipeline.errors import UserError
 from pipeline.training.recipe import parse_recipe
 from pipeline.training.run_start import hold_folder
@@ -86,7 +87,7 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
     """This is NCCL with several ranks after an error; a single process cannot create it, so it is mocked."""
     destroyed = []
     monkeypatch.setattr(dist, "is_initialized", lambda: bool(joined) and not destroyed)
-    monkeypatch.setattr(world, "_join", lambda *_, **__: joined.append("group") or 1)
+    monkeypatch.setattr(start, "_join", lambda *_, **__: joined.append("group") or 1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
@@ -99,8 +100,8 @@ def test_a_process_group_is_kept_only_where_destroying_it_would_block(monkeypatc
         joined: list[str] = []
         destroyed.clear()
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        monkeypatch.setattr(world, "choose_device", lambda *_, device=device, **__: torch.device(device))
-        monkeypatch.setattr(world, "Phases", lambda device: None)
+        monkeypatch.setattr(start, "choose_device", lambda *_, device=device, **__: torch.device(device))
+        monkeypatch.setattr(start, "Phases", lambda device: None)
         try:
             with start_world():
                 if fails:

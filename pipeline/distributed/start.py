@@ -1,0 +1,169 @@
+"""How a process joins the ranks of its run: environment of the launcher, store, devices, process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.cores import usable_cores
+from pipeline.distributed.devices import choose_device, describe_rank, meet
+from pipeline.distributed.exit_record import EXIT_STALLED
+from pipeline.distributed.peers import watched
+from pipeline.distributed.timing import Phases
+from pipeline.distributed.world import World, free_port
+from pipeline.errors import UserError, in_a_line, too_many_files, too_many_files_message
+
+RECORDED_COLLECTIVES = 2000
+"""That torch's flight recorder keeps on every rank."""
+START_LIMIT = timedelta(minutes=10)
+"""For all ranks to come; imports from a busy shared file system take minutes."""
+
+
+class NoGroup(UserError):
+    """The backend could not connect this rank with the others."""
+
+    exit_code = EXIT_STALLED
+
+
+@contextmanager
+def start_world(
+    *, timeout_minutes: float = 30.0, device: str = "auto", lost_after: float | None = None
+) -> Iterator[World]:
+    """Join the process group that the launcher's environment describes, and leave it at the end.
+
+    Works under `deepspeed`, `torchrun` and `srun`, and in a plain process, which is a group of one.
+
+    Args:
+        timeout_minutes: Limit for a collective.
+        device: "auto" (CUDA if there is a GPU), "cpu" or "cuda".
+        lost_after: Ends this process if another rank fails or dies while the group is made, as `start_watched` does;
+            None: the backend's own limits hold.
+
+    Raises:
+        UserError: The launcher's environment is incomplete, or there is no such device.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if name in os.environ]
+    if present and "WORLD_SIZE" in present and len(present) < len(names):
+        missing = ", ".join(sorted(set(names) - set(present)))
+        raise UserError(
+            f"The launcher set {', '.join(present)} but not {missing}: start with deepspeed, torchrun or srun."
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in present and int(tasks) > 1:
+        raise UserError(
+            f"srun started {tasks} processes that do not know of each other. Use jobs/cluster/train.sbatch, or export "
+            "in each: RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR (the first "
+            "node) and MASTER_PORT. For one process: srun --ntasks=1."
+        )
+    with nullcontext() if "WORLD_SIZE" in present else _environment_of_one_process():
+        rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        owned, problem = not dist.is_initialized(), ""
+        try:
+            chosen = choose_device(device, local_rank=local_rank, ranks=size)
+        except UserError as error:
+            if size == 1 or not owned:
+                raise
+            chosen, problem = torch.device("cpu"), str(error)  # the others would wait for this rank
+        backend, limit = "nccl" if chosen.type == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
+        cores = _join(rank, size, chosen, limit, problem=problem, lost_after=lost_after) if owned else usable_cores()
+        failed = True
+        try:
+            yield World(rank=rank, size=size, local_rank=local_rank, device=chosen, phases=Phases(chosen), cores=cores)
+            failed = False
+        finally:
+            # NCCL would wait here for its peers, which wait in a collective for this rank, and hide its error.
+            if owned and dist.is_initialized() and not (failed and backend == "nccl" and size > 1):
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _environment_of_one_process() -> Iterator[None]:
+    """Set a launcher's variables for one rank, and restore them: programs started later must not meet at this port."""
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    own["MASTER_PORT"] = str(free_port())
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _join(
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    problem: str = "",
+    lost_after: float | None = None,
+) -> int:
+    """Create the process group. Returns this rank's number of cores.
+
+    Raises:
+        UserError: The meeting point is taken or cannot be reached, a rank has a problem, or the ranks' devices do not
+            fit together.
+        NoGroup: The group cannot be made.
+    """
+    limit = min(timeout, START_LIMIT)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
+    try:
+        store = _store(rank, size, limit)
+        store.set_timeout(timeout)
+        cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
+        on_gpu = device.type == "cuda"
+        backend = "nccl" if on_gpu else "gloo"
+        with ExitStack() as stack:
+            if lost_after and size > 1:
+                own: Any = store
+                stack.enter_context(watched(own.clone(), "group", rank=rank, size=size, lost_after=lost_after))
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("default_pg", store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                    # Connects now, so that a broken link shows before the model is built; one rank has no peer.
+                    device_id=device if on_gpu and size > 1 else None,
+                )
+            except dist.DistBackendError as error:
+                raise NoGroup(
+                    f"{backend} cannot connect rank {rank} on {socket.gethostname()} with the others: "
+                    f"{in_a_line(error)}. If another rank has ended, its own message says why; else look at "
+                    "`neuclip doctor` on this node, and start again with NCCL_DEBUG=INFO."
+                ) from error
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if too_many_files(error):
+            raise UserError(too_many_files_message(error)) from error
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        taken = "EADDRINUSE" in str(error) or "already in use" in str(error)
+        why = "is used by another program" if taken else f"cannot be reached from {socket.gethostname()}"
+        raise UserError(
+            f"The ranks cannot meet at {place}, which {why}: set MASTER_PORT to a free port (torchrun: "
+            f"--master-port; deepspeed: --master_port), and MASTER_ADDR to the first node. {in_a_line(error)}"
+        ) from error
+    return cores
+
+
+def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """A connection to the ranks' store, which torchrun's agent keeps, or rank 0.
+
+    torch's own function waits on rank 0 until all ranks have come, so that nobody could say which one is missing.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", rank, size, timeout=limit))[0]
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*place, size, rank == 0, timeout=limit, wait_for_workers=False, multi_tenant=True)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from jobs.bench.kernel_trace import _FREE
 from pipeline.distributed.timing import Phases
 
-READS = ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero")
+READS = ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero", "cpu", "numpy")
 """Methods that read a tensor's values: for one on a GPU the host waits."""
 OUTSIDE = ("/torch/", "/recorder.py", "/contextlib.py", "/nvtx.py", "/logging.py")
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeline.distributed.timing import Meter
 from pipeline.distributed.world import World
 from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 from pipeline.engine.engine_config import EngineConfig
@@ -27,6 +29,7 @@ from pipeline.model.towers import ModelConfig, build_towers
 from pipeline.model.trimming import text_trimming
 from pipeline.objectives import build_objective
 from pipeline.training.step import TrainStep, micro_batches
+from pipeline.training.trainer import Trainer
 from tests.cuda_without_gpu.recorder import Record, RecordedPhases, pretend, recording
 from tests.towers import write_tiny
 
@@ -36,8 +39,9 @@ FILES = ("zero0_fp32", "zero0_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16")  
 
 
 def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record) -> Record:
-    """The second step of a new engine."""
-    world = World(rank=0, size=ranks, phases=RecordedPhases(record))
+    """The second step of a new engine, as the trainer takes it."""
+    phases = RecordedPhases(record)
+    world = World(rank=0, size=ranks, phases=phases)
     towers, architecture = build_towers(ModelConfig(arch=arch), seed=0)
     trimming = text_trimming(towers.clip, wanted=None)
     engine = DeepSpeedEngine(
@@ -58,13 +62,22 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     size = architecture.image_size
     image = torch.randn(LOCAL, 3, size, size, generator=torch.Generator().manual_seed(0)).to(engine.dtype)
     text = architecture.tokenize([f"a photo of number {index}" for index in range(LOCAL)])
-    lengths = trimming.lengths(text) if trimming else None
-    for number in range(2):
+    position = SimpleNamespace(batch=1)
+    batch: Any = SimpleNamespace(image=image, text=text, sample_id=torch.arange(LOCAL), position=position)
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(step=0, ema=None, loader=SimpleNamespace(steps_per_epoch=100)),
+        batches=SimpleNamespace(image=lambda batch: batch.image, fetch_ahead=lambda _: None),
+        normalized=lambda image: image,
+        trimming=trimming,
+        take_step=step,
+        meter=Meter(LOCAL, phases),
+        phases=phases,
+        **dict.fromkeys(("selection", "image_features", "teacher", "gradient_check")),
+    )
+    for trainer.state.step in range(2):
         record.__init__()  # type: ignore[misc]
         with recording(record):
-            result = step(
-                (image, text), sample_ids=torch.arange(LOCAL), step=number, lr_scale=1.0, text_lengths=lengths
-            )
+            result = Trainer.train_step(trainer, batch, lr_scale=1.0)
         assert result.applied
     return record
 

@@ -107,7 +107,7 @@ def driver_sign() -> str:
     """What shows that this node has an NVIDIA GPU; empty if nothing does, or if its GPUs are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    if found := sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")):
+    if found := sorted(str(path) for path in Path("/dev").glob("nvidia*")):
         return found[0]
     return "nvidia-smi" if shutil.which("nvidia-smi") else ""
 

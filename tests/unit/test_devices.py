@@ -97,6 +97,10 @@ def test_a_driver_that_torch_cannot_use_is_an_error_under_a_launcher(monkeypatch
         choose_device("auto", local_rank=2, ranks=8)
     assert choose_device("auto", local_rank=0, ranks=1).type == "cpu"
     assert choose_device("cpu", local_rank=2, ranks=8).type == "cpu"
+    # A GPU that has fallen off its bus leaves the driver's own devices.
+    monkeypatch.setattr(devices.Path, "glob", lambda _, of: [p for p in (Path("/dev/nvidiactl"),) if p.match(of)])
+    with pytest.raises(UserError, match="node7 has /dev/nvidiactl, but torch"):
+        choose_device("auto", local_rank=2, ranks=8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
     assert choose_device("auto", local_rank=2, ranks=8).type == "cpu"
     with pytest.raises(UserError, match=r"no CUDA device here \(node7\)"):

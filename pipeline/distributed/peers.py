@@ -168,7 +168,7 @@ def watched(store: Any, keys: str, *, rank: int, size: int, lost_after: float) -
     def look() -> None:
         nonlocal looks
         gone = 0
-        while not done.wait(interval):
+        while True:  # the first beat comes at once: a rank without one counts as not yet here
             looks += 1
             try:
                 watch.beat(f"{who}, number {looks}")
@@ -182,6 +182,8 @@ def watched(store: Any, keys: str, *, rank: int, size: int, lost_after: float) -
                 gone += 1
                 if gone > 1:
                     leave(f"the ranks' store is gone, and with it rank 0 or its launcher ({error})")
+            if done.wait(interval):
+                break
         with suppress(RuntimeError):
             if failed:
                 watch.end(*failed)

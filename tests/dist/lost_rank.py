@@ -61,7 +61,7 @@ def group(how: str, victim: int) -> None:
     """Ranks that wait in `init_process_group` for one that ends there."""
 
     def lost(*_: object, **__: object) -> None:
-        time.sleep(LOST_AFTER)
+        time.sleep(LOST_AFTER / 10)  # before its second heartbeat
         if how == "error":
             raise dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:100, unhandled system error")
         end(how)

@@ -212,12 +212,13 @@ def contradiction(found: Sequence[RankDevice]) -> str:
             f"The other {len(others)} are like {others[0]}. Look at `nvidia-smi` and `neuclip doctor` on "
             f"{_shortened(sorted({r.host for r in odd}))}, or set engine.device for all."
         )
-    holders: dict[tuple[str, str], RankDevice] = {}
+    holders: dict[str, RankDevice] = {}  # by a number that no two GPUs share: containers of a node have their own names
     for rank in found:
-        other = holders.setdefault((rank.host, rank.gpu), rank) if rank.gpu else rank
+        other = holders.setdefault(rank.gpu, rank) if rank.gpu else rank
         if other is not rank:
+            places = rank.host if other.host == rank.host else f"{other.host} and {rank.host}"
             return (
-                f"Ranks {other.rank} and {rank.rank} on {rank.host} have the same GPU ({rank.device}, {rank.gpu}): "
+                f"Ranks {other.rank} and {rank.rank} on {places} have the same GPU ({rank.device}, {rank.gpu}): "
                 "start at most one process per GPU, or give each task its own (srun --gpus-per-task=1)."
             )
     return ""

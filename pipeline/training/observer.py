@@ -198,7 +198,9 @@ def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -
     """The slowest rank of the steps since the last record; empty for a single rank. Collective.
 
     All ranks take equally long for a step, because the fast ones wait for the slow ones in a collective. What differs
-    is the time outside the objective's collectives, which are the first ones of a step: loading and the forward pass.
+    is the time outside the objective's collectives and the optimizer's phase, in which ZeRO stages 0 and 1 reduce the
+    gradients: loading, forward and backward pass. Stages 2 and 3 reduce them during the backward pass, where a slow
+    rank is therefore not found.
 
     Args:
         world: The ranks.
@@ -206,13 +208,13 @@ def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -
         batch_size: Samples of a step over all ranks.
 
     Returns:
-        `slowest_rank` (the lowest of equally slow ones), its `slowest_rank_ms` per step outside the objective's
-        collectives, the same as `median_rank_ms` of the median rank (of two: the faster), and `slowest_rank_data_wait`
-        as a share of its time.
+        `slowest_rank` (the lowest of equally slow ones), its `slowest_rank_ms` per step without these, the same as
+        `median_rank_ms` of the median rank (of two: the faster), and `slowest_rank_data_wait` as a share of its time.
     """
     if world.size == 1:
         return {}
-    speed, waited = rates["samples_per_second"], rates.get("time_communication", 0.0)
+    speed = rates["samples_per_second"]
+    waited = rates.get("time_communication", 0.0) + rates.get("time_optimizer", 0.0)
     own_ms = 1e3 * batch_size / speed * max(0.0, 1.0 - waited) if speed else 0.0
     found = world.all_gather(torch.tensor([[own_ms, rates["data_wait"]]], device=world.device)).tolist()
     times = [own for own, _ in found]

@@ -33,8 +33,9 @@ def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None
         assert record["median_rank_ms"] <= record["slowest_rank_ms"]
 
 
-def test_the_time_in_the_objectives_collectives_is_not_a_ranks_own() -> None:
-    waiting, loading, waits = [0.5, 0.0, 0.25], [0.0, 0.4, 0.1], "time_communication"
+@pytest.mark.parametrize("waits", ["time_communication", "time_optimizer"])
+def test_the_time_in_which_a_rank_waits_for_others_is_not_its_own(waits: str) -> None:
+    waiting, loading = [0.5, 0.0, 0.25], [0.0, 0.4, 0.1]
 
     def program(world: World) -> dict[str, float]:
         rates = {"samples_per_second": 40.0, "data_wait": loading[world.rank], waits: waiting[world.rank]}

@@ -114,7 +114,8 @@ def test_contradictions_name_the_odd_ranks() -> None:
     assert "The other 3 are like rank 0 on node1 (H100, nccl, driver 550.54.15)" in text
     shared = contradiction([GPU, replace(GPU, rank=1)])
     assert "Ranks 0 and 1 on node1 have the same GPU (H100, GPU-a)" in shared
-    assert contradiction([GPU, replace(GPU, rank=1, host="node2")]) == "", "UUIDs are compared within a host"
+    containers = contradiction([GPU, replace(GPU, rank=1, host="container2")])
+    assert "Ranks 0 and 1 on node1 and container2 have the same GPU (H100, GPU-a)" in containers
     assert contradiction([CPU, replace(CPU, rank=0)]) == ""
 
 

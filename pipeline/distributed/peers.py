@@ -110,9 +110,11 @@ class StartWatch(PeerWatch):
     """The same through the store, in which each rank has a heartbeat and the failed ones their records.
 
     Args:
-        store: A connection to the ranks' store that nobody else uses.
-        keys: What the names of this watch's entries there begin with.
-        rank, size, lost_after: As for `PeerWatch`.
+        store: As for `watched`.
+        keys: As for `watched`.
+        rank: This rank.
+        size: Number of ranks.
+        lost_after: As for `PeerWatch`.
     """
 
     def __init__(self, store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> None:
@@ -153,7 +155,15 @@ def start_watched(world: World, *, lost_after: float) -> AbstractContextManager[
 
 @contextmanager
 def watched(store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> Iterator[None]:
-    """As `start_watched`, when there is no process group yet. For the arguments see `StartWatch`."""
+    """As `start_watched`, when there is no process group yet.
+
+    Args:
+        store: A connection to the ranks' store that nobody else uses.
+        keys: What the names of this watch's entries there begin with.
+        rank: This rank.
+        size: Number of ranks.
+        lost_after: As for `PeerWatch`.
+    """
     watch = StartWatch(store, keys, rank=rank, size=size, lost_after=lost_after)
     done, interval = threading.Event(), min(5.0, lost_after / 5)
     who, looks = f"{socket.gethostname()}, process {os.getpid()}", 0

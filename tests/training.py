@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import train
@@ -13,7 +14,6 @@ from pipeline.training.run import train
 SMALL = ("data.streams=4", "data.shuffle_buffer=10", "data.workers=0", "batch_size=8", "schedule.warmup_steps=1",
          "engine.deepspeed=zero1_fp32", "engine.device=cpu", "telemetry.every=1", "telemetry.tensorboard=false",
          "telemetry.progress=quiet", "optimizer.eps=1e-5", "objective.name=openclip")  # fmt: skip
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool = False) -> None:
@@ -26,15 +26,8 @@ def train_here(*overrides: str, resume: str | None = None, new_batch_size: bool 
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """Train in this block: environment and DeepSpeed are as in a fresh process, and are restored afterwards."""
-    before = {name: os.environ.get(name) for name in LAUNCHER}
     groups, comm = (sys.modules.get(f"deepspeed.{name}") for name in ("utils.groups", "comm.comm"))
     if groups is not None and comm is not None:  # it keeps the process group of an earlier run
         groups._WORLD_GROUP = comm.cdb = None  # type: ignore[attr-defined]
-    try:
+    with mock.patch.dict(os.environ):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -55,10 +55,10 @@ def page(lines: Lines, *, arms: Sequence[str]) -> str:
         f"({'; '.join(families)})."
     )
     text = ["# Tuned methods on pairs that are learned", "", how, "", f"![{CAPTION}]({FIGURE})"]
+    reported = [cell for phase, cell in arms_of if phase == "report"]
     for measure, (title, form) in COMPARED.items():
-        rows = overview([cell for phase, cell in arms_of if phase == "report"], compared, significant, arms=arms,
-                        measure=measure, form=form)  # fmt: skip
-        text += ["", f"## All cells: {title} against `openclip`", "", *rows]
+        text += ["", f"## All cells: {title} against `openclip`", ""]
+        text += overview(reported, compared, significant, arms=arms, measure=measure, form=form)
     for phase, cell in arms_of:
         own = [line for line in lines if (line["phase"], line["cell"]) == (phase, cell)]
         text += ["", f"## {'Sweep of eps: ' if phase == 'eps' else ''}{cell}", ""]
@@ -82,9 +82,7 @@ def overview(
         row = [cell]
         for arm in others:
             key = ("report", cell, arm, "openclip", measure)
-            gain = compared.get(key)
-            error = gain.half_width if gain else None
-            row.append(shown_difference(gain, form, error=error, is_clear=key in significant))
+            row.append(shown_gain(compared.get(key), form, is_clear=key in significant))
         text.append(row)
     return as_lines(text)
 
@@ -210,11 +208,14 @@ def table(
         for base in bases:
             for measure, (_, form) in COMPARED.items():
                 key = (phase, cell, name, base, measure)
-                found = compared.get(key)
-                error = found.half_width if found else None
-                cells.append(shown_difference(found, form, error=error, is_clear=key in significant))
+                cells.append(shown_gain(compared.get(key), form, is_clear=key in significant))
         text.append(cells)
     return as_lines(text)
+
+
+def shown_gain(gain: Spread | None, form: str, *, is_clear: bool) -> str:
+    """A difference with half of its 95% interval and t."""
+    return shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=is_clear)
 
 
 def spread(rows: Lines, measure: str, form: str) -> str:
@@ -240,7 +241,7 @@ def ideas(lines: Lines) -> list[str]:
                     {line["seed"]: float(line[measure]) for line in some} for some in (own, runs[cell, "base"])
                 )
                 gain = None if arm == "base" else difference(values, base)
-                changed = shown_difference(gain, form, error=gain.half_width if gain else None, is_clear=False)
+                changed = shown_gain(gain, form, is_clear=False)
                 row.append(spread(own, measure, form.removeprefix("+")) if arm == "base" else changed)
             row.append(spread(own, "cpu_seconds", ".1f"))
         rows.append(row)

@@ -57,7 +57,7 @@ class PeerWatch:
     """
 
     def __init__(self, folder: Path, *, rank: int, size: int, lost_after: float, start: str) -> None:
-        self._folder, self._rank, self._size, self._lost_after = folder, rank, size, lost_after
+        self._folder, self.rank, self._size, self.lost_after = folder, rank, size, lost_after
         self._start = start
         self._old = set(self._ends())
         self._suspects: set[ExitRecord] = set()
@@ -73,12 +73,12 @@ class PeerWatch:
             blind: Heartbeats are not written now, for example because the disk is full: nobody is dead for that.
         """
         now = time.monotonic()
-        paused, self._looked = blind or now - self._looked > self._lost_after / 2, now
+        paused, self._looked = blind or now - self._looked > self.lost_after / 2, now
         ends = set(self._ends()) - self._old
         confirmed, self._suspects = sorted(ends & self._suspects, key=lambda end: end.time), ends
         if confirmed:
             return describe_end(confirmed[0])
-        neighbours = {(self._rank + step) % self._size for step in range(1, NEIGHBOURS + 1)} - {self._rank}
+        neighbours = {(self.rank + step) % self._size for step in range(1, NEIGHBOURS + 1)} - {self.rank}
         for rank in sorted(neighbours):
             text = self._beat(rank)
             seen = self._seen.get(rank)
@@ -86,7 +86,7 @@ class PeerWatch:
                 self._seen[rank] = _Seen(text, now)
             elif paused or text != seen.text:  # this process was stopped itself, or the other one has ended by itself
                 seen.since = now
-            elif now - seen.since > self._lost_after:
+            elif now - seen.since > self.lost_after:
                 last = f"Its last one: {text.strip()}" if text else "It has written none since the start."
                 return (
                     f"rank {rank} without a heartbeat for {now - seen.since:.0f} s: its process or its node is dead or "
@@ -96,7 +96,7 @@ class PeerWatch:
 
     def _ends(self) -> Sequence[ExitRecord]:
         found = read_ends(self._folder, below=self._size)
-        return [end for end in found if end.code not in HARMLESS and end.rank != self._rank]
+        return [end for end in found if end.code not in HARMLESS and end.rank != self.rank]
 
     def _beat(self, rank: int) -> str:
         try:
@@ -110,8 +110,8 @@ class StartWatch(PeerWatch):
     """The same through the store, in which each rank has a heartbeat and the failed ones their records.
 
     Args:
-        store: As for `watched`.
-        keys: As for `watched`.
+        store: A connection to the ranks' store that nobody else uses.
+        keys: What the names of this watch's entries there begin with.
         rank: This rank.
         size: Number of ranks.
         lost_after: As for `PeerWatch`.
@@ -123,17 +123,17 @@ class StartWatch(PeerWatch):
 
     def beat(self, text: str) -> None:
         """Write this rank's heartbeat; an empty one is its last."""
-        self._store.set(f"{self._keys}/beat-{self._rank}", text)
+        self._store.set(f"{self._keys}/beat-{self.rank}", text)
 
     def end(self, code: int, reason: str) -> None:
         """Write the record of this rank, which ends now."""
-        end = ExitRecord(self._rank, socket.gethostname(), os.getpid(), time.time(), code, reason[:1000])
+        end = ExitRecord(self.rank, socket.gethostname(), os.getpid(), time.time(), code, reason[:1000])
         self._store.set(f"{self._keys}/end-{self._store.add(f'{self._keys}/ends', 1)}", json.dumps(asdict(end)))
 
     def _ends(self) -> Sequence[ExitRecord]:
         keys = [f"{self._keys}/end-{number + 1}" for number in range(self._store.add(f"{self._keys}/ends", 0))]
         found = [ExitRecord(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
-        return [end for end in found if end.code not in HARMLESS and end.rank != self._rank]
+        return [end for end in found if end.code not in HARMLESS and end.rank != self.rank]
 
     def _beat(self, rank: int) -> str:
         key = f"{self._keys}/beat-{rank}"
@@ -150,21 +150,13 @@ def start_watched(world: World, *, lost_after: float) -> AbstractContextManager[
         return nullcontext()
     world.traffic["start_watched.calls"] += 1
     keys = f"start/{world.traffic['start_watched.calls']}"
-    return watched(world.store(), keys, rank=world.rank, size=world.size, lost_after=lost_after)
+    return watched(StartWatch(world.store(), keys, rank=world.rank, size=world.size, lost_after=lost_after))
 
 
 @contextmanager
-def watched(store: Any, keys: str, *, rank: int, size: int, lost_after: float) -> Iterator[None]:
-    """As `start_watched`, when there is no process group yet.
-
-    Args:
-        store: A connection to the ranks' store that nobody else uses.
-        keys: What the names of this watch's entries there begin with.
-        rank: This rank.
-        size: Number of ranks.
-        lost_after: As for `PeerWatch`.
-    """
-    watch = StartWatch(store, keys, rank=rank, size=size, lost_after=lost_after)
+def watched(watch: StartWatch) -> Iterator[None]:
+    """As `start_watched`, also when there is no process group yet."""
+    rank, lost_after = watch.rank, watch.lost_after
     done, interval = threading.Event(), min(5.0, lost_after / 5)
     who, looks = f"{socket.gethostname()}, process {os.getpid()}", 0
     failed: tuple[int, str] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline.cores import usable_cores
 from pipeline.distributed.devices import choose_device, describe_rank, meet
 from pipeline.distributed.exit_record import EXIT_STALLED
-from pipeline.distributed.peers import watched
+from pipeline.distributed.peers import StartWatch, watched
 from pipeline.distributed.timing import Phases
 from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError, in_a_line, too_many_files, too_many_files_message
@@ -125,10 +125,11 @@ def _join(
         cores = meet(store, describe_rank(rank, device, problem=problem), ranks=size, limit=limit)
         on_gpu = device.type == "cuda"
         backend = "nccl" if on_gpu else "gloo"
-        with ExitStack() as stack:
-            if lost_after and size > 1:
-                own: Any = store
-                stack.enter_context(watched(own.clone(), "group", rank=rank, size=size, lost_after=lost_after))
+        with (
+            watched(StartWatch(store.clone(), "group", rank=rank, size=size, lost_after=lost_after))
+            if lost_after and size > 1
+            else nullcontext()
+        ):
             try:
                 dist.init_process_group(
                     backend,
@@ -158,7 +159,7 @@ def _join(
     return cores
 
 
-def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+def _store(rank: int, size: int, limit: timedelta) -> Any:
     """A connection to the ranks' store, which torchrun's agent keeps, or rank 0.
 
     torch's own function waits on rank 0 until all ranks have come, so that nobody could say which one is missing.

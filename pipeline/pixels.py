@@ -246,6 +246,11 @@ def check_scans(data: bytes) -> None:
         raise ImageError(TOO_MANY_SCANS, f"more than {limit}")
 
 
+def is_plain_jpeg(data: bytes) -> bool:
+    """Whether a JPEG has one scan, which is not progressive, and an end."""
+    return _has_one_scan(data) and jpeg_has_end(data)
+
+
 def jpeg_has_end(data: bytes) -> bool:
     """Whether the markers of a JPEG lead to its end; thumbnails, which have ends of their own, are skipped."""
     return any(marker == _JPEG_END for marker, _ in _jpeg_markers(data))

@@ -114,11 +114,13 @@ def make_shards(
 
 def run_ours(folder: Path, *, samples: int, tokenize: Tokenize, normalized: bool = False, **settings: Any) -> None:
     config = parse(DataConfig, {"sources": str(folder), "streams": 8, "workers": 0, **settings})
-    loader = build_loader(config, world=World(), global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
+    world = World(device=torch.device("cuda", 0)) if config.decoding == "gpu" else World()
+    loader = build_loader(config, world=world, global_batch=BATCH, seed=0, image_size=PIXELS, tokenize=tokenize)
     for _ in range(samples // BATCH):
         batch = next(loader)
         if normalized:
             normalize(batch.image, mean=MEAN, std=STD)
+    batch.image.cpu()  # a GPU may still be busy
     loader.close()
 
 
@@ -165,6 +167,8 @@ def compare(
             "ours, not hashed": lambda: run_ours(folder, samples=samples, tokenize=tokenize, altered_shards="ignore"),
             "ours, exact": lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="exact"),
         }
+        if torch.cuda.is_available():
+            runs["ours, gpu"] = lambda: run_ours(folder, samples=samples, tokenize=tokenize, decoding="gpu")
         if raw:
             decoded = Path(name) / "raw"
             decoded.mkdir()

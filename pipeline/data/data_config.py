@@ -105,10 +105,11 @@ class DataConfig:
     teacher_features: str | None = None
     """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`. They are of the
     whole image, preprocessed as for evaluation, and of one of several captions."""
-    decoding: Literal["fast", "scaled", "exact"] = "fast"
+    decoding: Literal["fast", "scaled", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
-    PIL pixels) or `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
-    their size: cheaper, and slightly other pixels)."""
+    PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
+    their size: cheaper, and slightly other pixels) or `gpu` (ordinary JPEGs with nvJPEG, all else as `fast`; not
+    measured on a GPU yet)."""
     crop: CropConfig = Field(default_factory=CropConfig)
     """The random resized crop."""
     max_pixels: int = Field(default=178_956_970, ge=1)

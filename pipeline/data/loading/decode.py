@@ -1,4 +1,4 @@
-"""From encoded bytes to pixels: deterministic crops, and three decoders that accept exactly the same images.
+"""From encoded bytes to pixels: deterministic crops, three decoders that accept exactly the same images, and the GPU's.
 
 Crops are open_clip's RandomResizedCrop with hashes in place of random numbers. With its defaults (scale 0.9 to 1), no
 random crop fits an image whose longer side is more than 1.5 times the shorter one, so such an image always gets the
@@ -7,10 +7,14 @@ same central crop; this is reproduced on purpose.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import logging
 import math
 import re
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +30,7 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import draw, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.pixels import check_scans
+from pipeline.pixels import check_scans, is_plain_jpeg
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -34,6 +38,9 @@ RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
 PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
 SHRINKS = (8, 4, 2)
 """Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
+GPU_IMAGE_PIXELS, GPU_CHUNK_PIXELS = 1 << 24, 1 << 26
+"""Larger images are not decoded on a GPU, and no more pixels at a time than 200 MB hold."""
+log = logging.getLogger(__name__)
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
@@ -82,6 +89,17 @@ def shrunk(box: Box, *, by: int) -> Box:
 
 
 @dataclass(frozen=True)
+class EncodedJpeg:
+    """A JPEG that a GPU is to decode."""
+
+    data: bytes
+    shape: tuple[int, int]
+    """Height and width in pixels."""
+    box: Box
+    """Its crop."""
+
+
+@dataclass(frozen=True)
 class ImageDecoder:
     """Encoded image -> uint8 [3, size, size], cropped by hash and resized; channels are last in memory.
 
@@ -92,12 +110,16 @@ class ImageDecoder:
     up to half a scaled pixel; pixels of the same crop differ by 1 to 4 of 255 on average, and by up to 100 at sharp
     edges. Both read the pixels of a binary PPM in place. An image that libjpeg-turbo refuses is decoded by Pillow, so
     all modes accept the same images.
+
+    With `gpu`, ordinary JPEGs are left to `decode_on_gpu`, and other images are decoded as in `mode`.
     """
 
     size: int
     crop: CropConfig
     mode: Literal["fast", "scaled", "exact"]
     max_pixels: int
+    gpu: str | None = None
+    """The name of the GPU that decodes ordinary JPEGs; part of what determines pixels. None: no GPU does."""
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
         """Decode, crop and resize.
@@ -120,6 +142,30 @@ class ImageDecoder:
         elif (pixels := ppm_pixels(data)) is not None:
             return self._raw(pixels, state)
         return self._exact(data, state)
+
+    def for_gpu(self, data: bytes, *, state: int) -> EncodedJpeg | None:
+        """What a GPU needs to decode an image; None if it is to be decoded here.
+
+        Only a complete JPEG with one scan and three channels is left to a GPU: these are hardly ever corrupt, and all
+        that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here.
+
+        Args:
+            data: The encoded image.
+            state: Hash key of the crop.
+
+        Raises:
+            CorruptSample: It has more than `max_pixels`.
+        """
+        if self.gpu is None or data[:2] != b"\xff\xd8" or not is_plain_jpeg(data):
+            return None
+        try:
+            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        except ValueError:
+            return None
+        self._check(height, width)
+        if colorspace != "YCbCr" or not 0 < height * width <= GPU_IMAGE_PIXELS:
+            return None
+        return EncodedJpeg(data, (height, width), crop_box(height, width, crop=self.crop, state=state))
 
     def _check(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
@@ -164,6 +210,80 @@ class ImageDecoder:
         resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
+
+
+def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Decode JPEGs with nvJPEG through torchvision, crop and resize them. Has not run on a GPU yet.
+
+    An image that nvJPEG refuses is decoded by libjpeg-turbo or Pillow. Pixels differ from those of "fast" by the
+    rounding of two implementations of JPEG and of resizing; nvJPEG's own may differ between kinds of GPUs.
+
+    Args:
+        images: What `ImageDecoder.for_gpu` returned.
+        size: Side of the results in pixels.
+        device: Where they are decoded; on a CPU with torchvision's libjpeg-turbo.
+
+    Returns:
+        uint8 [3, size, size] on the device for each image, in order.
+
+    Raises:
+        CorruptSample: No decoder can read an image: the one after the last that was returned.
+    """
+    start = pixels = 0
+    for i, image in enumerate(images):
+        if i > start and pixels + math.prod(image.shape) > GPU_CHUNK_PIXELS:
+            yield from _decoded_together(images[start:i], size=size, device=device)
+            start, pixels = i, 0
+        pixels += math.prod(image.shape)
+    yield from _decoded_together(images[start:], size=size, device=device)
+
+
+def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg  # not in workers, which do not need it
+
+    if device.type == "cuda":
+        # torchvision decodes on a stream of its own, into memory that this stream may still read for earlier images.
+        torch.cuda.current_stream(device).synchronize()
+    files = [torch.frombuffer(bytearray(image.data), dtype=torch.uint8) for image in images]
+    decoded: list[Tensor | None] = [None] * len(files)
+    try:
+        decoded = decode_jpeg(files, mode=ImageReadMode.RGB, device=device) if files else []
+    except RuntimeError as error:  # of one of them: none is returned
+        _report_refused(str(error).splitlines()[0])
+        for i, file in enumerate(files):
+            with contextlib.suppress(RuntimeError):
+                decoded[i] = decode_jpeg(file, mode=ImageReadMode.RGB, device=device)
+    for image, pixels_CHW in zip(images, decoded, strict=True):
+        if pixels_CHW is None or pixels_CHW.shape != (3, *image.shape):
+            rgb = np.array(rgb_image(image.data))
+            pixels_CHW = torch.from_numpy(rgb).to(device).permute(2, 0, 1)
+        top, left, h, w = image.box
+        window = pixels_CHW[None, :, top : top + h, left : left + w].float()
+        resized = F.interpolate(window, size=(size, size), mode="bicubic", antialias=True)[0]
+        yield resized.round_().clamp_(0, 255).to(torch.uint8)
+
+
+@functools.cache
+def _report_refused(error: str) -> None:
+    log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", error)
+
+
+def gpu_that_decodes(device: torch.device) -> str | None:
+    """The name of the GPU if it decodes JPEGs; otherwise a warning says why not, and the result is None."""
+    if device.type != "cuda":
+        log.warning("data.decoding=gpu: this process has no GPU, so its images are decoded as with data.decoding=fast.")
+        return None
+    probe = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(probe, "JPEG")
+    from torchvision.io import decode_jpeg
+
+    try:
+        decode_jpeg(torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8), device=device)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        log.warning("data.decoding=gpu: nvJPEG fails (%s): images are decoded as with data.decoding=fast.", why)
+        return None
+    return torch.cuda.get_device_name(device)
 
 
 def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order
@@ -44,7 +44,7 @@ class Part:
     epoch: int
     batch: int
     image_bHWC: Tensor
-    """Of all rows, or of those that `missing` lists."""
+    """Of the rows that are shown (all, or those that `missing` lists), without those of `encoded`."""
     text: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     order_hash: int
@@ -54,6 +54,8 @@ class Part:
     """Bytes of each row's stored image features, [rows, bytes]; None: nothing is stored in this run."""
     missing: NDArray[np.int64] | None = None
     """Rows without stored features; None like `features`."""
+    encoded: tuple[tuple[int, EncodedJpeg], ...] = ()
+    """Rows of the shown ones that a GPU is to decode, and their JPEGs."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,10 @@ class DecodedRows:
     def __init__(self, count: int, *, decoder: ImageDecoder, store: FeatureStore | None, seed: int, epoch: int) -> None:
         self.captions: list[str] = []
         """Of the rows so far."""
-        self.decoded: list[int] = []
+        self.shown: list[int] = []
         """The rows so far that have an image."""
+        self.encoded: list[tuple[int, EncodedJpeg]] = []
+        """Of these, by number, the ones that a GPU is to decode."""
         self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
         self._decoder = decoder
         self._store = store
@@ -87,9 +91,9 @@ class DecodedRows:
 
     @property
     def images(self) -> Tensor:
-        """uint8 [len(decoded), H, W, 3]"""
-        whole = len(self.decoded) == len(self._image_bHWC)
-        return self._image_bHWC if whole else self._image_bHWC[: len(self.decoded)].clone()
+        """uint8 [len(shown) - len(encoded), H, W, 3]"""
+        count = len(self.shown) - len(self.encoded)
+        return self._image_bHWC if count == len(self._image_bHWC) else self._image_bHWC[:count].clone()
 
     def add(self, record: TarRecord, *, sample_id: int, number: int, caption: CaptionField) -> None:
         """Decode a record as the next row.
@@ -112,9 +116,13 @@ class DecodedRows:
         if stored is not None and self.features is not None:
             self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
         else:
-            pixels = self._decoder(record.image, state=draw(self._crops, number))
-            self._image_bHWC[len(self.decoded)] = pixels.permute(1, 2, 0)
-            self.decoded.append(len(self.captions))
+            state = draw(self._crops, number)
+            if encoded := self._decoder.for_gpu(record.image, state=state):
+                self.encoded.append((len(self.shown), encoded))
+            else:
+                pixels = self._decoder(record.image, state=state)
+                self._image_bHWC[len(self.shown) - len(self.encoded)] = pixels.permute(1, 2, 0)
+            self.shown.append(len(self.captions))
         self.captions.append(text)
 
 
@@ -302,7 +310,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
             order_hash=hashed,
             corrupt=corrupt,
             features=rows.features,
-            missing=np.array(rows.decoded, dtype=np.int64) if store else None,
+            missing=np.array(rows.shown, dtype=np.int64) if store else None,
+            encoded=tuple(rows.encoded),
         )
 
 

@@ -1,0 +1,235 @@
+"""`data.decoding=gpu`: which images are left to a GPU, and that batches are complete, whatever it refuses.
+
+torchvision decodes on the CPU here where it would use nvJPEG; nvJPEG itself has not run.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from pipeline.config import parse
+from pipeline.data.data_config import CropConfig, DataConfig
+from pipeline.data.loading import decode, loader
+from pipeline.data.loading.decode import ImageDecoder, decode_on_gpu
+from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
+from pipeline.data.loading.loader import Batch, Loader, build_loader
+from pipeline.data.loading.position import pixel_identity
+from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from tests.shards import count_tokens, jpeg, write_shards
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines with fewer cores
+
+CPU = torch.device("cpu")
+SIZE = 16
+CROP = CropConfig(scale=(0.3, 1.0))
+FAST = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6)
+ON_GPU = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6, gpu="a GPU")
+
+
+def encoded(format: str = "JPEG", *, mode: str = "RGB", size: tuple[int, int] = (90, 70), **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.open(io.BytesIO(jpeg(5, size=size))).convert(mode).save(out, format, **options)
+    return out.getvalue()
+
+
+def pixels_end_early() -> bytes:
+    """A JPEG with an end marker, whose entropy-coded data end before its pixels."""
+    data = encoded(size=(200, 200))
+    return data[: len(data) // 2] + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_ordinary_jpegs_are_left_to_the_gpu(subsampling: int) -> None:
+    data = encoded(subsampling=subsampling)
+    found = ON_GPU.for_gpu(data, state=3)
+    assert found is not None
+    assert (found.data, found.shape) == (data, (70, 90))
+    assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
+    assert FAST.for_gpu(data, state=3) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(progressive=True),
+        encoded(mode="L"),
+        encoded(mode="CMYK"),
+        encoded(keep_rgb=True),
+        encoded()[:-2],
+        encoded()[:200],
+        encoded("PNG"),
+        encoded("PPM"),
+        b"",
+        b"\xff\xd8",
+        b"\xff\xd8\xff\xd9",
+    ],
+    ids=["progressive", "grey", "CMYK", "RGB", "no end", "cut", "PNG", "PPM", "empty", "begin only", "no frame"],
+)
+def test_everything_else_is_decoded_by_the_worker(data: bytes) -> None:
+    assert ON_GPU.for_gpu(data, state=0) is None
+
+
+def test_images_with_too_many_pixels_are_corrupt_or_stay_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CorruptSample, match="max_pixels"):
+        ON_GPU.for_gpu(encoded(size=(1001, 1000)), state=0)
+    monkeypatch.setattr(decode, "GPU_IMAGE_PIXELS", 90 * 70)
+    assert ON_GPU.for_gpu(encoded(), state=0) is not None
+    assert ON_GPU.for_gpu(encoded(size=(91, 70)), state=0) is None
+
+
+@pytest.mark.parametrize("chunk", [1, 20_000, 1 << 26], ids=["one at a time", "some", "all together"])
+def test_pixels_are_those_of_the_worker_but_for_rounding(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "GPU_CHUNK_PIXELS", chunk)
+    files = [jpeg(i, size=(40 + 13 * i, 120 - 7 * i)) for i in range(8)]
+    images = [ON_GPU.for_gpu(data, state=i) for i, data in enumerate(files)]
+    found = list(decode_on_gpu([image for image in images if image], size=SIZE, device=CPU))
+    assert len(found) == len(files)
+    for i, data in enumerate(files):
+        assert found[i].dtype == torch.uint8
+        assert (found[i].int() - FAST(data, state=i).int()).abs().max() <= 2
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Make the GPU's decoder fail at one image, and at every list that has it."""
+    whole = torchvision.io.decode_jpeg
+
+    def picky(files: Any, **options: Any) -> Any:
+        if any(bytes(file.numpy()) == data for file in (files if isinstance(files, list) else [files])):
+            raise RuntimeError("nvjpegDecode failed: 7\nstack")
+        return whole(files, **options)
+
+    decode._report_refused.cache_clear()
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", picky)
+
+
+def test_what_the_gpu_refuses_is_decoded_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [jpeg(i, size=(60, 50)) for i in range(5)]
+    refuse(monkeypatch, files[2])
+    images = [image for i, data in enumerate(files) if (image := ON_GPU.for_gpu(data, state=i))]
+    for _ in range(2):
+        for i, found in enumerate(decode_on_gpu(images, size=SIZE, device=CPU)):
+            assert (found.int() - FAST(files[i], state=i).int()).abs().max() <= 2
+    assert [record.message for record in caplog.records] == [
+        "The GPU's JPEG decoder refused an image (nvjpegDecode failed: 7): such images are decoded on the CPU."
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """48 samples; of each six, one is a PNG, one progressive, and one grey."""
+    other = {0: encoded("PNG"), 1: encoded(progressive=True), 2: encoded(mode="L")}
+    replaced = {
+        i: {"png" if i % 6 == 0 else "jpg": other[i % 6], "txt": f"caption {i}".encode()}
+        for i in range(48)
+        if i % 6 < 3
+    }
+    write_shards(tmp_path / "sh", [20, 28], replace=replaced, image_size=(40, 30))
+    return tmp_path / "sh"
+
+
+def opened(folder: Path, decoding: str, **settings: Any) -> Loader:
+    options = {"sources": str(folder), "streams": 4, "shuffle_buffer": 5, "workers": 0, "retries": 0} | settings
+    config = parse(DataConfig, {**options, "decoding": decoding, "crop": {"scale": [0.5, 1.0]}})
+    return build_loader(config, world=World(), global_batch=8, seed=3, image_size=SIZE, tokenize=count_tokens)
+
+
+def batches(source: Loader, count: int = 7) -> list[Batch]:
+    with source:
+        return [next(source) for _ in range(count)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "gpu_that_decodes", lambda device: "a GPU")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.usefixtures("gpu")
+def test_batches_are_those_of_the_workers(folder: Path, workers: int) -> None:
+    expected = batches(opened(folder, "fast"))
+    for own, other in zip(batches(opened(folder, "gpu", workers=workers)), expected, strict=True):
+        assert torch.equal(own.sample_id, other.sample_id)
+        assert torch.equal(own.text, other.text)
+        assert own.position == other.position
+        assert own.image.shape == other.image.shape == (8, 3, SIZE, SIZE)
+        assert own.image.is_contiguous(memory_format=torch.channels_last)
+        assert (own.image.int() - other.image.int()).abs().max() <= 2
+        by_worker = torch.isin(own.sample_id % 6, torch.tensor([0, 1, 2]))
+        assert torch.equal(own.image[by_worker], other.image[by_worker])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_images_whose_features_are_stored_are_not_sent(folder: Path, tmp_path: Path) -> None:
+    file = FeatureFile(tmp_path / "features.npy", samples=48, dim=4, dtype=torch.float32)
+    file.create()
+    FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
+    pairs = []
+    for decoding in ("fast", "gpu"):
+        source = opened(folder, decoding, workers=2)
+        source.use_features(file)
+        pairs.append(batches(source))
+    for other, own in zip(*pairs, strict=True):
+        assert own.features is not None
+        assert other.features is not None
+        assert torch.equal(own.features.missing, other.features.missing)
+        assert (own.sample_id[own.features.missing] % 2 == 1).all()
+        assert own.image.shape == other.image.shape == (len(own.features.missing), 3, SIZE, SIZE)
+        assert (own.image.int() - other.image.int()).abs().max() <= 2
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("stored", [False, True], ids=["images", "stored features"])
+def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
+    folder: Path, tmp_path: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = pixels_end_early()
+    assert ON_GPU.for_gpu(bad, state=0) is not None
+    write_shards(tmp_path / "bad", [20, 28], replace={33: {"jpg": bad, "txt": b"caption 33"}})
+    refuse(monkeypatch, bad)
+    source = opened(tmp_path / "bad", "gpu", workers=0)
+    if stored:
+        file = FeatureFile(tmp_path / "features.npy", samples=48, dim=4, dtype=torch.float32)
+        file.create()
+        FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
+        source.use_features(file)
+    with pytest.raises(UserError, match=r"Sample 33 of .*00001\.tar: neither .* data\.decoding=fast"):
+        batches(source, 6)
+    assert sum(batch.replaced for batch in batches(opened(tmp_path / "bad", "fast", corrupt_limit=1), 6)) == 1
+
+
+def test_without_a_gpu_the_workers_decode(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = batches(opened(folder, "gpu"))
+    assert "this process has no GPU, so its images are decoded as with data.decoding=fast" in caplog.text
+    for batch, other in zip(own, batches(opened(folder, "fast")), strict=True):
+        assert torch.equal(batch.image, other.image)
+
+
+def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    real = torchvision.io.decode_jpeg
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda data, device: real(data))
+    assert decode.gpu_that_decodes(torch.device("cuda")) == "NVIDIA H100"
+
+    def missing(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nmore")
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)
+    assert decode.gpu_that_decodes(torch.device("cuda")) is None
+    assert "nvJPEG fails (decode_jpegs_cuda: torchvision not compiled with nvJPEG support): images" in caplog.text
+
+
+def test_pixels_of_another_gpu_are_others() -> None:
+    assert pixel_identity(ON_GPU)["data.decoding"] == "gpu (a GPU)"
+    assert pixel_identity(FAST)["data.decoding"] == "fast"

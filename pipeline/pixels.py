@@ -247,13 +247,28 @@ def check_scans(data: bytes) -> None:
 
 
 def is_plain_jpeg(data: bytes) -> bool:
-    """Whether a JPEG has one scan, which is not progressive, and an end."""
+    """Whether a JPEG has 8 bits a channel, one scan, which is not progressive, and an end."""
     return _has_one_scan(data) and jpeg_has_end(data)
 
 
 def jpeg_has_end(data: bytes) -> bool:
     """Whether the markers of a JPEG lead to its end; thumbnails, which have ends of their own, are skipped."""
     return any(marker == _JPEG_END for marker, _ in _jpeg_markers(data))
+
+
+def jpeg_header(data: bytes) -> tuple[int, int, str]:
+    """Height and width in pixels and the colour space of a JPEG, as libjpeg-turbo names it.
+
+    Raises:
+        ValueError: libjpeg-turbo cannot read it.
+    """
+    import simplejpeg
+
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except KeyError as error:  # a chroma subsampling that it has no name for, such as 4:4:1
+        raise ValueError(f"chroma subsampling {error}") from error
+    return height, width, colorspace
 
 
 def strict_jpeg(data: bytes, *, smallest: bool = False) -> Any:
@@ -271,7 +286,7 @@ def strict_jpeg(data: bytes, *, smallest: bool = False) -> Any:
     import simplejpeg
 
     try:
-        kind = simplejpeg.decode_jpeg_header(data)[2]
+        kind = jpeg_header(data)[2]
         colorspace = "BGR" if kind in ("YCbCr", "RGB") else "Gray" if kind == "Gray" else "CMYK"
         least = {"min_height": 1, "min_width": 1, "min_factor": 8} if smallest or colorspace == "CMYK" else {}
         array = simplejpeg.decode_jpeg(data, colorspace=colorspace, strict=True, **least)
@@ -307,7 +322,7 @@ def _scans(data: bytes, *, limit: int) -> int:
 
 
 def _has_one_scan(data: bytes) -> bool:
-    """Whether a JPEG's header is an ordinary one, whose first scan has all components and is not progressive.
+    """Whether a JPEG's header is an ordinary one of 8 bits, whose first scan has all components and is not progressive.
 
     Decoders refuse further scans after it. Much faster than counting, which goes through the whole file.
     """
@@ -317,7 +332,7 @@ def _has_one_scan(data: bytes) -> bool:
         if marker == _JPEG_SCAN:
             return data[place + 4] == components
         if marker == 0xC0 or marker == 0xC1:  # baseline, extended
-            components = data[place + 9]
+            components = data[place + 9] if data[place + 4] == 8 else -1
         elif marker not in _JPEG_TABLES:
             return False
         place += 2 + (data[place + 2] << 8 | data[place + 3])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from pipeline.config import parse
 from pipeline.data.data_config import CropConfig, DataConfig
@@ -39,6 +39,24 @@ ON_GPU = ImageDecoder(size=SIZE, crop=CROP, mode="fast", max_pixels=10**6, gpu="
 def encoded(format: str = "JPEG", *, mode: str = "RGB", size: tuple[int, int] = (90, 70), **options: Any) -> bytes:
     out = io.BytesIO()
     Image.open(io.BytesIO(jpeg(5, size=size))).convert(mode).save(out, format, **options)
+    return out.getvalue()
+
+
+def patched(offset: int, value: int, **options: Any) -> bytes:
+    """A JPEG with another byte in its frame header: 4 is the precision, 11 the sampling of the luma."""
+    data = bytearray(encoded(**options))
+    data[data.index(b"\xff\xc0") + offset] = value
+    return bytes(data)
+
+
+def lettering() -> bytes:
+    """A JPEG of high contrast, where resizing overshoots."""
+    image = Image.new("RGB", (128, 96), "white")
+    draw = ImageDraw.Draw(image)
+    for y in range(0, 96, 12):
+        draw.text((0, y), "Lorem ipsum dolor sit amet", fill="black")
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=90)
     return out.getvalue()
 
 
@@ -72,9 +90,16 @@ def test_ordinary_jpegs_are_left_to_the_gpu(subsampling: int) -> None:
         b"",
         b"\xff\xd8",
         b"\xff\xd8\xff\xd9",
+        patched(4, 12),
+        patched(11, 0x14, mode="L", size=(16, 64)),
+        patched(11, 0x14, subsampling=2, size=(64, 64)),
+        encoded() + bytes(20_000),
     ],
-    ids=["progressive", "grey", "CMYK", "RGB", "no end", "cut", "PNG", "PPM", "empty", "begin only", "no frame"],
-)
+    ids=[
+        "progressive", "grey", "CMYK", "RGB", "no end", "cut", "PNG", "PPM", "empty", "begin only", "no frame",
+        "12 bits", "grey 4:4:1", "4:4:1", "more bytes than pixels",
+    ],
+)  # fmt: skip
 def test_everything_else_is_decoded_by_the_worker(data: bytes) -> None:
     assert ON_GPU.for_gpu(data, state=0) is None
 
@@ -87,10 +112,18 @@ def test_images_with_too_many_pixels_are_corrupt_or_stay_with_the_worker(monkeyp
     assert ON_GPU.for_gpu(encoded(size=(91, 70)), state=0) is None
 
 
+def test_what_torch_cannot_resize_on_a_gpu_stays_with_the_worker() -> None:
+    whole = ImageDecoder(
+        size=2, crop=CropConfig(scale=(1, 1), ratio=(1, 1)), mode="fast", max_pixels=10**6, gpu="a GPU"
+    )
+    assert whole.for_gpu(encoded(size=(80, 80)), state=0) is not None
+    assert whole.for_gpu(encoded(size=(81, 81)), state=0) is None
+
+
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 26], ids=["one at a time", "some", "all together"])
 def test_pixels_are_those_of_the_worker_but_for_rounding(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "GPU_CHUNK_PIXELS", chunk)
-    files = [jpeg(i, size=(40 + 13 * i, 120 - 7 * i)) for i in range(8)]
+    files = [jpeg(i, size=(40 + 13 * i, 120 - 7 * i)) for i in range(8)] + [lettering()] * 4
     images = [ON_GPU.for_gpu(data, state=i) for i, data in enumerate(files)]
     found = list(decode_on_gpu([image for image in images if image], size=SIZE, device=CPU))
     assert len(found) == len(files)
@@ -108,7 +141,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
             raise RuntimeError("nvjpegDecode failed: 7\nstack")
         return whole(files, **options)
 
-    decode._report_refused.cache_clear()
+    decode.refused_before.clear()
     monkeypatch.setattr(torchvision.io, "decode_jpeg", picky)
 
 
@@ -124,6 +157,17 @@ def test_what_the_gpu_refuses_is_decoded_on_the_cpu(
     assert [record.message for record in caplog.records] == [
         "The GPU's JPEG decoder refused an image (nvjpegDecode failed: 7): such images are decoded on the CPU."
     ]
+
+
+def test_an_exhausted_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(files: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", full)
+    image = ON_GPU.for_gpu(jpeg(1, size=(60, 50)), state=0)
+    assert image is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        list(decode_on_gpu([image], size=SIZE, device=CPU))
 
 
 @pytest.fixture
@@ -152,7 +196,7 @@ def batches(source: Loader, count: int = 7) -> list[Batch]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "gpu_that_decodes", lambda device: "a GPU")
+    monkeypatch.setattr(loader, "gpu_that_decodes", lambda world: "a GPU")
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -206,30 +250,47 @@ def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
         source.use_features(file)
     with pytest.raises(UserError, match=r"Sample 33 of .*00001\.tar: neither .* data\.decoding=fast"):
         batches(source, 6)
+    place = source.place
+    with pytest.raises(UserError, match="Sample 33 "):
+        next(source)
+    assert source.place == place, "the batch was passed over"
     assert sum(batch.replaced for batch in batches(opened(tmp_path / "bad", "fast", corrupt_limit=1), 6)) == 1
 
 
 def test_without_a_gpu_the_workers_decode(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = batches(opened(folder, "gpu"))
-    assert "this process has no GPU, so its images are decoded as with data.decoding=fast" in caplog.text
+    assert "data.decoding=gpu: this rank computes on the CPU, so images are decoded as with `fast`." in caplog.text
     for batch, other in zip(own, batches(opened(folder, "fast")), strict=True):
         assert torch.equal(batch.image, other.image)
 
 
 def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    real = torchvision.io.decode_jpeg
+    world, real = World(device=torch.device("cuda")), torchvision.io.decode_jpeg
     monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda data, device: real(data))
-    assert decode.gpu_that_decodes(torch.device("cuda")) == "NVIDIA H100"
+    name = decode.gpu_that_decodes(world)
+    assert name == f"NVIDIA H100, CUDA {torch.version.cuda}, torchvision {torchvision.__version__.partition('+')[0]}"
 
     def missing(data: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nmore")
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)
-    assert decode.gpu_that_decodes(torch.device("cuda")) is None
-    assert "nvJPEG fails (decode_jpegs_cuda: torchvision not compiled with nvJPEG support): images" in caplog.text
+    assert decode.gpu_that_decodes(world) is None
+    assert "nvJPEG fails (decode_jpegs_cuda: torchvision not compiled with nvJPEG support), so images" in caplog.text
 
 
 def test_pixels_of_another_gpu_are_others() -> None:
     assert pixel_identity(ON_GPU)["data.decoding"] == "gpu (a GPU)"
     assert pixel_identity(FAST)["data.decoding"] == "fast"
+
+
+@pytest.mark.parametrize("decoding", ["fast", "exact", "gpu"])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.usefixtures("gpu")
+def test_a_chroma_subsampling_without_a_name_costs_one_row_at_most(tmp_path: Path, decoding: str, mode: str) -> None:
+    """simplejpeg raises a KeyError at 4:4:1."""
+    odd = patched(11, 0x14, mode=mode, size=(16, 64))
+    write_shards(tmp_path / "sh", [20, 28], replace={7: {"jpg": odd, "txt": b"caption 7"}})
+    found = batches(opened(tmp_path / "sh", decoding, corrupt_limit=1), 6)
+    assert sum(len(batch.sample_id) for batch in found) == 48
+    assert sum(batch.replaced for batch in found) <= 1

@@ -13,6 +13,7 @@ import io
 import logging
 import math
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import draw, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.pixels import check_scans, is_plain_jpeg
+from pipeline.distributed.world import World
+from pipeline.pixels import check_scans, is_plain_jpeg, jpeg_header
+from pipeline.versions import version_of
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -38,8 +41,10 @@ RGB_JPEG = frozenset({"YCbCr", "RGB", "Gray"})
 PPM_HEADER = re.compile(rb"P6\s(\d{1,9})\s(\d{1,9})\s255\s")
 SHRINKS = (8, 4, 2)
 """Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
-GPU_IMAGE_PIXELS, GPU_CHUNK_PIXELS = 1 << 24, 1 << 26
-"""Larger images are not decoded on a GPU, and no more pixels at a time than 200 MB hold."""
+GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
+"""Limits of what is decoded on a GPU: pixels, encoded bytes, and how many times a crop's side may be reduced."""
+GPU_CHUNK_PIXELS = 1 << 26
+"""No more are decoded at a time: 200 MB."""
 log = logging.getLogger(__name__)
 
 
@@ -119,7 +124,7 @@ class ImageDecoder:
     mode: Literal["fast", "scaled", "exact"]
     max_pixels: int
     gpu: str | None = None
-    """The name of the GPU that decodes ordinary JPEGs; part of what determines pixels. None: no GPU does."""
+    """The GPU that decodes ordinary JPEGs, with versions: part of what determines pixels. None: no GPU does."""
 
     def __call__(self, data: bytes, *, state: int) -> Tensor:
         """Decode, crop and resize.
@@ -147,7 +152,8 @@ class ImageDecoder:
         """What a GPU needs to decode an image; None if it is to be decoded here.
 
         Only a complete JPEG with one scan and three channels is left to a GPU: these are hardly ever corrupt, and all
-        that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here.
+        that differ between decoders (progressive ones, grey, CMYK, without an end) are decoded here. So are large ones,
+        and those that torch cannot resize on a GPU, whose kernel has shared memory for a factor of 47.
 
         Args:
             data: The encoded image.
@@ -159,20 +165,23 @@ class ImageDecoder:
         if self.gpu is None or data[:2] != b"\xff\xd8" or not is_plain_jpeg(data):
             return None
         try:
-            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+            height, width, colorspace = jpeg_header(data)
         except ValueError:
             return None
         self._check(height, width)
         if colorspace != "YCbCr" or not 0 < height * width <= GPU_IMAGE_PIXELS:
             return None
-        return EncodedJpeg(data, (height, width), crop_box(height, width, crop=self.crop, state=state))
+        box = crop_box(height, width, crop=self.crop, state=state)
+        if len(data) > min(3 * height * width, GPU_IMAGE_BYTES) or max(box[2:]) > GPU_REDUCTION * self.size:
+            return None
+        return EncodedJpeg(data, (height, width), box)
 
     def _check(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
             raise CorruptSample("image is larger than data.max_pixels")
 
     def _fast(self, data: bytes, state: int) -> Tensor:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, colorspace = jpeg_header(data)
         self._check(height, width)
         check_scans(data)
         if colorspace not in RGB_JPEG:
@@ -215,8 +224,9 @@ class ImageDecoder:
 def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
     """Decode JPEGs with nvJPEG through torchvision, crop and resize them. Has not run on a GPU yet.
 
-    An image that nvJPEG refuses is decoded by libjpeg-turbo or Pillow. Pixels differ from those of "fast" by the
-    rounding of two implementations of JPEG and of resizing; nvJPEG's own may differ between kinds of GPUs.
+    An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
+    do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
+    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate.
 
     Args:
         images: What `ImageDecoder.for_gpu` returned.
@@ -245,33 +255,42 @@ def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch
         # torchvision decodes on a stream of its own, into memory that this stream may still read for earlier images.
         torch.cuda.current_stream(device).synchronize()
     files = [torch.frombuffer(bytearray(image.data), dtype=torch.uint8) for image in images]
+    read = functools.partial(decode_jpeg, mode=ImageReadMode.RGB, device=device)
     decoded: list[Tensor | None] = [None] * len(files)
     try:
-        decoded = decode_jpeg(files, mode=ImageReadMode.RGB, device=device) if files else []
+        decoded = read(files) if files else []
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # of one of them: none is returned
-        _report_refused(str(error).splitlines()[0])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # nvJPEG allocates outside of torch's memory
+        if not refused_before.is_set():
+            refused_before.set()
+            why = str(error).splitlines()[0]
+            log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", why)
         for i, file in enumerate(files):
             with contextlib.suppress(RuntimeError):
-                decoded[i] = decode_jpeg(file, mode=ImageReadMode.RGB, device=device)
+                decoded[i] = read(file)
     for image, pixels_CHW in zip(images, decoded, strict=True):
         if pixels_CHW is None or pixels_CHW.shape != (3, *image.shape):
-            rgb = np.array(rgb_image(image.data))
-            pixels_CHW = torch.from_numpy(rgb).to(device).permute(2, 0, 1)
+            pixels_CHW = torch.from_numpy(np.array(rgb_image(image.data))).to(device).permute(2, 0, 1)
         top, left, h, w = image.box
         window = pixels_CHW[None, :, top : top + h, left : left + w].float()
-        resized = F.interpolate(window, size=(size, size), mode="bicubic", antialias=True)[0]
-        yield resized.round_().clamp_(0, 255).to(torch.uint8)
+        for shape in ((h, size), (size, size)):
+            window = F.interpolate(window, size=shape, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+        yield window[0].to(torch.uint8)
 
 
-@functools.cache
-def _report_refused(error: str) -> None:
-    log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", error)
+refused_before = threading.Event()
+"""Whether this process has said that the GPU refused an image."""
 
 
-def gpu_that_decodes(device: torch.device) -> str | None:
-    """The name of the GPU if it decodes JPEGs; otherwise a warning says why not, and the result is None."""
+def gpu_that_decodes(world: World) -> str | None:
+    """What decodes JPEGs if a rank's GPU does: its name and versions. Otherwise a warning says why not."""
+    device = world.device
     if device.type != "cuda":
-        log.warning("data.decoding=gpu: this process has no GPU, so its images are decoded as with data.decoding=fast.")
+        if world.is_main:
+            log.warning("data.decoding=gpu: this rank computes on the CPU, so images are decoded as with `fast`.")
         return None
     probe = io.BytesIO()
     Image.new("RGB", (32, 32)).save(probe, "JPEG")
@@ -281,9 +300,10 @@ def gpu_that_decodes(device: torch.device) -> str | None:
         decode_jpeg(torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8), device=device)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        log.warning("data.decoding=gpu: nvJPEG fails (%s): images are decoded as with data.decoding=fast.", why)
+        log.warning("data.decoding=gpu: nvJPEG fails (%s), so images are decoded as with `fast`.", why)
         return None
-    return torch.cuda.get_device_name(device)
+    version = version_of("torchvision")
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, torchvision {version}"
 
 
 def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:

@@ -101,7 +101,7 @@ def build_loader(
         crop=config.crop,
         mode="fast" if config.decoding == "gpu" else config.decoding,
         max_pixels=config.max_pixels,
-        gpu=gpu_that_decodes(world.device) if config.decoding == "gpu" else None,
+        gpu=gpu_that_decodes(world) if config.decoding == "gpu" else None,
     )
     if config.workers:
         rows = global_batch // world.size
@@ -165,15 +165,17 @@ class Loader:
             self._parts = self._start()
         file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
-        self.position = _advance(self.position, parts, steps=self.layout.steps)
-        return Batch(
+        position = _advance(self.position, parts, steps=self.layout.steps)
+        batch = Batch(
             image=self._join(parts),
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
-            position=self.position,
+            position=position,
             replaced=sum(part.corrupt.total() for part in parts),
             features=self._stored_features(parts, file.dtype) if file else None,
         )
+        self.position = position
+        return batch
 
     def stand_in(self) -> Batch:
         """Black images without a caption in place of the next batch, for a step whose result is discarded."""

@@ -228,26 +228,19 @@ def ideas(lines: Lines) -> list[str]:
     for line in lines:
         if line["phase"] == "idea":
             runs.setdefault((line["cell"], line["arm"]), []).append(line)
-    cells, arms = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True)) if runs else ([], [])
-    heads = [f"{what}, {cell}" for cell in cells for what in ("seeds", "held-out loss", "R@1, points", "CPU s")]
-    rows = [["idea", *heads]]
-    for arm in arms:
-        row = [f"`{arm}`"]
-        for cell in cells:
-            own = runs.get((cell, arm), [])
-            row.append(str(len(own)))
-            for measure, (_, form) in COMPARED.items():
-                values, base = (
-                    {line["seed"]: float(line[measure]) for line in some} for some in (own, runs[cell, "base"])
-                )
-                gain = None if arm == "base" else difference(values, base)
-                changed = shown_gain(gain, form, is_clear=False)
-                row.append(spread(own, measure, form.removeprefix("+")) if arm == "base" else changed)
-            row.append(spread(own, "cpu_seconds", ".1f"))
-        rows.append(row)
+    rows = [["cell", "idea", "seeds", "held-out loss", "R@1, points", "CPU s"]]
+    for (cell, arm), own in runs.items():
+        row = [cell, f"`{arm}`", str(len(own))]
+        for measure, (_, form) in COMPARED.items():
+            if arm == "base":
+                row.append(spread(own, measure, form.removeprefix("+")))
+                continue
+            values, base = ({line["seed"]: float(line[measure]) for line in some} for some in (own, runs[cell, "base"]))
+            row.append(shown_gain(difference(values, base), form, is_clear=False))
+        rows.append([*row, spread(own, "cpu_seconds", ".1f")])
     how = (
-        "Variants of `neuclip_power` with its tuned values, on tuning pairs and seeds that have tuned nothing: the "
-        "first row is `neuclip_power` itself, the others are differences from it with half of their 95% interval and "
+        "Variants of `neuclip_power` with its tuned values, on tuning pairs and seeds that have tuned nothing: "
+        "`base` is `neuclip_power` itself, the others are differences from it with half of their 95% interval and "
         "t, not corrected. [The plan](plan.md) says what they are and what became of them."
     )
     return ["## Ideas", "", how, "", *as_lines(rows)]

@@ -11,7 +11,7 @@ exp(h) is never computed by itself: at tau = 0.01 it leaves the range of fp32. S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +71,13 @@ class AnchorSide:
     pull: Tensor
     """-dL/ds_ii."""
 
-    def take(self, rows: slice) -> AnchorSide:
-        return AnchorSide(self.positive[rows], self.tau[rows], self.log_weight[rows], self.pull[rows])
+
+def similarities(own_bd: Tensor, others_Bd: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of own rows and their products with all others, [rows, B], in a buffer that the next block overwrites."""
+    columns, space = others_Bd.shape[0], Workspace()
+    for rows in row_blocks(own_bd.shape[0], columns, device=own_bd.device):
+        own = own_bd[rows]
+        yield rows, torch.mm(own, others_Bd.T, out=space.take("s", (own.shape[0], columns), like=own))
 
 
 def anchor_statistics(
@@ -90,11 +95,8 @@ def anchor_statistics(
         tau_b: Temperature of each anchor.
         first: Column of the first anchor's partner.
     """
-    columns, space = others_Bd.shape[0], Workspace()
-    log_g, mean_h = torch.empty_like(positive_b), torch.empty_like(positive_b)
-    for rows in row_blocks(anchors_bd.shape[0], columns, device=anchors_bd.device):
-        scaled = anchors_bd[rows] / tau_b[rows, None]
-        z = torch.mm(scaled, others_Bd.T, out=space.take("z", (scaled.shape[0], columns), like=scaled))
+    log_g, mean_h, space = torch.empty_like(positive_b), torch.empty_like(positive_b), Workspace()
+    for rows, z in similarities(anchors_bd / tau_b[:, None], others_Bd):
         own_pair = z.diagonal(first + rows.start)
         own_pair.fill_(-math.inf)
         top = z.amax(1)
@@ -102,51 +104,34 @@ def anchor_statistics(
         own_pair.fill_(0.0)
         total = weight.sum(1)
         top -= positive_b[rows] / tau_b[rows]  # now the largest h
-        log_g[rows] = top + total.log() - math.log(columns - 1)
+        log_g[rows] = top + total.log() - math.log(others_Bd.shape[0] - 1)
         mean_h[rows] = top + weight.mul_(z).sum(1) / total
     return log_g, mean_h
 
 
-def feature_gradient(own_bd: Tensor, others_Bd: Tensor, coefficients: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """`sum_j dL/ds_ij others_j` for each own row i: the loss's gradient with respect to this rank's features, [b, d].
-
-    Args:
-        own_bd: Features of this rank.
-        others_Bd: The other side of the whole batch.
-        coefficients: Maps a block of similarities, [rows, B], which it may overwrite, and its row slice to dL/ds.
-    """
-    gradient, columns, space = torch.empty_like(own_bd), others_Bd.shape[0], Workspace()
-    for rows in row_blocks(own_bd.shape[0], columns, device=own_bd.device):
-        own = own_bd[rows]
-        s = torch.mm(own, others_Bd.T, out=space.take("s", (own.shape[0], columns), like=own))
-        torch.mm(coefficients(s, rows), others_Bd, out=gradient[rows])
-    return gradient
-
-
 def softmax_gradient(own_bd: Tensor, others_Bd: Tensor, *, own: AnchorSide, others: AnchorSide, first: int) -> Tensor:
-    """Feature gradient of every softmax objective, for one side.
+    """Feature gradient of every softmax objective, `sum_j dL/ds_ij others_j` for each own row i of one side, [b, d].
 
-    A sample's feature occurs twice: as an anchor against all others (weights of `own`, [b]) and as a negative of every
-    anchor of the other side (weights of `others`, [B]). So the gradient needs the gathered scalars of the other ranks'
+    A sample's feature occurs twice: as an anchor against all others (weights of `own`) and as a negative of every
+    anchor of the other side (weights of `others`). So the gradient needs the gathered scalars of the other ranks'
     anchors, but no gradient collective (FastCLIP, section 4).
 
     Args:
         own_bd: Features of this rank.
         others_Bd: The other side of the whole batch.
-        own: Scalars of this rank's anchors, [b].
+        own: Scalars of all anchors of this side, [B].
         others: Scalars of all anchors of the other side, [B].
         first: Column of row 0's partner.
     """
+    gradient, space = torch.empty_like(own_bd), Workspace()
     local = slice(first, first + own_bd.shape[0])
-    pull, space = own.pull + others.pull[local], Workspace()
-    own_slope, own_shift = 1.0 / own.tau, own.log_weight - own.positive / own.tau
+    pull = own.pull[local] + others.pull[local]
+    own_slope, own_shift = 1.0 / own.tau[local], own.log_weight[local] - own.positive[local] / own.tau[local]
     slope, shift = 1.0 / others.tau, others.log_weight - others.positive / others.tau
-
-    def coefficients(s: Tensor, rows: slice) -> Tensor:
+    for rows, s in similarities(own_bd, others_Bd):
         a = space.take("a", tuple(s.shape), like=s)
         torch.addcmul(own_shift[rows, None], s, own_slope[rows, None], out=a).exp_()
         a += torch.addcmul(shift, s, slope, out=s).exp_()
         a.diagonal(first + rows.start).copy_(-pull[rows])
-        return a
-
-    return feature_gradient(own_bd, others_Bd, coefficients)
+        torch.mm(a, others_Bd, out=gradient[rows])
+    return gradient

@@ -42,23 +42,22 @@ class SigLip(Objective):
         size, first = images.shape[0], self.world.rows(image.shape[0]).start
         scale, bias = 1.0 / self.temperature.value(), self.bias.value
         sums = torch.zeros(3, dtype=image.dtype, device=image.device)  # loss, dL/dscale, dL/dbias of this rank's images
-
-        def coefficients(s: Tensor, rows: slice, *, count: bool) -> Tensor:
-            """dL/ds of a block of similarities; `count` adds the block to the sums."""
-            logits = s * scale + bias
-            pull = torch.sigmoid(logits)  # the gradient of a negative pair; the own pair has sigmoid - 1
-            own_pair = logits.diagonal(first + rows.start)
-            pull.diagonal(first + rows.start).copy_(-torch.sigmoid(-own_pair))
-            if count:
-                own_pair.neg_()
-                sums.add_(torch.stack([F.softplus(logits).sum(), (pull * s).sum(), pull.sum()]))
-            return pull.mul_(scale / size)
-
-        grad_image = pairwise.feature_gradient(image, texts, lambda s, rows: coefficients(s, rows, count=True))
-        grad_text = pairwise.feature_gradient(text, images, lambda s, rows: coefficients(s, rows, count=False))
+        gradients = []
+        for side, (own, others) in enumerate(((image, texts), (text, images))):
+            gradient = torch.empty_like(own)
+            for rows, s in pairwise.similarities(own, others):
+                logits = s * scale + bias
+                pull = torch.sigmoid(logits)  # the gradient of a negative pair; the own pair has sigmoid - 1
+                own_pair = logits.diagonal(first + rows.start)
+                pull.diagonal(first + rows.start).copy_(-torch.sigmoid(-own_pair))
+                if side == 0:
+                    own_pair.neg_()
+                    sums.add_(torch.stack([F.softplus(logits).sum(), (pull * s).sum(), pull.sum()]))
+                torch.mm(pull.mul_(scale / size), others, out=gradient[rows])
+            gradients.append(gradient)
         loss, to_scale, to_bias = (self.world.all_gather(sums[None]).sum(0) / size).unbind()
         metrics = {"loss": loss, "tau": self.temperature.value(), "logit_bias": bias.clone()}
-        return ObjectiveOutput(loss, grad_image, grad_text, metrics), (-to_scale * scale.square(), to_bias)
+        return ObjectiveOutput(loss, gradients[0], gradients[1], metrics), (-to_scale * scale.square(), to_bias)
 
     def update_state(self, pending: tuple[Tensor, Tensor], *, lr_scale: float) -> None:
         tau_gradient, bias_gradient = pending

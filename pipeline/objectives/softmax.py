@@ -226,24 +226,19 @@ def mean_gap(estimates: Iterable[Tensor], targets: Iterable[Tensor]) -> Tensor:
 
 
 def _feature_gradients(batch: AnchorBatch, weights: AnchorWeights) -> Pair:
-    sides = [_anchor_side(batch, weights, side) for side in (0, 1)]
+    sides = []
+    for side in (0, 1):
+        log_share = weights.log_scale[side] - weights.log_normalizer[side] - math.log(batch.size)
+        pull = torch.exp(log_share + batch.log_g[side]) if weights.pull is None else weights.pull[side]
+        log_weight = log_share - math.log(batch.size - 1)
+        sides.append(pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, pull))
     gradients = []
     for side in (0, 1):
+        own, others = batch.features[side][batch.rows], batch.features[1 - side]
         gradient = pairwise.softmax_gradient(
-            batch.features[side][batch.rows],
-            batch.features[1 - side],
-            own=sides[side].take(batch.rows),
-            others=sides[1 - side],
-            first=batch.rows.start,
+            own, others, own=sides[side], others=sides[1 - side], first=batch.rows.start
         )
         if weights.feature_gradient is not None:
             gradient += weights.feature_gradient[side]
         gradients.append(gradient)
     return gradients[0], gradients[1]
-
-
-def _anchor_side(batch: AnchorBatch, weights: AnchorWeights, side: int) -> pairwise.AnchorSide:
-    log_share = weights.log_scale[side] - weights.log_normalizer[side] - math.log(batch.size)
-    pull = torch.exp(log_share + batch.log_g[side]) if weights.pull is None else weights.pull[side]
-    log_weight = log_share - math.log(batch.size - 1)
-    return pairwise.AnchorSide(batch.positive, batch.tau[side], log_weight, pull)

@@ -90,7 +90,7 @@ def test_row_blocks_on_every_rank(rank, monkeypatch):
         facts = {"positive_b": positive[part], "tau_b": tau[part], "first": part.start}
         statistics = pairwise.anchor_statistics(image[part], text, **facts)
         side = pairwise.AnchorSide(positive, tau, torch.linspace(-3, 1, 16).double(), torch.linspace(0, 1, 16).double())
-        gradient = pairwise.softmax_gradient(image[part], text, own=side.take(part), others=side, first=part.start)
+        gradient = pairwise.softmax_gradient(image[part], text, own=side, others=side, first=part.start)
         return *statistics, gradient
 
     whole = of(slice(0, 16))

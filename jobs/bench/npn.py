@@ -64,13 +64,14 @@ def closed_form(
     optimizer = AdaGrad(LR)
     for side in (0, 1):
         slots, updated = {"accumulator": memory[side]}, weight[side]
-        at = prototypes.prepare(anchors[side], updated, workspace, passes)
+        dtype = None if anchors[side].low is None else torch.bfloat16
+        at = passes.prepare(updated, anchors[side].tau, space=workspace, dtype=dtype)
         for step in range(steps):
             gradient, _ = prototypes.unit_gradient(
                 anchors[side], at, objective="unified", workspace=workspace, passes=passes
             )
             at = passes.descend(gradient, slots, optimizer=optimizer, number=step + 1, space=workspace)
-        at.write_to(updated)
+        updated.copy_(at.weight)  # nothing to do if it was updated in place
     return weight
 
 
@@ -134,7 +135,7 @@ def report(batch: int, arguments: argparse.Namespace, device: torch.device) -> N
     full = closed_form(anchors, weight, steps=steps, workspace=Workspace())
     rounded = closed_form(low, weight, steps=steps, workspace=Workspace())
     alpha, other = (
-        prototypes.log_normalizer(anchors[0], prototypes.prepare(anchors[0], weight[0], Workspace()))
+        prototypes.log_normalizer(anchors[0], FUSED.prepare(weight[0], anchors[0].tau, space=Workspace()))
         for weight in (full, rounded)
     )
     cost = (other - alpha).square().mean()

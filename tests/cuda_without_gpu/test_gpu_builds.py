@@ -14,8 +14,8 @@ import torch
 
 HAS_BACKEND = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 # The kernels of each formula: one, but for the one that computes [R] weights and multiplies [R, d] features by them.
-KERNELS = {"_adagrad": 1, "_squares": 1, "_exponentials": 1, "_sums": 1, "_predict": 1, "_exp_sum": 1, "_log_sum": 1,
-           "_pull": 2}  # fmt: skip
+KERNELS = {"_adagrad": 1, "_squares": 1, "_exponentials": 1, "_sums": 1, "normalizer_of_mean": 1, "_exp_sum": 1,
+           "_log_sum": 1, "_pull": 2}  # fmt: skip
 
 
 @pytest.mark.slow  # lowers and builds about 20 programs

@@ -47,10 +47,15 @@ def make_weight(m, dim=16, *, seed=9, dtype=torch.float64):
     return (torch.randn(m, dim, generator=generator, dtype=torch.float64) * 1.7).to(dtype)
 
 
+def prepared(anchors, weight, space):
+    dtype = None if anchors.low is None else torch.bfloat16
+    return kernels.FUSED.prepare(weight, anchors.tau, space=space, dtype=dtype)
+
+
 def loss_gradient(anchors, weight, *, objective="unified"):
     """dL/dW, [m, d], and alpha under this W, [B]."""
     space = Workspace()
-    at = prototypes.prepare(anchors, weight, space)
+    at = prepared(anchors, weight, space)
     gradient, alpha = prototypes.unit_gradient(anchors, at, objective=objective, workspace=space)
     return torch.cat([gradient.tangent(rows) for rows in kernels.pieces(weight)]), alpha
 
@@ -80,7 +85,7 @@ def test_memory_is_bounded_by_one_block_of_anchors(low, monkeypatch):
     monkeypatch.setattr(prototypes, "_CPU_BLOCK", 96 * 8)  # eight of 256 anchors at a time
     anchors, _ = make_anchors(256, dtype=torch.float32, low=low)
     workspace = Workspace()
-    at = prototypes.prepare(anchors, make_weight(96, dtype=torch.float32), workspace)
+    at = prepared(anchors, make_weight(96, dtype=torch.float32), workspace)
     gradient, _ = prototypes.unit_gradient(anchors, at, objective="unified", workspace=workspace)
     assert gradient.product.dtype == torch.float32  # sums over blocks are not rounded to bf16
     assert max(buffer.numel() for buffer in workspace._buffers.values()) <= 96 * 16  # the size of [m, d]
@@ -147,7 +152,7 @@ def test_bf16_products_stay_close_to_fp32():
     anchors, _ = make_anchors(128, dim=64, dtype=torch.float32, low=True)
     weight = make_weight(96, 64, dtype=torch.float32)
     low, low_alpha = loss_gradient(anchors, weight)
-    full, full_alpha = loss_gradient(anchors.full_precision(), weight)
+    full, full_alpha = loss_gradient(replace(anchors, low=None), weight)
     assert (low_alpha - full_alpha).square().mean() < 1e-3
     assert F.cosine_similarity(low.flatten(), full.flatten(), dim=0) > 0.999
     assert not torch.equal(low, full)

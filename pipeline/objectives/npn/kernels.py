@@ -45,11 +45,6 @@ class Prototypes:
     tau: Tensor
     """Scalar."""
 
-    def write_to(self, weight_md: Tensor) -> None:
-        """Copy W to `weight_md`, unless it was updated in place there."""
-        if self.weight is not weight_md:
-            weight_md.copy_(self.weight)
-
 
 @dataclass(frozen=True)
 class UnitGradient:
@@ -74,8 +69,10 @@ class UnitGradient:
 class Passes:
     """Passes over [m, d] and [R, m] matrices with PyTorch's own fused kernels."""
 
-    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
-        """The prototypes, ready for matrix products in `dtype`."""
+    def prepare(
+        self, weight_md: Tensor, tau: Tensor, *, space: Workspace, dtype: torch.dtype | None = None
+    ) -> Prototypes:
+        """The prototypes, ready for matrix products in `dtype`; None: in their own precision."""
         m = weight_md.shape[0]
         scaled = space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
         norms, gain = space.take("norms", (m, 1), like=weight_md), (1.0 / tau).expand(m, 1).contiguous()
@@ -150,7 +147,9 @@ class Passes:
 class CompiledPasses(Passes):
     """The same formulas, fused by torch.compile; updates of optimizers other than AdaGrad are the base class's."""
 
-    def prepare(self, weight_md: Tensor, tau: Tensor, *, dtype: torch.dtype, space: Workspace) -> Prototypes:
+    def prepare(
+        self, weight_md: Tensor, tau: Tensor, *, space: Workspace, dtype: torch.dtype | None = None
+    ) -> Prototypes:
         low = _low(weight_md, dtype, space)
         return _unscaled(weight_md, low, self.run(_squares, weight_md, low), tau)
 
@@ -196,9 +195,9 @@ def pieces(matrix: Tensor) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _low(weight_md: Tensor, dtype: torch.dtype, space: Workspace) -> Tensor | None:
-    """A buffer for the prototypes in another precision; None if `dtype` is their own."""
-    if dtype == weight_md.dtype:
+def _low(weight_md: Tensor, dtype: torch.dtype | None, space: Workspace) -> Tensor | None:
+    """A buffer for the prototypes in another precision; None if `dtype` is None or their own."""
+    if dtype in (None, weight_md.dtype):
         return None
     return space.take("directions", tuple(weight_md.shape), like=weight_md, dtype=dtype)
 

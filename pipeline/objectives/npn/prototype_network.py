@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,16 +64,16 @@ class PrototypeNpn(Npn):
         self.network.begin()
         self._held_back = []
         self._next_live = self._fill(batch)
-        self._division = self._share(self._next_live) if self.divided else None
+        self._division = Division(self._ranks, self._next_live) if self.divided else None
         # Compiled only once all prototypes are live, so that one program serves one shape, also after resuming.
         compiled = self.config.npn_compile and self._next_live == self.config.prototypes
         self._passes = COMPILED if compiled else FUSED
         cold, alpha = [], []
         for side in (0, 1):
             at, first = self._inner_updates(side, anchors[side])
-            full = anchors[side].full_precision()
+            full = replace(anchors[side], low=None)
             if at.directions.dtype != at.weight.dtype:
-                at = prototypes.prepare(full, at.weight, self.workspace, self._passes)
+                at = self._passes.prepare(at.weight, full.tau, space=self.workspace)
             used = prototypes.log_normalizer(
                 full, at, workspace=self.workspace, passes=self._passes, division=self._division
             )
@@ -87,14 +88,14 @@ class PrototypeNpn(Npn):
             raise RuntimeError("there are no prototypes before the first committed step")
         space, found = Workspace(), []
         for side in (0, 1):
-            full, weight = anchors[side].full_precision(), self._whole(self.network.lasting["weight"][side], live)
-            at = prototypes.prepare(full, weight, space)
+            full, weight = replace(anchors[side], low=None), self._whole(self.network.lasting["weight"][side], live)
+            at = FUSED.prepare(weight, full.tau, space=space)
             found.append(prototypes.log_normalizer(full, at, workspace=space))
         return found[0], found[1]
 
     def weight(self, side: int) -> Tensor:
         """This rank's live prototypes of one side after `advance`; all of them, [m, d], unless they are divided."""
-        return self.network.working["weight"][side, : self._share(self._next_live).rows]
+        return self.network.working["weight"][side, : Division(self._ranks, self._next_live).rows]
 
     def slopes(self, side: int, anchors: Anchors, partners_bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight = self._whole(self.network.working["weight"][side], self._next_live)
@@ -109,12 +110,13 @@ class PrototypeNpn(Npn):
         return {"prototype_norm": mean}
 
     def distributions(self) -> dict[str, Tensor]:
-        weight = self.network.lasting["weight"][:, : self._share(int(self.live)).rows]
+        weight = self.network.lasting["weight"][:, : Division(self._ranks, int(self.live)).rows]
         return {f"prototype_norm_for_{side}": weight[i].norm(dim=1) for i, side in enumerate(("image", "text"))}
 
     def commit(self, update: AnchorBatch) -> None:
         for side, gradient in enumerate(self._held_back):
-            self._updated(side, gradient, number=self.network.next_updates).write_to(gradient.at.weight)
+            after = self._updated(side, gradient, number=self.network.next_updates)
+            gradient.at.weight.copy_(after.weight)  # nothing to do if it was updated in place
         self._held_back = []
         self.network.commit()
         self.live.fill_(self._next_live)
@@ -137,20 +139,18 @@ class PrototypeNpn(Npn):
     def divide_state(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.own_state().items():
             for side in (0, 1):
-                rows, mine = self._share(self.config.prototypes).own(0, state[name][side])
+                rows, mine = Division(self._ranks, self.config.prototypes).own(0, state[name][side])
                 tensor[side, rows] = mine
-
-    def _share(self, live: int) -> Division:
-        return Division(self._ranks, live)
 
     def _whole(self, own: Tensor, count: int) -> Tensor:
         """The first `count` prototypes of all ranks, [count, d], from this rank's share; collective if divided."""
-        return self._share(count).whole(own[: -(-count // self._ranks.size)], count=count)
+        return Division(self._ranks, count).whole(own[: -(-count // self._ranks.size)], count=count)
 
     def _inner_updates(self, side: int, anchors: Anchors) -> tuple[Prototypes, Tensor | None]:
         """The prototypes after a step's updates, and alpha before the first update, if there is any."""
         first, weight = None, self.weight(side)
-        at = prototypes.prepare(anchors, weight, self.workspace, self._passes)
+        dtype = None if anchors.low is None else anchors.low.dtype
+        at = self._passes.prepare(weight, anchors.tau, space=self.workspace, dtype=dtype)
         for inner in range(self.config.inner_steps):
             gradient, alpha = prototypes.unit_gradient(
                 anchors,
@@ -165,7 +165,7 @@ class PrototypeNpn(Npn):
                 self._held_back.append(gradient.clone())
             else:
                 at = self._updated(side, gradient, number=self.network.next_updates + inner + 1)
-        at.write_to(weight)
+        weight.copy_(at.weight)  # nothing to do if it was updated in place
         return at, first
 
     def _updated(self, side: int, gradient: UnitGradient, *, number: int) -> Prototypes:
@@ -179,43 +179,38 @@ class PrototypeNpn(Npn):
         return self._passes.prepare(unit, after.tau, dtype=after.directions.dtype, space=space)
 
     def _fill(self, batch: AnchorBatch) -> int:
-        """Write features to the working prototypes where a restart or growth is due; returns how many are live."""
-        m, live = self.config.prototypes, int(self.live)
-        from_queue = self.config.restart_with == "previous" and self.queue.filled > 0
-        if live and not self.restarts(batch.step):
-            return self._grow(batch, live=live, from_queue=from_queue)
-        if self.config.reset_accumulator and live:
+        """Write features to the working prototypes where a restart or growth is due; returns how many are live.
+
+        A restart writes to all of them, growth to those that are not live yet.
+        """
+        m, live, queue = self.config.prototypes, int(self.live), self.queue
+        restart = not live or self.restarts(batch.step)
+        if restart and live and self.config.reset_accumulator:
             self.network.clear_slots()
-        if from_queue:
-            self._write(0, (self.queue.features[0], self.queue.features[1]))
-            return self.queue.filled
+        first = 0 if restart else live
+        if self.config.restart_with == "previous" and queue.filled:
+            ready = max(first, queue.filled)
+            self._write(first, (queue.features[0, first:ready], queue.features[1, first:ready]))
+            return ready
         partners = (batch.features[1], batch.features[0])
-        if m <= batch.size:
+        if restart and m <= batch.size:
             chosen = self._subset(batch)
             self._write(0, (partners[0][chosen], partners[1][chosen]))
             return m
-        if not self.queue.features.shape[1]:  # a batch smaller than the run's: grow from it
-            return self._grow(batch, live=0, from_queue=False)
-        self._write(0, (self.queue.features[0], self.queue.features[1]))
-        for start, rows in self.queue.places(batch):
-            self._write(start, (partners[0][rows], partners[1][rows]))
-        return min(m, int(self.queue.written) + batch.size)
+        if restart and queue.features.shape[1]:
+            self._write(0, (queue.features[0], queue.features[1]))
+            for start, rows in queue.places(batch):
+                self._write(start, (partners[0][rows], partners[1][rows]))
+            return min(m, int(queue.written) + batch.size)
+        added = min(m - first, batch.size)  # growth, or a first batch smaller than the run's
+        self._write(first, (partners[0][:added], partners[1][:added]))
+        return first + added
 
     def _write(self, start: int, features: Pair) -> None:
         """Overwrite the working prototypes `start`, `start + 1`, ... of both sides; each rank takes its own share."""
         for side in (0, 1):
-            rows, mine = self._share(self.config.prototypes).own(start, features[side])
+            rows, mine = Division(self._ranks, self.config.prototypes).own(start, features[side])
             self.network.working["weight"][side, rows] = mine
-
-    def _grow(self, batch: AnchorBatch, *, live: int, from_queue: bool) -> int:
-        """Add features as further prototypes while fewer than m are live."""
-        if from_queue:
-            ready = max(live, self.queue.filled)
-            self._write(live, (self.queue.features[0, live:ready], self.queue.features[1, live:ready]))
-            return ready
-        added = min(self.config.prototypes - live, batch.size)
-        self._write(live, (batch.features[1][:added], batch.features[0][:added]))
-        return live + added
 
     def _subset(self, batch: AnchorBatch) -> Tensor | slice:
         """Indices of m samples of the batch, drawn with the seed of this step."""

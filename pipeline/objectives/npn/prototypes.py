@@ -66,9 +66,6 @@ class Anchors:
             ids=ids,
         )
 
-    def full_precision(self) -> Anchors:
-        return replace(self, low=None)
-
 
 @dataclass(frozen=True)
 class Division:
@@ -115,7 +112,7 @@ def log_normalizer(
 
     Args:
         anchors: One side of the batch.
-        at: As from `prepare`, for these anchors; one rank's with a division.
+        at: As from `Passes.prepare`, in bf16 if the anchors have `low`; one rank's with a division.
         workspace: Buffers.
         passes: Implementation of the passes over memory.
         division: Given when `at` are one rank's prototypes.
@@ -127,15 +124,9 @@ def log_normalizer(
         total: Tensor | None = own_total
         if division is not None:
             shift, total = division.add_up(shift, own_total, passes), None
-        alpha, _ = passes.run(_predict, shift, total, part, count)
+        alpha, _ = passes.run(normalizer_of_mean, shift, part, count, total)
         found.append(alpha)
     return torch.cat(found)
-
-
-def prepare(anchors: Anchors, weight_md: Tensor, space: Workspace, passes: Passes = FUSED) -> Prototypes:
-    """The prototypes, ready for matrix products in the precision of the anchors."""
-    dtype = weight_md.dtype if anchors.low is None else torch.bfloat16
-    return passes.prepare(weight_md, anchors.tau, dtype=dtype, space=space)
 
 
 def unit_gradient(
@@ -156,7 +147,7 @@ def unit_gradient(
 
     Args:
         anchors: One side of the batch.
-        at: As from `prepare`.
+        at: As from `Passes.prepare`, in bf16 if the anchors have `low`.
         objective: The network's own objective.
         workspace: Buffers.
         passes: Implementation of the passes over memory.
@@ -202,11 +193,11 @@ def alpha_slopes(anchors: Anchors, weight_md: Tensor, partners_bd: Tensor) -> tu
         d alpha/d e [b, d], d alpha/d partner [b, d], d alpha/d tau [b].
     """
     unit = weight_md / weight_md.norm(dim=1, keepdim=True)
-    full, space, found, start = anchors.full_precision(), Workspace(), [], 0
-    at = prepare(full, weight_md, space)
+    full, space, found, start = replace(anchors, low=None), Workspace(), [], 0
+    at = FUSED.prepare(weight_md, full.tau, space=space)
     for part, z in _products(full, at, space, None):
         powers, shift, total = FUSED.exponentials(z, at, space)
-        _, share = _predict(shift, total, part, len(weight_md))
+        _, share = normalizer_of_mean(shift, part, len(weight_md), total)
         rows = slice(start, start := start + len(part))
         found.append(mean_slopes(part, (powers @ unit) * (share / total)[:, None], share, partners_bd[rows]))
     first, second, third = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -249,19 +240,18 @@ def _products(
             yield part, _matmul_low(part.low, at.directions.T, "low_products", space)
 
 
-def _predict(shift: Tensor, total: Tensor | None, anchors: Anchors, m: int) -> tuple[Tensor, Tensor]:
-    """alpha, [R], and the prototypes' share of exp(alpha), [R]; the rest is eps. `total` None: 1."""
-    return normalizer_of_mean(shift if total is None else shift + total.log(), anchors, m)
-
-
-def normalizer_of_mean(log_sum: Tensor, anchors: Anchors, m: int | Tensor) -> tuple[Tensor, Tensor]:
+def normalizer_of_mean(
+    shift: Tensor, anchors: Anchors, m: int | Tensor, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """alpha, [..., R], and the mean's share of exp(alpha), [..., R]; the rest is eps.
 
     Args:
-        log_sum: log of the sum over j of exp(e . x_j / tau), [..., R].
+        shift: log of the sum over j of exp(e . x_j / tau), [..., R], up to the factor `total` of the sum.
         anchors: [R] of them.
         m: The number of x_j, for each anchor if they differ, [R].
+        total: [..., R]; None: 1.
     """
+    log_sum = shift if total is None else shift + total.log()
     log_m = m.clamp(min=1).log() if isinstance(m, Tensor) else math.log(m)
     log_mean = log_sum - log_m - anchors.positive / anchors.tau
     alpha = torch.logaddexp(log_mean, log_mean.new_full((), anchors.log_eps))
@@ -290,7 +280,9 @@ def _pull(
         size: B.
     """
     shift, total, log_sum = sums
-    alpha, share = _predict(shift, total, anchors, m) if log_sum is None else _predict(log_sum, None, anchors, m)
+    alpha, share = (
+        normalizer_of_mean(shift, anchors, m, total) if log_sum is None else normalizer_of_mean(log_sum, anchors, m)
+    )
     if objective == "unified":
         residual = 1.0 - torch.exp((anchors.log_target - alpha).clamp(max=MAX_LOG_RATIO))
     else:

@@ -165,13 +165,21 @@ class Loader:
             self._parts = self._start()
         file = self._dataset.features
         parts = [self._next_part(self._parts) for _ in range(max(1, self.workers))]
-        position = _advance(self.position, parts, steps=self.layout.steps)
+        at = self.position if self.position.batch < self.layout.steps else Position(epoch=self.position.epoch + 1)
+        assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
+        fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
+        position = Position(
+            epoch=at.epoch,
+            batch=at.batch + 1,
+            order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
+            corrupt=at.corrupt.plus(fresh),
+        )
         batch = Batch(
             image=self._join(parts),
             text=self._pinned(np.concatenate([part.text for part in parts])),
             sample_id=self._pinned(np.concatenate([part.sample_id for part in parts])),
             position=position,
-            replaced=sum(part.corrupt.total() for part in parts),
+            replaced=fresh.total(),
             features=self._stored_features(parts, file.dtype) if file else None,
         )
         self.position = position
@@ -366,20 +374,6 @@ class Loader:
                 "which replaces such samples."
             ) from error
         return whole
-
-
-def _advance(at: Position, parts: list[Part], *, steps: int) -> Position:
-    """The position after one more batch, whose parts these are."""
-    if at.batch == steps:
-        at = Position(epoch=at.epoch + 1)
-    assert all((part.epoch, part.batch) == (at.epoch, at.batch) for part in parts), "workers are out of step"
-    fresh = sum((part.corrupt for part in parts), Counter[tuple[str, str]]())
-    return Position(
-        epoch=at.epoch,
-        batch=at.batch + 1,
-        order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
-        corrupt=at.corrupt.plus(fresh),
-    )
 
 
 def _as_is(part: Any) -> Any:

@@ -79,20 +79,16 @@ class CachedTokenizer:
     def __call__(self, texts: list[str]) -> Tensor:
         result = np.zeros((len(texts), self.context_length), dtype=np.int64)
         for row, text in zip(result, texts, strict=True):
-            found = [self.start, *self.encode(text, limit=self.context_length - 2), self.end]
+            if NEEDS_CLEANING.search(text):
+                text = _clean(text)
+            found = [self.start]
+            for word in " ".join(text.split()).lower().split(" "):  # no token contains a space
+                found += self._cache.get(word) or self._encode_word(word)
+                if len(found) >= self.context_length - 1:
+                    break
+            found = [*found[: self.context_length - 1], self.end]
             row[: len(found)] = found
         return torch.from_numpy(result)
-
-    def encode(self, text: str, *, limit: int) -> list[int]:
-        """The first `limit` ids of a caption."""
-        if NEEDS_CLEANING.search(text):
-            text = _clean(text)
-        found: list[int] = []
-        for word in " ".join(text.split()).lower().split(" "):  # no token contains a space
-            found += self._cache.get(word) or self._encode_word(word)
-            if len(found) >= limit:
-                return found[:limit]
-        return found
 
     @functools.cached_property
     def _words(self) -> Any:

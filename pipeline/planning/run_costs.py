@@ -279,8 +279,8 @@ def _passed(order: Order) -> tuple[int, int]:
     """Samples and bytes before the streams' first samples, within the same shards."""
     segments = order.epoch_segments(0)
     samples = total = 0
-    for c in range(order.layout.streams):
-        number, start, _ = segments.locate(c * order.layout.stream_length)
+    shards, numbers = segments.locate(np.arange(order.layout.streams) * order.layout.stream_length)
+    for number, start in zip(shards.tolist(), numbers.tolist(), strict=True):
         shard = order.mixture.manifest.shards[number]
         samples += start
         total += shard.bytes * start // shard.samples

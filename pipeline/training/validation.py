@@ -102,11 +102,12 @@ class HeldOutPairs:
         batches: list[list[tuple[bytes, str]]] = [[] for _ in range(first, last)]
         stop = min(last * size, self.n)
         records = reader.read(first * size)
-        for position, record in zip(range(first * size, stop), records, strict=False):
+        shards, _ = segments.locate(np.arange(first * size, stop))
+        for position, (shard, record) in enumerate(zip(shards.tolist(), records, strict=False), first * size):
             try:
                 if record.image is None:
                     raise CorruptSample(record.problem or "image is missing")
-                caption = reader.caption(segments.locate(position)[0]).read(record)
+                caption = reader.caption(shard).read(record)
                 rgb_image(record.image)
                 self.world.progress()
                 batches[position // size - first].append((record.image, caption))

@@ -26,8 +26,9 @@ def manifest(sizes: list[int], name: str = "a") -> Manifest:
 
 
 def ids_of(mixture: Mixture, segments: Segments) -> list[int]:
-    offsets = mixture.manifest.offsets
-    return [offsets[s] + k for s, k, _ in map(segments.locate, range(segments.length))]
+    shards, numbers = segments.locate(np.arange(segments.length))
+    ids: list[int] = (mixture.manifest.offsets[shards] + numbers).tolist()
+    return ids
 
 
 def test_draws_are_splitmix64() -> None:

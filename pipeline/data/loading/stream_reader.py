@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.data.order.canonical_order import StreamOrder
 from pipeline.data.order.mixture import Segments
@@ -46,20 +46,14 @@ class SequentialReader:
     altered: set[int] = field(default_factory=set)
     """Numbers of shards whose bytes differ from their manifest."""
 
-    def __post_init__(self) -> None:
-        self._offsets = self.manifest.shards.offsets
-
     def read(self, position: int) -> Iterator[TarRecord]:
         """Records from `position` to the end of the epoch, read as they are taken."""
-        while position < self.segments.length:
-            shard, start, count = self.segments.locate(position)
-            yield from self._read_shard(shard, start, count)
-            position += count
-
-    def locate(self, position: int) -> tuple[int, int]:
-        """The id of the sample at a position, and the number of its shard."""
-        shard, start, _ = self.segments.locate(position)
-        return int(self._offsets[shard]) + start, shard
+        segments, m = self.segments, len(self.segments.position)
+        for i in range(int(segments.position.searchsorted(position, side="right")) - 1, m):
+            start = int(segments.start[i]) + position - int(segments.position[i])
+            stop = int(segments.position[i + 1]) if i + 1 < m else segments.length
+            yield from self._read_shard(int(segments.shard[i]), start, stop - position)
+            position = stop
 
     def caption(self, shard: int) -> CaptionField:
         """Where the captions of a shard's samples are."""
@@ -83,7 +77,7 @@ class SequentialReader:
                         # Before the last sample is passed on: a stream is not read any further at the end of an epoch.
                         if start == stored.samples and stream_hash is not None:
                             self._check(shard, stored, stream_hash.finish())
-                        yield self.checked(record, shard)
+                        yield TarRecord(problem=ALTERED) if shard in self.altered else record
                         if start == stop:
                             return
                 raise DamagedTar("ends too early")
@@ -105,10 +99,6 @@ class SequentialReader:
                 failures += 1
         for _ in range(stop - start):
             yield TarRecord(problem=self.lost[shard][1])
-
-    def checked(self, record: TarRecord, shard: int) -> TarRecord:
-        """The record, or a problem in its place if its shard turned out to be altered."""
-        return TarRecord(problem=ALTERED) if shard in self.altered and not record.problem else record
 
     def _check(self, number: int, shard: Shard, digest: str | None) -> None:
         """Compare a shard's digest, if it was computed, with the manifest's."""
@@ -139,8 +129,18 @@ def _refuse_exhaustion(error: Exception) -> None:
         ) from error
 
 
+class Sample(NamedTuple):
+    """A sample of a stream."""
+
+    place: int
+    id: int
+    shard: int
+
+
 class StreamReader:
     """The records of one stream in its shuffled order; each is read once.
+
+    A record may have been read before its shard turned out to be altered: see `SequentialReader.altered`.
 
     Args:
         source: Reads the epoch's samples.
@@ -150,13 +150,19 @@ class StreamReader:
     """
 
     def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
-        self.order, self.first = order, first
-        self._source = source
+        self._order, self._first = order, first
+        self._source, self._offsets = source, source.manifest.offsets
         self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
         self._buffer: dict[int, TarRecord] = {}
         self._readable = 0
-        self.kept_bytes = self.peak_bytes = 0
+
+    def samples(self, first: int, last: int) -> list[Sample]:
+        """What is at the turns [first, last)."""
+        places = self._order.places(first, last)
+        shards, numbers = self._source.segments.locate(self._first + places)
+        ids = self._offsets[shards] + numbers
+        return [Sample(*facts) for facts in zip(places.tolist(), ids.tolist(), shards.tolist(), strict=True)]
 
     def take(self, place: int) -> TarRecord:
         """The record at its own turn, removed from the buffer."""
@@ -164,8 +170,7 @@ class StreamReader:
             self._read_one()
         record = self._buffer.pop(place)
         self._readable -= not record.problem
-        self.kept_bytes -= record.size
-        return self._checked(record, place)
+        return record
 
     def peek(self, place: int) -> TarRecord:
         """The record of a place, kept for its own turn.
@@ -173,24 +178,17 @@ class StreamReader:
         It is read separately from its shard if its turn has passed, or if it is so far ahead that the buffer would grow
         beyond its limit.
         """
-        while self._next <= place and self._readable < READ_AHEAD * self.order.buffer:
+        while self._next <= place and self._readable < READ_AHEAD * self._order.buffer:
             self._read_one()
         if place in self._buffer:
-            return self._checked(self._buffer[place], place)
-        return next(self._source.read(self.first + place))
-
-    def _checked(self, record: TarRecord, place: int) -> TarRecord:
-        if not self._source.altered:
-            return record
-        return self._source.checked(record, self._source.locate(self.first + place)[1])
+            return self._buffer[place]
+        return next(self._source.read(self._first + place))
 
     def _read_one(self) -> None:
         record = next(self._records)
         if self._next not in self._used:
             self._buffer[self._next] = record
             self._readable += not record.problem
-            self.kept_bytes += record.size
-            self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
         self._next += 1
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
-from pipeline.data.loading.stream_reader import SequentialReader, StreamReader
+from pipeline.data.loading.stream_reader import ALTERED, Sample, SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
@@ -86,14 +86,9 @@ class DecodedRows:
         self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
         self._decoder = decoder
         self._store = store
-        self._image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
+        self.image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
+        """Its first `len(shown) - len(encoded)` rows are images."""
         self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
-
-    @property
-    def images(self) -> Tensor:
-        """uint8 [len(shown) - len(encoded), H, W, 3]"""
-        count = len(self.shown) - len(self.encoded)
-        return self._image_bHWC if count == len(self._image_bHWC) else self._image_bHWC[:count].clone()
 
     def add(self, record: TarRecord, *, sample_id: int, number: int, caption: CaptionField) -> None:
         """Decode a record as the next row.
@@ -121,7 +116,7 @@ class DecodedRows:
                 self.encoded.append((len(self.shown), encoded))
             else:
                 pixels = self._decoder(record.image, state=state)
-                self._image_bHWC[len(self.shown) - len(self.encoded)] = pixels.permute(1, 2, 0)
+                self.image_bHWC[len(self.shown) - len(self.encoded)] = pixels.permute(1, 2, 0)
             self.shown.append(len(self.captions))
         self.captions.append(text)
 
@@ -158,34 +153,32 @@ class StreamFiller:
 
     def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
-        first = batch * self._rows
-        ids = []
-        for turn, place in enumerate(self._reader.order.places(first, first + self._rows).tolist(), first):
+        first, ids = batch * self._rows, []
+        for turn, sample in enumerate(self._reader.samples(first, first + self._rows), first):
             try:
-                ids.append(self._add(rows, self._reader, self._reader.take, place=place, turn=turn))
+                self._add(rows, sample, self._reader.take, turn=turn)
+                ids.append(sample.id)
             except CorruptSample as error:
-                _, shard = self._source.locate(self._reader.first + place)
-                corrupt[(str(error), self._source.manifest.shards[shard].name)] += 1
+                corrupt[(str(error), self._source.manifest.shards[sample.shard].name)] += 1
                 ids.append(self._substitute(turn, rows, first=error))
         return ids
 
     def close(self) -> None:
         self._reader.close()
 
-    def _add(
-        self, rows: DecodedRows, reader: StreamReader, read: Callable[[int], TarRecord], *, place: int, turn: int
-    ) -> int:
-        """Decode the sample at a reader's place as the row of this turn, and return its id.
+    def _add(self, rows: DecodedRows, sample: Sample, read: Callable[[int], TarRecord], *, turn: int) -> None:
+        """Decode the record that `read` gives for a sample's place as the row of this turn.
 
         Raises:
             CorruptSample: It cannot be used; no row is added.
         """
-        sample_id, shard = self._source.locate(reader.first + place)
-        self._on_sample(sample_id)
+        self._on_sample(sample.id)
+        record = read(sample.place)
+        if sample.shard in self._source.altered and not record.problem:
+            raise CorruptSample(ALTERED)
         # The row's number in the epoch keys its crop: a sample may occur more than once in an epoch.
         number = self.stream * self._order.layout.stream_length + turn
-        rows.add(read(place), sample_id=sample_id, number=number, caption=self._source.caption(shard))
-        return sample_id
+        rows.add(record, sample_id=sample.id, number=number, caption=self._source.caption(sample.shard))
 
     def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
@@ -193,9 +186,10 @@ class StreamFiller:
         for stream, other in self._candidates(turn):
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
-            place = int(reader.order.places(other, other + 1)[0])
+            (sample,) = reader.samples(other, other + 1)
             try:
-                return self._add(rows, reader, reader.peek, place=place, turn=turn)
+                self._add(rows, sample, reader.peek, turn=turn)
+                return sample.id
             except CorruptSample as error:
                 reasons[str(error)] += 1
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
@@ -300,11 +294,12 @@ class StreamDataset(IterableDataset[Part | Failure]):
         rows = DecodedRows(count, decoder=self.decoder, store=store, seed=self.order.seed, epoch=epoch)
         corrupt: Counter[tuple[str, str]] = Counter()
         sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
+        decoded = len(rows.shown) - len(rows.encoded)
         hashed = order_hash(sample_id, epoch=epoch, batch=batch, first_row=fillers[0].stream * self.order.layout.rows)
         return Part(
             epoch=epoch,
             batch=batch,
-            image_bHWC=rows.images,
+            image_bHWC=rows.image_bHWC if decoded == count else rows.image_bHWC[:decoded].clone(),
             text=self.tokenize(rows.captions).numpy(),
             sample_id=sample_id,
             order_hash=hashed,

@@ -278,6 +278,6 @@ def planned_ids(order: Order, *, epoch: int, first: int, last: int, streams: ran
     for number, c in enumerate(streams):
         stream = order.stream(epoch=epoch, stream=c, block=max(LOOKED_UP, (last - first) * b))
         places = stream.places(first * b, last * b) + c * length
-        m = np.searchsorted(segments.position, places, side="right") - 1
-        ids[:, number] = (offsets[segments.shard[m]] + segments.start[m] + places - segments.position[m]).reshape(-1, b)
+        shards, numbers = segments.locate(places)
+        ids[:, number] = (offsets[shards] + numbers).reshape(-1, b)
     return ids.reshape(last - first, len(streams) * b)

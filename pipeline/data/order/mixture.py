@@ -64,15 +64,10 @@ class Segments:
     length: int
     """Samples of the epoch."""
 
-    def locate(self, position: int) -> tuple[int, int, int]:
-        """Where the sample at a position of the epoch is stored.
-
-        Returns:
-            The shard's number, the sample's number in it, and how many positions are left in this segment.
-        """
-        m = int(self.position.searchsorted(position, side="right")) - 1
-        stop = int(self.position[m + 1]) if m + 1 < len(self.position) else self.length
-        return int(self.shard[m]), int(self.start[m]) + position - int(self.position[m]), stop - position
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Shard number, and number in the shard, of the samples at these positions of the epoch, [k] each."""
+        m = self.position.searchsorted(positions, side="right") - 1
+        return self.shard[m], self.start[m] + positions - self.position[m]
 
 
 def load_mixture(config: DataConfig) -> Mixture:

@@ -48,10 +48,6 @@ class TarRecord:
     key: str = ""
     """The members' common name."""
 
-    @property
-    def size(self) -> int:
-        return len(self.image or b"") + len(self.caption or b"")
-
 
 def read_records(file: BinaryIO, *, skip: int = 0, caption_suffix: str = "txt") -> Iterator[TarRecord]:
     """The samples of a tar, starting at number `skip`.

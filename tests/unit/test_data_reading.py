@@ -193,8 +193,9 @@ def test_stream_memory_is_bounded_by_its_buffer(tmp_path: Path, turn: int) -> No
     order = stream_order(seed=0, epoch=0, stream=0, length=200, buffer=20)
     stream = StreamReader(reader(manifest := load_manifest(tmp_path)), order=order, first=0, turn=turn)
     kept = []
-    for place in order.places(turn, 200).tolist():
-        assert stream.take(place).caption == f"caption {place}".encode()
+    for place, taken in zip(order.places(turn, 200).tolist(), stream.take(turn, 200), strict=True):
+        assert taken.id == place
+        assert taken.record.caption == f"caption {place}".encode()
         kept.append(kept_bytes(stream))
     sample_bytes = manifest.bytes / 200
     assert max(kept) < 20 * sample_bytes
@@ -205,14 +206,13 @@ def test_peek_rereads_a_sample_that_was_already_taken(tmp_path: Path) -> None:
     write_shards(tmp_path, [30])
     order = stream_order(seed=0, epoch=0, stream=0, length=30, buffer=4)
     stream = StreamReader(reader(load_manifest(tmp_path)), order=order, first=0, turn=0)
-    first = int(order.places(0, 1)[0])
-    taken = stream.take(first)
-    assert stream.peek(first) == taken
-    ahead = stream.peek(29)
+    (taken,) = stream.take(0, 1)
+    assert stream.peek(0) == taken
+    ahead = stream.peek(order.places(0, 30).tolist().index(29)).record
     assert ahead.caption == b"caption 29"
     assert kept_bytes(stream) < 10 * len(ahead.image + ahead.caption) + 10_000, (
         "a peek far ahead must not fill the buffer"
     )
-    assert [stream.take(i).caption for i in order.places(1, 30).tolist()] == [
+    assert [sample.record.caption for sample in stream.take(1, 30)] == [
         f"caption {i}".encode() for i in order.places(1, 30).tolist()
     ]

@@ -130,59 +130,69 @@ def _refuse_exhaustion(error: Exception) -> None:
 
 
 class Sample(NamedTuple):
-    """A sample of a stream."""
+    """A sample of a stream. It may have been read before its shard turned out to be altered."""
 
-    place: int
     id: int
     shard: int
+    """Number of its shard."""
+    record: TarRecord
 
 
 class StreamReader:
-    """The records of one stream in its shuffled order; each is read once.
-
-    A record may have been read before its shard turned out to be altered: see `SequentialReader.altered`.
+    """The samples of one stream in its shuffled order; each is read once.
 
     Args:
         source: Reads the epoch's samples.
         order: The stream's shuffle.
         first: Position in the epoch of the stream's place 0.
         turn: The turn at which reading starts; earlier samples are skipped.
+        on_sample: Called with the id of each sample before it is read.
     """
 
-    def __init__(self, source: SequentialReader, *, order: StreamOrder, first: int, turn: int) -> None:
-        self._order, self._first = order, first
+    def __init__(
+        self,
+        source: SequentialReader,
+        *,
+        order: StreamOrder,
+        first: int,
+        turn: int,
+        on_sample: Callable[[int], None] = lambda sample_id: None,
+    ) -> None:
+        self._order, self._first, self._on_sample = order, first, on_sample
         self._source, self._offsets = source, source.manifest.offsets
         self._next, self._used = order.resume(turn)
         self._records = source.read(first + self._next)
         self._buffer: dict[int, TarRecord] = {}
         self._readable = 0
 
-    def samples(self, first: int, last: int) -> list[Sample]:
-        """What is at the turns [first, last)."""
-        places = self._order.places(first, last)
-        shards, numbers = self._source.segments.locate(self._first + places)
-        ids = self._offsets[shards] + numbers
-        return [Sample(*facts) for facts in zip(places.tolist(), ids.tolist(), shards.tolist(), strict=True)]
+    def take(self, first: int, last: int) -> Iterator[Sample]:
+        """The samples at the turns [first, last), each removed from the buffer when it is taken."""
+        for place, sample_id, shard in self._located(first, last):
+            self._on_sample(sample_id)
+            while self._next <= place:
+                self._read_one()
+            record = self._buffer.pop(place)
+            self._readable -= not record.problem
+            yield Sample(sample_id, shard, record)
 
-    def take(self, place: int) -> TarRecord:
-        """The record at its own turn, removed from the buffer."""
-        while self._next <= place:
-            self._read_one()
-        record = self._buffer.pop(place)
-        self._readable -= not record.problem
-        return record
-
-    def peek(self, place: int) -> TarRecord:
-        """The record of a place, kept for its own turn.
+    def peek(self, turn: int) -> Sample:
+        """The sample at a turn, kept for it.
 
         It is read separately from its shard if its turn has passed, or if it is so far ahead that the buffer would grow
         beyond its limit.
         """
+        ((place, sample_id, shard),) = self._located(turn, turn + 1)
+        self._on_sample(sample_id)
         while self._next <= place and self._readable < READ_AHEAD * self._order.buffer:
             self._read_one()
-        if place in self._buffer:
-            return self._buffer[place]
-        return next(self._source.read(self._first + place))
+        record = self._buffer[place] if place in self._buffer else next(self._source.read(self._first + place))
+        return Sample(sample_id, shard, record)
+
+    def _located(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Place, sample id and shard of what is at the turns [first, last)."""
+        places = self._order.places(first, last)
+        shards, numbers = self._source.segments.locate(self._first + places)
+        return zip(places.tolist(), (self._offsets[shards] + numbers).tolist(), shards.tolist(), strict=True)
 
     def _read_one(self) -> None:
         record = next(self._records)

@@ -26,7 +26,7 @@ from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import ALTERED, Sample, SequentialReader, StreamReader
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, TarRecord
+from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
 from pipeline.distributed.workers import live_with_parent
 from pipeline.errors import UserError
 
@@ -70,13 +70,23 @@ class DecodedRows:
 
     Args:
         count: Rows of the part.
+        source: Reads the samples.
         decoder: Decodes images.
         store: Stored features, which replace decoded images; None: nothing is stored.
         seed: Of crops and choices of captions.
         epoch: The same.
     """
 
-    def __init__(self, count: int, *, decoder: ImageDecoder, store: FeatureStore | None, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        source: SequentialReader,
+        decoder: ImageDecoder,
+        store: FeatureStore | None,
+        seed: int,
+        epoch: int,
+    ) -> None:
         self.captions: list[str] = []
         """Of the rows so far."""
         self.shown: list[int] = []
@@ -84,30 +94,30 @@ class DecodedRows:
         self.encoded: list[tuple[int, EncodedJpeg]] = []
         """Of these, by number, the ones that a GPU is to decode."""
         self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
+        self._source = source
         self._decoder = decoder
         self._store = store
         self.image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
         """Its first `len(shown) - len(encoded)` rows are images."""
         self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
-    def add(self, record: TarRecord, *, sample_id: int, number: int, caption: CaptionField) -> None:
-        """Decode a record as the next row.
+    def add(self, sample: Sample, *, number: int) -> None:
+        """Decode a sample as the next row.
 
         Args:
-            record: The sample as stored.
-            sample_id: Its id.
-            number: The row's number in the epoch.
-            caption: Where captions are.
+            sample: The sample as stored.
+            number: The row's number in the epoch. It keys the crop: a sample may occur more than once in an epoch.
 
         Raises:
             CorruptSample: It cannot be used; no row is added.
         """
-        if record.problem:
-            raise CorruptSample(record.problem)
+        record = sample.record
+        if record.problem or sample.shard in self._source.altered:
+            raise CorruptSample(record.problem or ALTERED)
         if record.image is None:
             raise CorruptSample("image is missing")
-        text = caption.read(record, state=draw(self._choices, number))
-        stored = self._store.read(sample_id) if self._store else None
+        text = self._source.caption(sample.shard).read(record, state=draw(self._choices, number))
+        stored = self._store.read(sample.id) if self._store else None
         if stored is not None and self.features is not None:
             self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
         else:
@@ -149,14 +159,16 @@ class StreamFiller:
         self._epoch = epoch
         self._on_sample = on_sample
         self._rows = order.layout.rows
+        self._first_row = stream * order.layout.stream_length
+        """The number in the epoch of the row at turn 0."""
         self._reader = self._open(stream, turn=batch * self._rows)
 
     def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
         first, ids = batch * self._rows, []
-        for turn, sample in enumerate(self._reader.samples(first, first + self._rows), first):
+        for turn, sample in enumerate(self._reader.take(first, first + self._rows), first):
             try:
-                self._add(rows, sample, self._reader.take, turn=turn)
+                rows.add(sample, number=self._first_row + turn)
                 ids.append(sample.id)
             except CorruptSample as error:
                 corrupt[(str(error), self._source.manifest.shards[sample.shard].name)] += 1
@@ -166,29 +178,15 @@ class StreamFiller:
     def close(self) -> None:
         self._reader.close()
 
-    def _add(self, rows: DecodedRows, sample: Sample, read: Callable[[int], TarRecord], *, turn: int) -> None:
-        """Decode the record that `read` gives for a sample's place as the row of this turn.
-
-        Raises:
-            CorruptSample: It cannot be used; no row is added.
-        """
-        self._on_sample(sample.id)
-        record = read(sample.place)
-        if sample.shard in self._source.altered and not record.problem:
-            raise CorruptSample(ALTERED)
-        # The row's number in the epoch keys its crop: a sample may occur more than once in an epoch.
-        number = self.stream * self._order.layout.stream_length + turn
-        rows.add(record, sample_id=sample.id, number=number, caption=self._source.caption(sample.shard))
-
     def _substitute(self, turn: int, rows: DecodedRows, *, first: CorruptSample) -> int:
         """Fill the row of a corrupt sample with the first readable one of a fixed sequence of other samples."""
         reasons = Counter([str(first)])
         for stream, other in self._candidates(turn):
             own = stream == self.stream
             reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
-            (sample,) = reader.samples(other, other + 1)
+            sample = reader.peek(other)
             try:
-                self._add(rows, sample, reader.peek, turn=turn)
+                rows.add(sample, number=self._first_row + turn)
                 return sample.id
             except CorruptSample as error:
                 reasons[str(error)] += 1
@@ -226,7 +224,8 @@ class StreamFiller:
 
     def _open(self, stream: int, *, turn: int) -> StreamReader:
         order = self._order.stream(epoch=self._epoch, stream=stream)
-        return StreamReader(self._source, order=order, first=stream * order.length, turn=turn)
+        first = stream * order.length
+        return StreamReader(self._source, order=order, first=first, turn=turn, on_sample=self._on_sample)
 
 
 @dataclass(frozen=True)
@@ -284,14 +283,22 @@ class StreamDataset(IterableDataset[Part | Failure]):
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
-                yield self._part(fillers, store, epoch=epoch, batch=batch)
+                yield self._part(fillers, source, store, epoch=epoch, batch=batch)
             for filler in fillers:
                 filler.close()
             epoch, first = epoch + 1, 0
 
-    def _part(self, fillers: list[StreamFiller], store: FeatureStore | None, *, epoch: int, batch: int) -> Part:
-        count = self.order.layout.rows * len(fillers)
-        rows = DecodedRows(count, decoder=self.decoder, store=store, seed=self.order.seed, epoch=epoch)
+    def _part(
+        self,
+        fillers: list[StreamFiller],
+        source: SequentialReader,
+        store: FeatureStore | None,
+        *,
+        epoch: int,
+        batch: int,
+    ) -> Part:
+        count, seed = self.order.layout.rows * len(fillers), self.order.seed
+        rows = DecodedRows(count, source=source, decoder=self.decoder, store=store, seed=seed, epoch=epoch)
         corrupt: Counter[tuple[str, str]] = Counter()
         sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
         decoded = len(rows.shown) - len(rows.encoded)

@@ -141,7 +141,7 @@ def useful_flops(args: argparse.Namespace, option: str) -> float:
         return training_flops(model, images=images)
     text = make_data(args).text
     chunks = micro_batches(args.batch, args.batch // settings["accumulate"])
-    tokens = TextChunks(text, chunks, lengths=trimming.lengths(text)).computed_tokens / args.batch
+    tokens = TextChunks(text, chunks, lengths=trimming.cut(text)[1]).computed_tokens / args.batch
     return training_flops(model, text_tokens=tokens, images=images)
 
 

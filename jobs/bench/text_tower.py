@@ -32,7 +32,7 @@ def contender(towers: Towers, data: Data, *, device: torch.device, name: str) ->
     (count, trim, packed), batch = CONTENDERS[name], len(data.text)
     trimming = text_trimming(towers.clip, wanted=None)
     assert trimming is not None, "texts of this architecture cannot be cut"
-    lengths = trimming.lengths(data.text) if trim else None
+    lengths = trimming.cut(data.text)[1] if trim else None
     chunks = micro_batches(batch, -(-batch // count))
 
     def run(steps: int) -> None:

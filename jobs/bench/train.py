@@ -167,7 +167,7 @@ def ours(
             if stored is None:
                 image = normalize(pixels, mean=now.mean, std=now.std, dtype=engine.dtype, memory_format=memory_format)
             text = now.text.to(world.device, non_blocking=True)
-            lengths = trimming.lengths(now.text) if trimming else None
+            lengths = trimming.cut(now.text)[1] if trimming else None
             result = take_step(
                 (image, text), sample_ids=sample_ids, step=taken, lr_scale=lr_scale, text_lengths=lengths
             )

@@ -100,6 +100,8 @@ class Meter:
 
     def __init__(self, batch_size: int, phases: Phases) -> None:
         self._batch_size, self._phases = batch_size, phases
+        self.steps = 0
+        """Since the last reading; counted by the training loop."""
         self._begin()
 
     @contextmanager
@@ -119,18 +121,14 @@ class Meter:
         self._phases.read()
         self._begin()
 
-    def count(self) -> None:
-        """Count one step."""
-        self._steps += 1
-
     def read(self) -> dict[str, float]:
         """Samples per second, CPU time of a step, shares of time (data_wait, time_PHASE), peak memory since the last
         reading."""
         phases = self._phases.read()
         elapsed = time.perf_counter() - self._since
         rates = {
-            "samples_per_second": self._steps * self._batch_size / elapsed,
-            "cpu_ms": 1e3 * (time.process_time() - self._cpu_since) / max(1, self._steps),
+            "samples_per_second": self.steps * self._batch_size / elapsed,
+            "cpu_ms": 1e3 * (time.process_time() - self._cpu_since) / max(1, self.steps),
             "data_wait": self._waited / elapsed,
             **{f"time_{name}": seconds / elapsed for name, seconds in phases.items()},
         }
@@ -143,5 +141,5 @@ class Meter:
         return rates
 
     def _begin(self) -> None:
-        self._steps, self._waited = 0, 0.0
+        self.steps, self._waited = 0, 0.0
         self._since, self._cpu_since = time.perf_counter(), time.process_time()

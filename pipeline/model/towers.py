@@ -131,21 +131,18 @@ class Towers(nn.Module):
     def forward(self, image: Tensor, text: Tensor | PackedText | None) -> tuple[Tensor, Tensor] | Tensor:
         """[B, 3, H, W] normalised images and [B, L] tokens -> two [B, d] unit-norm fp32 features.
 
-        Instead of images it takes [B, d] results of `image_output`. Without texts it returns `image_output`.
+        Without texts it returns the image tower's output before normalisation, [B, d], in the precision in which the
+        tower computes. Instead of images it takes such outputs.
         """
         if text is None:
-            return self.image_output(image)
+            output: Tensor = self.clip.encode_image(image)  # type: ignore[operator]
+            return output
         return self.encode_image(image), self.encode_text(text)
 
     def encode_image(self, image: Tensor) -> Tensor:
-        """[B, 3, H, W], or [B, d] from `image_output` -> [B, d]."""
-        output = image if image.dim() == 2 else self.image_output(image)
+        """[B, 3, H, W], or the image tower's outputs [B, d] -> [B, d]."""
+        output = image if image.dim() == 2 else self.clip.encode_image(image)  # type: ignore[operator]
         return F.normalize(output.float(), dim=-1)
-
-    def image_output(self, image: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, d] before normalisation, in the precision in which the tower computes."""
-        output: Tensor = self.clip.encode_image(image)  # type: ignore[operator]
-        return output
 
     def encode_text(self, text: Tensor | PackedText) -> Tensor:
         """[B, L] -> [B, d]; fewer tokens than the context, or packed ones, where `text_trimming` allows it."""

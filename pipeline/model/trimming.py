@@ -36,23 +36,22 @@ class TextTrimming:
     eos_id: int | None
     """The end-of-text token, the first of which is read; None: the largest token is the end of the text."""
     longest: int | None = None
-    """Texts with more tokens are cut by `shorten`."""
+    """Texts with more tokens are cut to as many, the last of which is their end-of-text token."""
 
-    def lengths(self, text: Tensor) -> Tensor:
-        """[B, L] tokens -> int64 [B] tokens up to and including the one at which the feature is read."""
+    def cut(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, L] tokens -> the same with each text cut to `longest` tokens, and the texts' lengths.
+
+        A length, int64 [B], is the number of tokens up to and including the one at which the feature is read.
+        """
         marks = text if self.eos_id is None else (text == self.eos_id).int()
-        return marks.argmax(dim=-1) + 1
-
-    def shorten(self, text: Tensor) -> Tensor:
-        """[B, L] tokens with each text cut to `longest` tokens, the last of which is its end-of-text token."""
+        lengths = marks.argmax(dim=-1) + 1
         if self.longest is None or self.longest >= text.shape[1]:
-            return text
-        lengths = self.lengths(text)
+            return text, lengths
         ends = text.gather(1, lengths[:, None] - 1)[:, 0]
         short = torch.empty_like(text, pin_memory=text.is_pinned()).copy_(text)  # copies to a GPU stay asynchronous
         short[:, self.longest - 1] = torch.where(lengths > self.longest, ends, short[:, self.longest - 1])
         short[:, self.longest :] = 0
-        return short
+        return short, lengths.clamp(max=self.longest)
 
 
 def trimmed_width(lengths: Tensor, *, context_length: int) -> int:
@@ -146,7 +145,8 @@ def without_padding(text: Tensor, trimming: TextTrimming | None) -> Tensor:
     """[B, L] tokens -> [B, l], without columns that no feature of these texts depends on."""
     if trimming is None or not len(text):
         return text
-    return text[:, : trimmed_width(trimming.lengths(text), context_length=text.shape[1])]
+    _, lengths = trimming.cut(text)
+    return text[:, : trimmed_width(lengths, context_length=text.shape[1])]
 
 
 def why_not_trimmed(clip: nn.Module) -> str | None:

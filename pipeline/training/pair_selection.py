@@ -84,8 +84,7 @@ class Selection:
         run, engine, device = self.state.run, self.state.engine, self.state.world.device
         lengths = None
         if self.trimming is not None:
-            text = self.trimming.shorten(text)
-            lengths = self.trimming.lengths(text)
+            text, lengths = self.trimming.cut(text)
         micro_batch = run.engine.micro_batch or run.batch_size // self.state.world.size  # which fits the memory
         chunks = micro_batches(len(image), micro_batch)
         packed = run.model.text_batching == "packed"

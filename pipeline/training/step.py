@@ -207,7 +207,7 @@ class TrainStep:
         image, text = inputs
         texts = TextChunks(text, self.chunks, lengths=text_lengths, packed=self.pack_texts)
         self.objective.prefetch(sample_ids)
-        statistics = BatchStatistics(self._batch_norms)
+        statistics = [(x, x.clone()) for norm in self._batch_norms for x in norm.buffers(recurse=False)]
         with self.phases("forward"):
             features = self._features(image, texts, step)
         with self.phases("objective"):
@@ -230,7 +230,8 @@ class TrainStep:
                 self.objective.commit(lr_scale=lr_scale)
             else:
                 self.objective.discard()
-                statistics.restore()
+                for now, before in statistics:
+                    now.copy_(before)
         bad, stop, skipped = flags.read()
         if applied and (bad or skipped):
             raise RuntimeError(
@@ -298,20 +299,6 @@ def seeded(seed: int, step: int, rank: int, micro_batch: int) -> Iterator[None]:
 def batch_norms_of(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """The batch norms of a model."""
     return [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-
-
-class BatchStatistics:
-    """The running statistics of batch norms as they are now, for a step that turns out to be skipped."""
-
-    def __init__(self, batch_norms: list[nn.modules.batchnorm._BatchNorm]) -> None:
-        self._now = [buffer for norm in batch_norms for buffer in norm.buffers(recurse=False)]
-        self._kept = [buffer.clone() for buffer in self._now]
-
-    def restore(self) -> None:
-        """Undo what forward passes have changed since."""
-        with torch.no_grad():
-            for buffer, kept in zip(self._now, self._kept, strict=True):
-                buffer.copy_(kept)
 
 
 @contextlib.contextmanager

@@ -212,7 +212,7 @@ class Trainer:
         if self.image_features is not None:
             with self.phases("forward"):
                 image = self.image_features.outputs(batch, image)
-        texts = self.trimming.shorten(batch.text) if self.trimming else batch.text
+        texts, lengths = self.trimming.cut(batch.text) if self.trimming else (batch.text, None)
         result = self.take_step(
             (image, texts.to(image.device, non_blocking=True)),
             sample_ids=batch.sample_id.to(image.device, non_blocking=True),
@@ -220,7 +220,7 @@ class Trainer:
             lr_scale=lr_scale,
             stop=stop,
             missing=missing,
-            text_lengths=self.trimming.lengths(texts) if self.trimming else None,
+            text_lengths=lengths,
             teacher=self.teacher.of(batch.sample_id, device=image.device, stand_in=missing) if self.teacher else None,
         )
         output = replace(result.output, metrics={**result.output.metrics, **selected})
@@ -240,7 +240,7 @@ class Trainer:
             )
         if not result.applied:
             self._report_skipped(result)
-        self.meter.count()
+        self.meter.steps += 1
         self.phases.mark("records")
         if batch.position.batch == state.loader.steps_per_epoch:
             self._report_epoch(batch)

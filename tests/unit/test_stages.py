@@ -101,9 +101,11 @@ def test_long_texts_keep_their_end_token() -> None:
     expected = [[5, 1, 2, 9, 0, 0, 0, 0], [5, 1, 9, 0, 0, 0, 0, 0], [5, 1, 2, 9, 0, 0, 0, 0]]
     for eos_id in (None, 9):
         trimming = TextTrimming(eos_id, longest=4)
-        assert trimming.shorten(text).tolist() == expected
-        assert trimming.lengths(trimming.shorten(text)).tolist() == [4, 3, 4]
-    assert TextTrimming(9, longest=8).shorten(text) is text
+        short, lengths = trimming.cut(text)
+        assert short.tolist() == expected
+        assert lengths.tolist() == [4, 3, 4]
+        assert trimming.cut(short)[1].tolist() == [4, 3, 4]
+    assert TextTrimming(9, longest=8).cut(text)[0] is text
 
 
 def test_a_plan_sums_over_its_stages() -> None:

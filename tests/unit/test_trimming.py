@@ -39,7 +39,7 @@ def test_trimming_does_not_change_features_and_gradients(kind: str, tmp_path: Pa
     image, text = batch(length=12)
     text[:, 9:] = 0
     text[2, 7] = 49407
-    lengths = trimming.lengths(text)
+    lengths = trimming.cut(text)[1]
     assert lengths.tolist() == [4, 6, 8, 8, 5]
     width = trimmed_width(lengths, context_length=12)
     assert width == 8
@@ -66,7 +66,7 @@ def test_packed_texts_give_the_features_and_gradients_of_one_text_at_a_time(
     trimming = text_trimming(towers.clip, wanted=None, packed=True)
     assert trimming is not None
     text = torch.cat([batch(length=12)[1] for _ in range(4)])[:17]
-    lengths = trimming.lengths(text)
+    lengths = trimming.cut(text)[1]
     assert len(set(lengths.tolist())) > 3
     upstream = torch.randn(len(text), 16, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([towers.encode_text(row[None, :n]) for row, n in zip(text, lengths.tolist(), strict=True)])
@@ -178,7 +178,7 @@ def test_a_step_on_trimmed_texts_has_the_same_loss_and_gradient(micro_batch: int
         )
         trimming = text_trimming(engine.module.clip, wanted=True)
         assert trimming is not None
-        lengths = trimming.lengths(text) if trims else None
+        lengths = trimming.cut(text)[1] if trims else None
         result = step((image, text), sample_ids=torch.arange(4), step=0, lr_scale=1.0, text_lengths=lengths)
         gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
         found.append((result, gradients, engine.widths))

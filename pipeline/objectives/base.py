@@ -173,7 +173,7 @@ class Objective(ABC):
             UserError: The global batch is too small or larger than the context's, or there is a teacher without
                 `distill` or the reverse.
         """
-        if self.is_pending:
+        if self._pending is not _NOTHING:
             raise RuntimeError(
                 "A second batch before the step on the first was taken: call commit() after the optimizer's step, or "
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
@@ -198,13 +198,13 @@ class Objective(ABC):
         Args:
             lr_scale: The encoders' learning-rate schedule at this step, in [0, 1].
         """
-        if not self.is_pending:
+        if self._pending is _NOTHING:
             raise RuntimeError("commit() without compute(): nothing is pending")
         pending, self._pending = self._pending, _NOTHING
         with plain_arithmetic(self.context.device):
             self.update_state(pending, lr_scale=lr_scale)
         self._steps += 1
-        if self.drift.due(self.steps):
+        if self.drift.every and self.steps % self.drift.every == 0:
             self.drift.check(self.replicated_state(), step=self.steps)
 
     def discard(self) -> None:

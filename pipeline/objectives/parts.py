@@ -258,18 +258,15 @@ class DriftGuard:
 
     Args:
         world: The ranks.
-        every: Commits between two comparisons; 0 = never.
+        every: Commits between two comparisons; 0 = never, as on a single rank.
         device: Where fingerprints are computed.
     """
 
     def __init__(self, world: World, *, every: int, device: torch.device) -> None:
         self.world = world
-        self.every = every
+        self.every = every if world.size > 1 else 0
         self.device = device
         self.events = 0
-
-    def due(self, steps: int) -> bool:
-        return self.every > 0 and self.world.size > 1 and steps % self.every == 0
 
     def check(self, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Copy rank 0's tensors to all ranks, in place, if they differ.

@@ -44,16 +44,14 @@ class AnchorBatch:
     """[B] each; see `pairwise.anchor_statistics`."""
     fetched: Any
     """Rows of the per-sample table, [B, columns], for methods that have one."""
+    size: int
+    """B."""
     rows: slice
     """This rank's rows."""
     step: int
     """Steps committed so far."""
     ids: Tensor | None = None
     """Sample ids, [B], for estimators that need them; negative ones are unknown and distinct."""
-
-    @property
-    def size(self) -> int:
-        return self.positive.shape[0]
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ class SoftmaxObjective(Objective):
         ids = None
         if self._estimator.needs_ids:
             ids = self.world.all_gather(sample_ids.to(positive_b.device, non_blocking=True))
-        return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, rows, self.steps, ids)
+        return AnchorBatch(features, positive, tau, log_g, mean_h, fetched, size, rows, self.steps, ids)
 
 
 def mean_gap(estimates: Iterable[Tensor], targets: Iterable[Tensor]) -> Tensor:

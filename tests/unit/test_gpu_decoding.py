@@ -17,9 +17,10 @@ from PIL import Image, ImageDraw
 
 from pipeline.config import parse
 from pipeline.data.data_config import CropConfig, DataConfig
-from pipeline.data.loading import decode, loader
-from pipeline.data.loading.decode import ImageDecoder, decode_on_gpu
+from pipeline.data.loading import decode, gpu_decode, loader
+from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
+from pipeline.data.loading.gpu_decode import decode_on_gpu
 from pipeline.data.loading.loader import Batch, Loader, build_loader
 from pipeline.data.loading.position import pixel_identity
 from pipeline.data.shards.tar_reader import CorruptSample
@@ -122,7 +123,7 @@ def test_what_torch_cannot_resize_on_a_gpu_stays_with_the_worker() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 26], ids=["one at a time", "some", "all together"])
 def test_pixels_are_those_of_the_worker_but_for_rounding(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "GPU_CHUNK_PIXELS", chunk)
+    monkeypatch.setattr(gpu_decode, "GPU_CHUNK_PIXELS", chunk)
     files = [jpeg(i, size=(40 + 13 * i, 120 - 7 * i)) for i in range(8)] + [lettering()] * 4
     images = [ON_GPU.for_gpu(data, state=i) for i, data in enumerate(files)]
     found = list(decode_on_gpu([image for image in images if image], size=SIZE, device=CPU))
@@ -141,7 +142,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
             raise RuntimeError("nvjpegDecode failed: 7\nstack")
         return whole(files, **options)
 
-    decode.refused_before.clear()
+    gpu_decode.refused_before.clear()
     monkeypatch.setattr(torchvision.io, "decode_jpeg", picky)
 
 
@@ -268,14 +269,14 @@ def test_a_gpu_without_nvjpeg_is_named(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     world, real = World(device=torch.device("cuda")), torchvision.io.decode_jpeg
     monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda data, device: real(data))
-    name = decode.gpu_that_decodes(world)
+    name = gpu_decode.gpu_that_decodes(world)
     assert name == f"NVIDIA H100, CUDA {torch.version.cuda}, torchvision {torchvision.__version__.partition('+')[0]}"
 
     def missing(data: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nmore")
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)
-    assert decode.gpu_that_decodes(world) is None
+    assert gpu_decode.gpu_that_decodes(world) is None
     assert "nvJPEG fails (decode_jpegs_cuda: torchvision not compiled with nvJPEG support), so images" in caplog.text
 
 

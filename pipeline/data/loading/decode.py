@@ -7,15 +7,10 @@ same central crop; this is reproduced on purpose.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-import logging
 import math
 import re
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,9 +26,7 @@ from pipeline.data.data_config import CropConfig
 from pipeline.data.order.hashing import draw, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
-from pipeline.distributed.world import World
 from pipeline.pixels import check_scans, is_plain_jpeg, jpeg_header
-from pipeline.versions import version_of
 
 Box = tuple[int, int, int, int]
 CROP_ATTEMPTS = 10
@@ -43,9 +36,6 @@ SHRINKS = (8, 4, 2)
 """Scales of libjpeg-turbo that have SIMD code; others take as long as decoding at full size."""
 GPU_IMAGE_PIXELS, GPU_IMAGE_BYTES, GPU_REDUCTION = 1 << 24, 1 << 22, 40
 """Limits of what is decoded on a GPU: pixels, encoded bytes, and how many times a crop's side may be reduced."""
-GPU_CHUNK_PIXELS = 1 << 26
-"""No more are decoded at a time: 200 MB."""
-log = logging.getLogger(__name__)
 
 
 def crop_box(height: int, width: int, *, crop: CropConfig, state: int) -> Box:
@@ -116,7 +106,7 @@ class ImageDecoder:
     edges. Both read the pixels of a binary PPM in place. An image that libjpeg-turbo refuses is decoded by Pillow, so
     all modes accept the same images.
 
-    With `gpu`, ordinary JPEGs are left to `decode_on_gpu`, and other images are decoded as in `mode`.
+    With `gpu`, ordinary JPEGs are left to `gpu_decode`, and other images are decoded as in `mode`.
     """
 
     size: int
@@ -219,91 +209,6 @@ class ImageDecoder:
         resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
         flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
         return flat.view(self.size, self.size, 3).permute(2, 0, 1)
-
-
-def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Decode JPEGs with nvJPEG through torchvision, crop and resize them. Has not run on a GPU yet.
-
-    An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
-    do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
-    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate.
-
-    Args:
-        images: What `ImageDecoder.for_gpu` returned.
-        size: Side of the results in pixels.
-        device: Where they are decoded; on a CPU with torchvision's libjpeg-turbo.
-
-    Returns:
-        uint8 [3, size, size] on the device for each image, in order.
-
-    Raises:
-        CorruptSample: No decoder can read an image: the one after the last that was returned.
-    """
-    start = pixels = 0
-    for i, image in enumerate(images):
-        if i > start and pixels + math.prod(image.shape) > GPU_CHUNK_PIXELS:
-            yield from _decoded_together(images[start:i], size=size, device=device)
-            start, pixels = i, 0
-        pixels += math.prod(image.shape)
-    yield from _decoded_together(images[start:], size=size, device=device)
-
-
-def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg  # not in workers, which do not need it
-
-    if device.type == "cuda":
-        # torchvision decodes on a stream of its own, into memory that this stream may still read for earlier images.
-        torch.cuda.current_stream(device).synchronize()
-    files = [torch.frombuffer(bytearray(image.data), dtype=torch.uint8) for image in images]
-    read = functools.partial(decode_jpeg, mode=ImageReadMode.RGB, device=device)
-    decoded: list[Tensor | None] = [None] * len(files)
-    try:
-        decoded = read(files) if files else []
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # of one of them: none is returned
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # nvJPEG allocates outside of torch's memory
-        if not refused_before.is_set():
-            refused_before.set()
-            why = str(error).splitlines()[0]
-            log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", why)
-        for i, file in enumerate(files):
-            with contextlib.suppress(RuntimeError):
-                decoded[i] = read(file)
-    for image, pixels_CHW in zip(images, decoded, strict=True):
-        if pixels_CHW is None or pixels_CHW.shape != (3, *image.shape):
-            pixels_CHW = torch.from_numpy(np.array(rgb_image(image.data))).to(device).permute(2, 0, 1)
-        top, left, h, w = image.box
-        window = pixels_CHW[None, :, top : top + h, left : left + w].float()
-        for shape in ((h, size), (size, size)):
-            window = F.interpolate(window, size=shape, mode="bicubic", antialias=True).round_().clamp_(0, 255)
-        yield window[0].to(torch.uint8)
-
-
-refused_before = threading.Event()
-"""Whether this process has said that the GPU refused an image."""
-
-
-def gpu_that_decodes(world: World) -> str | None:
-    """What decodes JPEGs if a rank's GPU does: its name and versions. Otherwise a warning says why not."""
-    device = world.device
-    if device.type != "cuda":
-        if world.is_main:
-            log.warning("data.decoding=gpu: this rank computes on the CPU, so images are decoded as with `fast`.")
-        return None
-    probe = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(probe, "JPEG")
-    from torchvision.io import decode_jpeg
-
-    try:
-        decode_jpeg(torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8), device=device)
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        log.warning("data.decoding=gpu: nvJPEG fails (%s), so images are decoded as with `fast`.", why)
-        return None
-    version = version_of("torchvision")
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, torchvision {version}"
 
 
 def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:

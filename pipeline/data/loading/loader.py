@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
@@ -15,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import DataConfig, default_workers
-from pipeline.data.loading.decode import ImageDecoder, decode_on_gpu, gpu_that_decodes
+from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
+from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
     DataReport,
     Position,
@@ -39,7 +39,7 @@ from pipeline.data.loading.worker_processes import (
 from pipeline.data.order.canonical_order import make_order
 from pipeline.data.order.hashing import MASK
 from pipeline.data.shards.check_shards import check_shards
-from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
+from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.workers import means_worker_died, start_forkserver, start_workers, worker_died_message
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -343,37 +343,9 @@ class Loader:
             joined = torch.empty((rows, *parts[0].image_bHWC.shape[1:]), dtype=torch.uint8, pin_memory=pin)
             torch.cat([part.image_bHWC for part in parts], out=joined)
         image = joined.permute(0, 3, 1, 2)
-        return image if self._dataset.decoder.gpu is None else self._decode(parts, image)
-
-    def _decode(self, parts: list[Part], image: Tensor) -> Tensor:
-        """All images on the GPU, from those that the workers have decoded and those that are still encoded.
-
-        Raises:
-            UserError: An image that was left to the GPU cannot be decoded.
-        """
-        shown = [len(part.image_bHWC) + len(part.encoded) for part in parts]
-        firsts = list(itertools.accumulate(shown, initial=0))
-        encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
-        taken = {row for row, _ in encoded}
-        whole = torch.empty((firsts[-1], *image.shape[1:]), dtype=torch.uint8, device=self._world.device)
-        whole = whole.contiguous(memory_format=torch.channels_last)
-        rest = self._pinned(np.array([row for row in range(firsts[-1]) if row not in taken], dtype=np.int64))
-        whole[rest.to(whole.device, non_blocking=True)] = image.to(whole.device, non_blocking=True)
-        at = 0
-        try:
-            pixels = decode_on_gpu([jpeg for _, jpeg in encoded], size=image.shape[-1], device=whole.device)
-            for at, values in enumerate(pixels, 1):
-                whole[encoded[at - 1][0]] = values
-        except CorruptSample as error:
-            rows = [part.sample_id if part.missing is None else part.sample_id[part.missing] for part in parts]
-            number = int(np.concatenate(rows)[encoded[at][0]])
-            shard = self.mixture.manifest.url(self.mixture.manifest.locate(number)[0])
-            raise UserError(
-                f"Sample {number} of {shard}: neither the GPU nor the CPU can decode its image ({error}), and by then "
-                "the batch is complete, so it cannot be replaced. Continue with --resume latest data.decoding=fast, "
-                "which replaces such samples."
-            ) from error
-        return whole
+        if self._dataset.decoder.gpu is None:
+            return image
+        return whole_batch(parts, image, device=self._world.device, manifest=self.mixture.manifest)
 
 
 def _as_is(part: Any) -> Any:

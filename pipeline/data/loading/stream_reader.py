@@ -129,7 +129,7 @@ def _refuse_exhaustion(error: Exception) -> None:
         ) from error
 
 
-class Sample(NamedTuple):
+class StreamSample(NamedTuple):
     """A sample of a stream. It may have been read before its shard turned out to be altered."""
 
     id: int
@@ -165,7 +165,7 @@ class StreamReader:
         self._buffer: dict[int, TarRecord] = {}
         self._readable = 0
 
-    def take(self, first: int, last: int) -> Iterator[Sample]:
+    def take(self, first: int, last: int) -> Iterator[StreamSample]:
         """The samples at the turns [first, last), each removed from the buffer when it is taken."""
         for place, sample_id, shard in self._located(first, last):
             self._on_sample(sample_id)
@@ -173,9 +173,9 @@ class StreamReader:
                 self._read_one()
             record = self._buffer.pop(place)
             self._readable -= not record.problem
-            yield Sample(sample_id, shard, record)
+            yield StreamSample(sample_id, shard, record)
 
-    def peek(self, turn: int) -> Sample:
+    def peek(self, turn: int) -> StreamSample:
         """The sample at a turn, kept for it.
 
         It is read separately from its shard if its turn has passed, or if it is so far ahead that the buffer would grow
@@ -186,7 +186,7 @@ class StreamReader:
         while self._next <= place and self._readable < READ_AHEAD * self._order.buffer:
             self._read_one()
         record = self._buffer[place] if place in self._buffer else next(self._source.read(self._first + place))
-        return Sample(sample_id, shard, record)
+        return StreamSample(sample_id, shard, record)
 
     def _located(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Place, sample id and shard of what is at the turns [first, last)."""

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
-from pipeline.data.loading.stream_reader import ALTERED, Sample, SequentialReader, StreamReader
+from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
 from pipeline.data.order.hashing import Purpose, draw, key, order_hash
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample
@@ -101,7 +101,7 @@ class DecodedRows:
         """Its first `len(shown) - len(encoded)` rows are images."""
         self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
-    def add(self, sample: Sample, *, number: int) -> None:
+    def add(self, sample: StreamSample, *, number: int) -> None:
         """Decode a sample as the next row.
 
         Args:

@@ -1,0 +1,156 @@
+"""Decoding on the GPU: ordinary JPEGs of a batch with nvJPEG, in the training process. It has not run on a GPU yet."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.data.loading.decode import EncodedJpeg
+from pipeline.data.loading.worker import Part
+from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.rgb_image import rgb_image
+from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.versions import version_of
+
+GPU_CHUNK_PIXELS = 1 << 26
+"""No more are decoded at a time: 200 MB."""
+log = logging.getLogger(__name__)
+
+
+def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, manifest: Manifest) -> Tensor:
+    """All images of a batch, from those that the workers have decoded and those that are still encoded.
+
+    Args:
+        parts: Of the batch, in order.
+        image: uint8 [k, 3, H, W], what the workers have decoded.
+        device: Where the others are decoded.
+        manifest: Of the run's samples.
+
+    Returns:
+        uint8 [b, 3, H, W] on the device, channels last in memory.
+
+    Raises:
+        UserError: An image that was left to the GPU cannot be decoded.
+    """
+    firsts = list(itertools.accumulate((len(part.image_bHWC) + len(part.encoded) for part in parts), initial=0))
+    encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
+    taken = {row for row, _ in encoded}
+    whole = torch.empty((firsts[-1], *image.shape[1:]), dtype=torch.uint8, device=device)
+    whole = whole.contiguous(memory_format=torch.channels_last)
+    rest = torch.tensor([row for row in range(firsts[-1]) if row not in taken], dtype=torch.int64)
+    rest = rest.pin_memory() if device.type == "cuda" else rest
+    whole[rest.to(device, non_blocking=True)] = image.to(device, non_blocking=True)
+    at = 0
+    try:
+        pixels = decode_on_gpu([jpeg for _, jpeg in encoded], size=image.shape[-1], device=device)
+        for at, values in enumerate(pixels, 1):
+            whole[encoded[at - 1][0]] = values
+    except CorruptSample as error:
+        rows = [part.sample_id if part.missing is None else part.sample_id[part.missing] for part in parts]
+        number = int(np.concatenate(rows)[encoded[at][0]])
+        shard = manifest.url(manifest.locate(number)[0])
+        raise UserError(
+            f"Sample {number} of {shard}: neither the GPU nor the CPU can decode its image ({error}), and by then "
+            "the batch is complete, so it cannot be replaced. Continue with --resume latest data.decoding=fast, "
+            "which replaces such samples."
+        ) from error
+    return whole
+
+
+def decode_on_gpu(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Decode JPEGs with nvJPEG through torchvision, crop and resize them.
+
+    An image that nvJPEG refuses is decoded by Pillow. Both passes of the resizing round to 8 bits, as those of "fast"
+    do, so the same decoded pixels give results within 2 of 255. But nvJPEG's pixels are others, and may depend on the
+    kind of GPU: chroma in particular, which torchvision does not ask it to interpolate.
+
+    Args:
+        images: What `ImageDecoder.for_gpu` returned.
+        size: Side of the results in pixels.
+        device: Where they are decoded; on a CPU with torchvision's libjpeg-turbo.
+
+    Returns:
+        uint8 [3, size, size] on the device for each image, in order.
+
+    Raises:
+        CorruptSample: No decoder can read an image: the one after the last that was returned.
+    """
+    start = pixels = 0
+    for i, image in enumerate(images):
+        if i > start and pixels + math.prod(image.shape) > GPU_CHUNK_PIXELS:
+            yield from _decoded_together(images[start:i], size=size, device=device)
+            start, pixels = i, 0
+        pixels += math.prod(image.shape)
+    yield from _decoded_together(images[start:], size=size, device=device)
+
+
+def _decoded_together(images: Sequence[EncodedJpeg], *, size: int, device: torch.device) -> Iterator[Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg  # not in workers, which do not need it
+
+    if device.type == "cuda":
+        # torchvision decodes on a stream of its own, into memory that this stream may still read for earlier images.
+        torch.cuda.current_stream(device).synchronize()
+    files = [torch.frombuffer(bytearray(image.data), dtype=torch.uint8) for image in images]
+    read = functools.partial(decode_jpeg, mode=ImageReadMode.RGB, device=device)
+    decoded: list[Tensor | None] = [None] * len(files)
+    try:
+        decoded = read(files) if files else []
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of one of them: none is returned
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # nvJPEG allocates outside of torch's memory
+        if not refused_before.is_set():
+            refused_before.set()
+            why = str(error).splitlines()[0]
+            log.warning("The GPU's JPEG decoder refused an image (%s): such images are decoded on the CPU.", why)
+        for i, file in enumerate(files):
+            with contextlib.suppress(RuntimeError):
+                decoded[i] = read(file)
+    for image, pixels_CHW in zip(images, decoded, strict=True):
+        if pixels_CHW is None or pixels_CHW.shape != (3, *image.shape):
+            pixels_CHW = torch.from_numpy(np.array(rgb_image(image.data))).to(device).permute(2, 0, 1)
+        top, left, h, w = image.box
+        window = pixels_CHW[None, :, top : top + h, left : left + w].float()
+        for shape in ((h, size), (size, size)):
+            window = F.interpolate(window, size=shape, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+        yield window[0].to(torch.uint8)
+
+
+refused_before = threading.Event()
+"""Whether this process has said that the GPU refused an image."""
+
+
+def gpu_that_decodes(world: World) -> str | None:
+    """What decodes JPEGs if a rank's GPU does: its name and versions. Otherwise a warning says why not."""
+    device = world.device
+    if device.type != "cuda":
+        if world.is_main:
+            log.warning("data.decoding=gpu: this rank computes on the CPU, so images are decoded as with `fast`.")
+        return None
+    probe = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(probe, "JPEG")
+    from torchvision.io import decode_jpeg
+
+    try:
+        decode_jpeg(torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8), device=device)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        log.warning("data.decoding=gpu: nvJPEG fails (%s), so images are decoded as with `fast`.", why)
+        return None
+    version = version_of("torchvision")
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, torchvision {version}"

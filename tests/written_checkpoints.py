@@ -18,7 +18,15 @@ Towers = tuple[dict[str, torch.Tensor], Architecture]
 
 FACTS = {
     "config": {"batch_size": 8},
-    "data": {"epoch": 0, "batch": 1, "order_hash": "0f", "corrupt": [], "proof": "0f", "order": {}, "pixels": {}},
+    "data": {
+        "epoch": 0,
+        "batch": 1,
+        "order_hash": "0f",
+        "corrupt": [["image is missing", "00000.tar", 2]],
+        "proof": "0f",
+        "order": {},
+        "pixels": {},
+    },
 }
 """What every checkpoint needs beside its step."""
 

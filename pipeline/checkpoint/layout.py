@@ -143,7 +143,7 @@ class _Position(_Strict):
     epoch: _Count
     batch: _Count
     order_hash: str = Field(pattern="^[0-9a-f]+$")
-    corrupt: list[tuple[str, str, _Count]] = Field(strict=False)
+    corrupt: list[Annotated[tuple[str, str, _Count], Field(strict=False)]]
     proof: str
     order: dict[str, Any]
     pixels: dict[str, Any]

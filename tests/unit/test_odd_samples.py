@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -18,7 +20,10 @@ from pipeline.data.data_config import CropConfig, DataConfig
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.loading.loader import build_loader
 from pipeline.distributed.world import World
+from tests.metrics import metrics
 from tests.shards import jpeg, write_shards
+from tests.towers import write_tiny
+from tests.training import train_here
 
 UNDECODABLE = "image cannot be decoded"
 TOO_LARGE = "image is larger than data.max_pixels"
@@ -146,3 +151,29 @@ def test_16_bit_grey_is_scaled_to_8_bits(decoding: Any) -> None:
     body = png(20, 20, data=(b"\0" + struct.pack(">H", 128 * 257) * 20) * 20, bits=16)
     decoder = ImageDecoder(size=16, crop=CropConfig(), mode=decoding, max_pixels=MAX_PIXELS)
     assert (decoder(body, state=1) == 128).all()
+
+
+def test_a_run_with_corrupt_samples_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Their counts are in every checkpoint that follows."""
+    write_shards(tmp_path / "sh", [16, 16], replace={3: {"txt": b"caption 3"}, 20: {"jpg": b"?", "txt": b"caption 20"}})
+    write_tiny(tmp_path, image_size=16)
+    common = [
+        f"data.sources={tmp_path / 'sh'}",
+        f"model.arch={tmp_path / 'tiny-towers.json'}",
+        *("data.corrupt_limit=1", "checkpoint.every=4", "samples=64"),
+    ]
+    train_here(*common, f"output={tmp_path / 'whole'}")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-00000008")
+    train_here(*common, f"output={tmp_path / 'cut'}", resume="latest")
+    whole, cut = (
+        (tmp_path / run / "checkpoints/step-00000008/open_clip_model.safetensors").read_bytes()
+        for run in ("whole", "cut")
+    )
+    assert whole == cut
+    resumed = json.loads((tmp_path / "cut/checkpoints/step-00000004/checkpoint.json").read_bytes())
+    assert len(resumed["data"]["corrupt"]) == 2
+    before, after = (metrics(tmp_path / run, "train") for run in ("whole", "cut"))
+    assert [line["step"] for line in after] == list(range(1, 9))
+    assert after[:4] == before[:4], "it began anew"
+    assert after[4:] != before[4:]

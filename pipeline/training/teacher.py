@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from pipeline.data.data_config import DataConfig
@@ -20,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.objectives.distill import Teacher
 
 FEATURES, FACTS = "features.npy", "features.json"
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,13 @@ class TeacherFacts:
     """Hash of the teacher's weights."""
     source: str
     """Where they were loaded from."""
-    tau: float
-    dim: int
+    tau: Annotated[Finite, Field(gt=0)]
+    dim: Annotated[int, Field(gt=0)]
     data: list[str]
     """Hash of each source's contents; sample ids run over the sources in this order."""
     caption: str
-    samples: int
-    bias: float | None = None
+    samples: Annotated[int, Field(gt=0)]
+    bias: Finite | None = None
     """The bias of a model trained with a sigmoid loss."""
 
     def describe(self) -> str:
@@ -63,14 +65,18 @@ class StoredTeacher:
         again = "run `neuclip features` again, which adds what is missing"
         try:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-            self.facts = TeacherFacts(**tree["facts"])
+            self.facts = TypeAdapter(TeacherFacts).validate_json(json.dumps(tree["facts"]), strict=True)
             file = self.facts.file(folder)
             whole = "stored" in tree and file.path.stat().st_size == file.file_bytes
             if whole:
                 self._store = FeatureStore(file, writable=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
+            why: object = error
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = f"{FACTS}, {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise UserError(
-                f"{setting}={folder}: no features of `neuclip features` ({error}). Write them with "
+                f"{setting}={folder}: no features of `neuclip features` ({why}). Write them with "
                 f"`neuclip features DATA --model TEACHER --output {folder}`."
             ) from error
         if not whole:
@@ -92,6 +98,8 @@ class StoredTeacher:
             if record is None:
                 raise UserError(self._hint.format(sample_id))
         values = np.frombuffer(b"".join(record or b"" for record in records), dtype="<f2").reshape(len(ids), -1)
+        if not (finite := np.isfinite(values).all(axis=1)).all():
+            raise UserError(self._hint.format(ids[int(finite.argmin())]))
         image, text = torch.from_numpy(values.copy()).to(device, non_blocking=True).float().chunk(2, dim=1)
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 

@@ -26,6 +26,7 @@ from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import stage_trainers
+from pipeline.training.teacher import StoredTeacher
 from tests.launch import run
 from tests.metrics import metrics
 from tests.shards import write_shards
@@ -226,6 +227,33 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path) -> No
     (base / "torn" / "features.npy").write_bytes(body)
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tau", "0.01"), ("tau", None), ("tau", 0.0), ("tau", -0.1), ("tau", float("nan")), ("bias", float("inf")),
+     ("dim", 2.5), ("data", "x"), ("samples", -1)],
+)  # fmt: skip
+def test_impossible_facts_are_refused_before_the_first_step(base: Path, name: str, value: Any, tmp_path: Path) -> None:
+    shutil.copytree(base / "features", tmp_path / "facts")
+    tree = json.loads((tmp_path / "facts" / "features.json").read_text())
+    tree["facts"][name] = value
+    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=rf"no features of `neuclip features` \(features\.json, {name}.*: "):
+        StoredTeacher(tmp_path / "facts", setting="data.teacher_features")
+
+
+def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = StoredTeacher(base / "features", setting="data.teacher_features")
+    read = teacher._store.read
+
+    def one_is_nan(sample_id: int) -> bytes | None:
+        record = read(sample_id)
+        return b"\x00\x7e" * (len(record) // 2) if record and sample_id == 5 else record
+
+    monkeypatch.setattr(teacher._store, "read", one_is_nan)
+    with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
+        teacher.of(torch.tensor([4, 5, 6]), device=torch.device("cpu"))
 
 
 def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:

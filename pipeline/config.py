@@ -198,6 +198,12 @@ def parse(cls: type[T], tree: Mapping[str, Any], *, prefix: str = "", extra_keys
         raise UserError("The configuration is not valid. " + " ".join(problems)) from error
 
 
+def first_problem(error: pydantic.ValidationError, *, file: str) -> str:
+    """What is wrong first in a file that the program has written, as a phrase."""
+    first = error.errors()[0]
+    return f"in {file}, {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}"
+
+
 def keys(cls: Any) -> list[str]:
     """Every dotted key of a section class, depth first."""
     found: list[str] = []

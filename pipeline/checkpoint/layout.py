@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.config import first_problem
 from pipeline.errors import UserError
 from pipeline.files import path_below, write_json
 from pipeline.model.finetuning import ADAPTER_FILES
@@ -203,8 +204,7 @@ def wrong_meta(meta: Mapping[str, Any], name: str) -> str:
         for file in found.files:
             path_below(Path(), file, what=f"A file in {META_NAME}")
     except ValidationError as error:
-        first = error.errors()[0]
-        return f"in {META_NAME}, {'.'.join(map(str, first['loc']))} is wrong: {first['msg']}."
+        return f"{first_problem(error, file=META_NAME)}."
     except UserError as error:
         return str(error)
     needed = [MODEL_CONFIG_NAME, WEIGHTS_NAME, MOMENTS_NAME, OBJECTIVE_NAME]

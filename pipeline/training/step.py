@@ -207,6 +207,7 @@ class TrainStep:
         image, text = inputs
         texts = TextChunks(text, self.chunks, lengths=text_lengths, packed=self.pack_texts)
         self.objective.prefetch(sample_ids)
+        # Of batch norms, for a step that turns out to be skipped.
         statistics = [(x, x.clone()) for norm in self._batch_norms for x in norm.buffers(recurse=False)]
         with self.phases("forward"):
             features = self._features(image, texts, step)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from pipeline.config import first_problem
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.order.mixture import Mixture
@@ -65,16 +66,14 @@ class StoredTeacher:
         again = "run `neuclip features` again, which adds what is missing"
         try:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-            self.facts = TypeAdapter(TeacherFacts).validate_json(json.dumps(tree["facts"]), strict=True)
+            facts = json.dumps(tree["facts"])  # strict validation takes a dataclass from JSON only
+            self.facts = TypeAdapter(TeacherFacts).validate_json(facts, strict=True)
             file = self.facts.file(folder)
             whole = "stored" in tree and file.path.stat().st_size == file.file_bytes
             if whole:
                 self._store = FeatureStore(file, writable=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            why: object = error
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                why = f"{FACTS}, {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            why = first_problem(error, file=FACTS) if isinstance(error, ValidationError) else error
             raise UserError(
                 f"{setting}={folder}: no features of `neuclip features` ({why}). Write them with "
                 f"`neuclip features DATA --model TEACHER --output {folder}`."

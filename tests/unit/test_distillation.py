@@ -239,7 +239,7 @@ def test_impossible_facts_are_refused_before_the_first_step(base: Path, name: st
     tree = json.loads((tmp_path / "facts" / "features.json").read_text())
     tree["facts"][name] = value
     (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=rf"no features of `neuclip features` \(features\.json, {name}.*: "):
+    with pytest.raises(UserError, match=rf"no features of `neuclip features` \(in features\.json, {name} is wrong: "):
         StoredTeacher(tmp_path / "facts", setting="data.teacher_features")
 
 

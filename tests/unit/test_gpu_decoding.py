@@ -195,6 +195,14 @@ def batches(source: Loader, count: int = 7) -> list[Batch]:
         return [next(source) for _ in range(count)]
 
 
+def features_of_every_second(folder: Path) -> FeatureFile:
+    """A file with image features of the samples 0, 2, ... 46."""
+    file = FeatureFile(folder / "features.npy", samples=48, dim=4, dtype=torch.float32)
+    file.create()
+    FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
+    return file
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "gpu_that_decodes", lambda world: "a GPU")
@@ -217,9 +225,7 @@ def test_batches_are_those_of_the_workers(folder: Path, workers: int) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_images_whose_features_are_stored_are_not_sent(folder: Path, tmp_path: Path) -> None:
-    file = FeatureFile(tmp_path / "features.npy", samples=48, dim=4, dtype=torch.float32)
-    file.create()
-    FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
+    file = features_of_every_second(tmp_path)
     pairs = []
     for decoding in ("fast", "gpu"):
         source = opened(folder, decoding, workers=2)
@@ -237,7 +243,7 @@ def test_images_whose_features_are_stored_are_not_sent(folder: Path, tmp_path: P
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("stored", [False, True], ids=["images", "stored features"])
 def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
-    folder: Path, tmp_path: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = pixels_end_early()
     assert ON_GPU.for_gpu(bad, state=0) is not None
@@ -245,10 +251,7 @@ def test_a_sample_that_nothing_decodes_ends_the_run_and_is_named(
     refuse(monkeypatch, bad)
     source = opened(tmp_path / "bad", "gpu", workers=0)
     if stored:
-        file = FeatureFile(tmp_path / "features.npy", samples=48, dim=4, dtype=torch.float32)
-        file.create()
-        FeatureStore(file).write(np.arange(0, 48, 2), torch.ones(24, 4))
-        source.use_features(file)
+        source.use_features(features_of_every_second(tmp_path))
     with pytest.raises(UserError, match=r"Sample 33 of .*00001\.tar: neither .* data\.decoding=fast"):
         batches(source, 6)
     place = source.place

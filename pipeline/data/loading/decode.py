@@ -1,4 +1,4 @@
-"""From encoded bytes to pixels: deterministic crops, three decoders that accept exactly the same images, and the GPU's.
+"""From encoded bytes to pixels: deterministic crops, and three decoders that accept exactly the same images.
 
 Crops are open_clip's RandomResizedCrop with hashes in place of random numbers. With its defaults (scale 0.9 to 1), no
 random crop fits an image whose longer side is more than 1.5 times the shorter one, so such an image always gets the

@@ -49,8 +49,8 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
     firsts = list(itertools.accumulate((len(part.image_bHWC) + len(part.encoded) for part in parts), initial=0))
     encoded = [(first + i, jpeg) for part, first in zip(parts, firsts, strict=False) for i, jpeg in part.encoded]
     taken = {row for row, _ in encoded}
-    whole = torch.empty((firsts[-1], *image.shape[1:]), dtype=torch.uint8, device=device)
-    whole = whole.contiguous(memory_format=torch.channels_last)
+    shape, layout = (firsts[-1], *image.shape[1:]), torch.channels_last
+    whole = torch.empty(shape, dtype=torch.uint8, device=device, memory_format=layout)
     rest = torch.tensor([row for row in range(firsts[-1]) if row not in taken], dtype=torch.int64)
     rest = rest.pin_memory() if device.type == "cuda" else rest
     whole[rest.to(device, non_blocking=True)] = image.to(device, non_blocking=True)

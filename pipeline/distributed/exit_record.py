@@ -21,7 +21,7 @@ from pathlib import Path
 
 FOLDER_NAME = "heartbeats"
 EXIT_STALLED = 76
-"""Another rank hangs or is gone. The newest checkpoint is intact: start again with --resume latest."""
+"""Another rank hangs or is gone. Checkpoints that were written are intact: start again with --resume latest."""
 FATAL = "Fatal Python error: "
 FATAL_SIGNALS = {
     "Aborted": signal.SIGABRT,

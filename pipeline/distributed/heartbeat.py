@@ -43,6 +43,7 @@ from pipeline.run_files import read_as, read_run_id
 
 HEAD_START = 1.25
 """The rank that is behind waits this many times the limit, so that the others report it first."""
+HOW_TO_GO_ON = f"Exit code {EXIT_STALLED}; start again with --resume latest (checkpoints that were written are intact)."
 LEAVE_SECONDS = 20.0
 """After which a process that leaves is ended from outside the interpreter, with code 1."""
 COPIED_BYTES = 2**20
@@ -127,7 +128,7 @@ class Heartbeat:
             if self._world.size == 1:
                 continue
             if lost := self._peers.look(blind=not written):
-                self._leave(f"{lost}. Exit code {EXIT_STALLED}; the newest checkpoint is intact (--resume latest).")
+                self._leave(f"{lost.rstrip('.')}. {HOW_TO_GO_ON}")
             waited = time.monotonic() - self._phases.latest.since
             if waited < self._limit:
                 self._reported = False
@@ -288,7 +289,7 @@ def diagnosis(beats: Sequence[Beat | None], *, alive: Sequence[bool]) -> str:
         who = "" if beat is None else f" ({beat.host}, process {beat.pid})"
         remarks = [word for word, holds in (("BEHIND", rank in waited_for), ("no heartbeat", not lives)) if holds]
         lines.append(f"  rank {rank}{who}: {where}" + "".join(f"; {word}" for word in remarks))
-    return "\n".join([verdict, *lines, f"Exit code {EXIT_STALLED}; the newest checkpoint is intact (--resume latest)."])
+    return "\n".join([verdict, *lines, HOW_TO_GO_ON])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -81,6 +81,7 @@ def test_a_lost_rank_is_reported(base: Path) -> None:  # noqa: F811
     assert done.returncode != 0
     assert f"Rank 0 on {socket.gethostname()}: lost contact with another rank" in done.stderr
     assert "rank 1 without a heartbeat" in done.stderr
+    assert not re.search(r"lost contact[^\n]*\.\.", done.stderr), "a sentence ends with one period"
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def test_the_rank_with_the_fewest_marks_is_behind() -> None:
     assert "The others wait for rank 1." in text
     assert "rank 1 (a, process 1): step 7, data, for 90 s; BEHIND" in text
     assert text.count("BEHIND") == 1
+    assert text.endswith("start again with --resume latest (checkpoints that were written are intact).")
 
 
 def test_no_rank_is_blamed_when_all_wait_at_the_same_place() -> None:

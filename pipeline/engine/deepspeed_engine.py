@@ -42,7 +42,7 @@ class DeepSpeedEngine:
     @staticmethod
     def facts(config: EngineConfig, *, optimizer: OptimizerConfig, global_batch: int, world_size: int) -> EngineFacts:
         """See `EngineClass.facts`."""
-        settings = deepspeed_settings(config, global_batch=global_batch, world_size=world_size)
+        settings = deepspeed_settings(config, global_batch=global_batch, world_size=world_size, optimizer=optimizer)
         stage, local = zero_stage(settings), global_batch // world_size
         check_stage(optimizer, stage=stage)
         if stage == 2 and world_size > 1 and (config.micro_batch or local) < local:
@@ -67,7 +67,7 @@ class DeepSpeedEngine:
         global_batch: int,
         compile_towers: bool = False,
     ) -> None:
-        settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size)
+        settings = deepspeed_settings(config, global_batch=global_batch, world_size=world.size, optimizer=optimizer)
         self.stage = zero_stage(settings)
         if self.stage:  # DeepSpeed allocates a buffer of this many elements, even for a small model
             zero = settings["zero_optimization"]

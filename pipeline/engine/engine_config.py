@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pipeline.config import section, suggest
+from pipeline.engine.optim import OptimizerConfig
 from pipeline.errors import UserError
 
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -47,7 +48,8 @@ class EngineConfig:
     """What runs forward, backward and the optimizer."""
     deepspeed: str = "auto"
     """ZeRO stage and precision: a file of ds_configs/ (without .json), or the path of a DeepSpeed JSON file. "auto":
-    zero0_bf16 on one rank, where there is nothing to shard, and zero1_bf16 on several."""
+    zero0_bf16 on one rank, where there is nothing to shard, and for an optimizer that works on whole layers (lamb,
+    muon); else zero1_bf16."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Feature-cached accumulation (GradCache; open_clip's `--accum-freq`): how many samples of a rank are in memory
     with their graph at once. None: the whole local batch."""
@@ -67,15 +69,23 @@ class EngineConfig:
     `output` can take longer."""
 
 
-def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: int) -> dict[str, Any]:
+def deepspeed_settings(
+    config: EngineConfig, *, global_batch: int, world_size: int, optimizer: OptimizerConfig | None = None
+) -> dict[str, Any]:
     """The DeepSpeed file, with the recipe's batch sizes filled in.
+
+    Args:
+        config: The section.
+        global_batch: Samples per step over all ranks.
+        world_size: Number of ranks.
+        optimizer: The optimizer's section, by default its defaults.
 
     Raises:
         UserError: The file is missing, sets what the recipe decides, or contradicts the recipe.
     """
     path = Path(config.deepspeed)
     if path.suffix != ".json":
-        path = DS_CONFIGS / f"{_name(config, world_size)}.json"
+        path = DS_CONFIGS / f"{_name(config, world_size, optimizer)}.json"
     if not path.is_file():
         names = ("auto", *sorted(p.stem for p in DS_CONFIGS.glob("*.json")))
         raise UserError(f"engine.deepspeed = {config.deepspeed!r}: no such file. {suggest(config.deepspeed, names)}")
@@ -94,7 +104,7 @@ def deepspeed_settings(config: EngineConfig, *, global_batch: int, world_size: i
     return {**settings, **filled, **quiet}
 
 
-def _name(config: EngineConfig, world_size: int) -> str:
+def _name(config: EngineConfig, world_size: int, optimizer: OptimizerConfig | None) -> str:
     """The file of ds_configs/ that a section names.
 
     "auto" takes stages whose backward pass does not wait for the device: stage 2 with `overlap_comm` does, before the
@@ -102,7 +112,8 @@ def _name(config: EngineConfig, world_size: int) -> str:
     """
     if config.deepspeed != "auto":
         return config.deepspeed
-    return "zero0_bf16" if world_size == 1 else "zero1_bf16"
+    whole_layers = optimizer is not None and optimizer.per_layer
+    return "zero0_bf16" if world_size == 1 or whole_layers else "zero1_bf16"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -166,9 +177,9 @@ def _check_settings(settings: Mapping[str, Any], filled: Mapping[str, Any], *, p
         )
 
 
-def in_fp32(config: EngineConfig, *, world_size: int = 1) -> str:
+def in_fp32(config: EngineConfig, *, world_size: int = 1, optimizer: OptimizerConfig | None = None) -> str:
     """The name of the file of ds_configs/ with this one's stage in fp32; for a file of one's own, "zero1_fp32"."""
-    name = _name(config, world_size).replace("bf16", "fp32")
+    name = _name(config, world_size, optimizer).replace("bf16", "fp32")
     return name if (DS_CONFIGS / f"{name}.json").is_file() else "zero1_fp32"
 
 

@@ -30,7 +30,7 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lamb", "lion", "sgd", "muon"] = "adamw"
     """One of the four optimizers of FastCLIP's Table 5 and Procedure 4, or Muon for the matrices of blocks and AdamW
-    for the rest. lamb and muon need ZeRO stage 0."""
+    for the rest. lamb and muon need ZeRO stage 0, which `engine.deepspeed=auto` takes for them."""
     lr: float = Field(default=1e-3, gt=0.0)
     """Peak learning rate; `schedule` says how it changes over time. muon's updates are scaled to the size of AdamW's
     (2502.16982), so a rate for AdamW is a starting point."""
@@ -46,6 +46,14 @@ class OptimizerConfig:
     weight_decay: float = Field(default=0.1, ge=0.0)
     """Applied to matrices only, not to gains and biases. sgd adds it to the gradient; the others decay weights directly
     (decoupled)."""
+
+    @property
+    def per_layer(self) -> str:
+        """Why it works on whole layers only, not on the flattened pieces of many that ZeRO gives it; else empty."""
+        return {
+            "lamb": "LAMB scales every layer by its own trust ratio",
+            "muon": "Muon orthogonalizes the update of every matrix",
+        }.get(self.name, "")
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -93,15 +101,11 @@ def check_stage(config: OptimizerConfig, *, stage: int) -> None:
     Raises:
         UserError: It does not.
     """
-    per_layer = {
-        "lamb": "LAMB scales every layer by its own trust ratio",
-        "muon": "Muon orthogonalizes the update of every matrix",
-    }
-    if stage > 0 and config.name in per_layer:
+    if stage > 0 and config.per_layer:
         raise UserError(
-            f"optimizer.name = '{config.name}' does not work with ZeRO stage {stage}: {per_layer[config.name]}, and "
+            f"optimizer.name = '{config.name}' does not work with ZeRO stage {stage}: {config.per_layer}, and "
             "ZeRO hands the optimizer flattened pieces of many layers. Choose a stage-0 file "
-            "(engine.deepspeed=zero0_fp32 or zero0_bf16) or another optimizer (adamw, lion, sgd)."
+            "(engine.deepspeed=auto, zero0_fp32 or zero0_bf16) or another optimizer (adamw, lion, sgd)."
         )
 
 

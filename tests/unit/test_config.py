@@ -10,7 +10,8 @@ import yaml
 
 from pipeline import config as cfg
 from pipeline.config import parse_overrides, read_yaml
-from pipeline.engine.engine_config import EngineConfig, deepspeed_settings
+from pipeline.engine.engine_config import EngineConfig, deepspeed_settings, in_fp32
+from pipeline.engine.engine_protocol import ENGINES
 from pipeline.errors import UserError
 from pipeline.training.recipe import RunConfig, check_run, load_recipe, parse_recipe
 
@@ -114,6 +115,19 @@ def test_deepspeed_files_are_filled_from_the_recipe(tmp_path: Path) -> None:
     contradiction.write_text('{"bf16": {"enabled": true}, "managed_gradient_accumulation": false}')
     with pytest.raises(UserError, match=r"stage 0.*torch_autocast"):
         deepspeed_settings(EngineConfig(deepspeed=str(contradiction)), global_batch=64, world_size=4)
+
+
+@pytest.mark.parametrize(("optimizer", "ranks", "stage"), [
+    ("adamw", 1, 0), ("adamw", 2, 1), ("muon", 1, 0), ("muon", 2, 0), ("lamb", 2, 0),
+])  # fmt: skip
+def test_auto_takes_a_stage_at_which_the_optimizer_works(optimizer: str, ranks: int, stage: int) -> None:
+    run = load_recipe(None, [*BASE, f"optimizer.name={optimizer}"])
+    check_run(run, world_size=ranks)
+    facts = ENGINES["deepspeed"].facts(
+        run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=ranks
+    )
+    assert (facts.stage, facts.bf16) == (stage, True)
+    assert in_fp32(run.engine, world_size=ranks, optimizer=run.optimizer) == f"zero{stage}_fp32"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

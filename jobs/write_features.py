@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -48,7 +49,7 @@ def command(
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.start import start_world
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.training.teacher import FACTS, TeacherFacts
+    from pipeline.training.teacher import FACTS, TeacherFacts, seed_for
 
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
@@ -63,6 +64,7 @@ def command(
         tau, samples = temperature_of(teacher, spec), mixture.manifest.n
         bias = teacher.towers.logit[1] if teacher.towers.logit else None
         facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias)
+        facts = replace(facts, seed=seed_for(Path(output), teacher.digest))
         start_output(Path(output) / FACTS, facts, what="features")
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)

@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -194,7 +194,8 @@ def start_output(path: Path, facts: Any, *, what: str) -> None:
         UserError: It holds others.
     """
     if path.is_file():
-        stored = json.loads(path.read_text(encoding="utf-8"))["facts"]
+        defaults = {field.name: field.default for field in fields(facts)}  # an earlier version may not have written all
+        stored = {**defaults, **json.loads(path.read_text(encoding="utf-8"))["facts"]}
         if other := [name for name, value in asdict(facts).items() if stored.get(name) != value]:
             differing = ", ".join(f"{name} ({stored.get(name)}, now {asdict(facts)[name]})" for name in other)
             raise UserError(

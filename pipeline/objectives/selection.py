@@ -40,21 +40,29 @@ class SelectionConfig:
     open_clip's own ViTs. None: as in training."""
 
     def read_batch(self, batch_size: int) -> int:
-        """Pairs that are read to train on `batch_size`.
+        """Pairs that are read to train on `batch_size`, rounded to a whole number."""
+        return batch_size if self.ratio is None else max(round(batch_size / (1 - self.ratio)), batch_size + 1)
+
+    def check(self, batch_size: int, *, streams: int) -> None:
+        """Check what a step reads.
+
+        Args:
+            batch_size: Pairs that are trained on.
+            streams: The setting `data.streams`.
 
         Raises:
-            UserError: It is not a whole number.
+            UserError: It is no whole number, or the streams do not divide it; with a ratio that would fit.
         """
         if self.ratio is None:
-            return batch_size
-        exact = batch_size / (1 - self.ratio)
-        size = max(round(exact), batch_size + 1)
-        if abs(exact - size) > 0.01:
+            return
+        exact, size = batch_size / (1 - self.ratio), self.read_batch(batch_size)
+        if abs(exact - size) > 0.01 or size % streams:
+            fitting = streams * max(round(exact / streams), batch_size // streams + 1)
             raise UserError(
-                f"selection.ratio = {self.ratio:g} with batch_size = {batch_size} would read {exact:.2f} pairs in a "
-                f"step, which is no whole number. Use selection.ratio={1 - batch_size / size:.8g}, which reads {size}."
+                f"selection.ratio = {self.ratio:g} with batch_size = {batch_size} would read {exact:.7g} pairs in a "
+                f"step: it must be a whole number that data.streams = {streams} divides. Use "
+                f"selection.ratio={1 - batch_size / fitting:.8g}, which reads {fitting}."
             )
-        return size
 
 
 @dataclass(frozen=True)

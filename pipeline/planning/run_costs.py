@@ -234,6 +234,8 @@ class DataPlan:
     batch_bytes: int
     """Decoded images that one rank's workers keep ready in shared memory."""
     quality: ShuffleQuality
+    digests: tuple[str, ...]
+    """Hash of each source's contents."""
 
 
 def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: int, seed: int = 0) -> DataPlan:
@@ -272,6 +274,7 @@ def plan_data(config: DataConfig, *, ranks: int, global_batch: int, image_size: 
         buffer_bytes=round(buffered / 2 * layout.streams / ranks * sample_bytes),
         batch_bytes=(config.prefetch + 1) * global_batch // ranks * 3 * image_size**2,
         quality=_quality(order),
+        digests=tuple(order.mixture.digests),
     )
 
 

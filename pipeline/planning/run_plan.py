@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from pipeline.planning.run_costs import (
 )
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
+from pipeline.training.teacher import open_features
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,23 @@ def plan_run(run: RunConfig, *, gpus: int) -> RunPlan:
         data_missing=missing,
         workers=min(MOST_WORKERS if run.data.workers is None else run.data.workers, run.data.streams // gpus),
         sample_bytes=data.bytes / data.samples if data else run.plan.sample_bytes,
-        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in _towers(stage.run.model)[2])),
+        notes=tuple(dict.fromkeys(note for stage in stages_of(run) for note in _towers(stage.run.model)[2]))
+        + tuple(_stored_features(run, data)),
     )
+
+
+def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
+    """Notes on stored features that the run needs and that are not there yet.
+
+    Raises:
+        UserError: Those that are there do not fit the run.
+    """
+    named = {"data.teacher_features": run.data.teacher_features, "selection.features": run.selection.features}
+    for setting, folder in named.items():
+        if folder is not None and not Path(folder).exists():
+            yield f"{setting}={folder} is not there yet: `neuclip features DATA --model TEACHER --output {folder}`"
+        elif folder is not None and data is not None:
+            open_features(Path(folder), run.data, data.digests, setting=setting)
 
 
 def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> list[tuple[str, Cost]]:

@@ -45,7 +45,7 @@ def scalars_of(
     rates = meter.read()
     return {
         "samples": state.step * run.batch_size,
-        **({} if run.selection.ratio is None else {"samples_not_selected": state.step * run.not_selected}),
+        **({"samples_not_selected": state.not_selected} if state.not_selected else {}),
         "epoch": position.epoch + position.batch / state.loader.steps_per_epoch,
         "loss": float(result.output.loss),
         **dict(zip(metrics, values, strict=True)),
@@ -54,7 +54,7 @@ def scalars_of(
         **({} if norm is None else {"gradient_norm": norm}),
         **state.skipped.scalars(),
         **state.objective.counters(),
-        "text_tokens": result.text_tokens,
+        "text_tokens": mean_of_ranks(state.world, result.text_tokens),
         "corrupt_samples": state.loader.replaced(position),
         **rates,
         **slowest_rank(state.world, rates, batch_size=run.batch_size),
@@ -192,6 +192,11 @@ def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
         else:
             lines.append(word)
     return lines
+
+
+def mean_of_ranks(world: World, own: float) -> float:
+    """The mean of a number over the ranks. Collective."""
+    return float(world.all_gather(torch.tensor([own], dtype=torch.float64, device=world.device)).mean())
 
 
 def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:

@@ -120,7 +120,8 @@ def open_selection(
     run, config = state.run, state.run.selection
     if config.ratio is None:
         return None
-    reference = open_features(Path(str(config.features)), run.data, state.loader.mixture, setting="selection.features")
+    folder, digests = Path(str(config.features)), state.loader.mixture.digests
+    reference = open_features(folder, run.data, digests, setting="selection.features")
     if state.objective.logit_parameters()[1] and reference.facts.bias is None:
         raise UserError(
             f"selection.features={config.features}: {run.objective.name} is scored by its sigmoid loss, for which the "

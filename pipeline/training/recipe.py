@@ -264,7 +264,7 @@ def _check_selection(run: RunConfig) -> None:
             "selection.ratio with model.image_features_cache: selection works on images, which are not decoded where "
             "outputs are stored. Leave one of them out."
         )
-    config.read_batch(run.batch_size)
+    config.check(run.batch_size, streams=run.data.streams)
 
 
 def check_captions_of(run: RunConfig) -> None:

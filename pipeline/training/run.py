@@ -33,6 +33,7 @@ from pipeline.training.periodic_tests import MissedTests, missed_tests
 from pipeline.training.recipe import RunConfig, check_run
 from pipeline.training.run_start import (
     changed_settings,
+    check_features,
     describe,
     find_start,
     folder_of_a_start,
@@ -114,8 +115,12 @@ def setup(
                 telemetry.event(f"Resumed from {checkpoint.path.name} (step {state.step} of {run.total_steps}).")
             if changed := describe(checkpoint, run, skipped=skipped):
                 telemetry.event(changed)
-            _report_changes(trainer, checkpoint)
+            before = stage_at(run, checkpoint.step - 1).run  # as the checkpoint's stage would be with today's settings
+            if changes := changed_settings(checkpoint.meta["config"], to_tree(before)):
+                telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changes)}.")
         _open_features(trainer, architecture)
+        if checkpoint is not None:
+            check_features(checkpoint, state.features)
         if run.schedule.stages:
             telemetry.event(stage.describe(image_size=architecture.image_size))
         if trainer.gradient_check is not None:
@@ -134,7 +139,7 @@ def _report_start(trainer: Trainer, notes: Sequence[str]) -> None:
     for note in notes:
         telemetry.event(note)
     if engine.bf16 and world.is_main and (slow := why_bf16_is_slow(world.device)):
-        file = in_fp32(run.engine, world_size=world.size)
+        file = in_fp32(run.engine, world_size=world.size, optimizer=run.optimizer)
         telemetry.warning(f"{slow} Training in fp32 is faster here: engine.deepspeed={file}.")
 
 
@@ -144,14 +149,17 @@ def _open_features(trainer: Trainer, architecture: Architecture) -> None:
     trainer.image_features = open_image_features(state, architecture, report=event)
     if run.data.teacher_features is not None:
         folder, setting = Path(run.data.teacher_features), "data.teacher_features"
-        trainer.teacher = open_features(folder, run.data, state.loader.mixture, setting=setting)
-        event(f"Teacher: {trainer.teacher.facts.describe()}.")
+        trainer.teacher = open_features(folder, run.data, state.loader.mixture.digests, setting=setting)
+        state.features[setting] = trainer.teacher.facts.identity
+        event(f"Teacher: {trainer.teacher.describe()}.")
     size = architecture.image_size
     trainer.selection = open_selection(state, image_size=size, normalized=trainer.normalized, trimming=trainer.trimming)
     if trainer.selection is not None:
+        reference = trainer.selection.reference
+        state.features["selection.features"] = reference.facts.identity
         event(
             f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
-            f"reference: {trainer.selection.reference.facts.describe()}."
+            f"reference: {reference.describe()}."
         )
 
 
@@ -252,9 +260,3 @@ def train(run: RunConfig, *, resume: str | None = None, new_batch_size: bool = F
     finally:
         gc.unfreeze()
         stop_recording()
-
-
-def _report_changes(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Report every setting that differs from the checkpoint's: a longer budget, for one, changes the schedule."""
-    if changed := changed_settings(checkpoint.meta["config"], to_tree(trainer.run)):
-        trainer.telemetry.event(f"Settings that differ from the checkpoint's: {'; '.join(changed)}.")

@@ -16,11 +16,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pipeline.checkpoint.layout import FOLDER_NAME, checkpoint_folders, read_meta
 from pipeline.checkpoint.mirror import check_in_time, fetch_newest, refuse_taken
@@ -271,14 +271,15 @@ def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Ch
         UserError: The batch size differs and the option is not given, or the run would continue in the same folder,
             whose checkpoints and metrics count other steps.
     """
-    before = int(checkpoint.meta["config"]["batch_size"])
-    if before == run.batch_size:
+    before, read = checkpoint.batch_size, checkpoint.read_batch
+    if (before, read) == (run.batch_size, run.read_batch):
         return checkpoint
     if not allowed:
         raise UserError(
-            f"The checkpoint was written with batch_size = {before}, and this run has {run.batch_size}. Continue with "
-            "the former, or add --new-batch-size with a new output folder: steps are then counted in new batches, the "
-            "schedule continues at the same share of `samples`, and the data after the samples already shown."
+            f"The checkpoint was written with batch_size = {_batch(before, read)}, and this run has "
+            f"{_batch(run.batch_size, run.read_batch)}. Continue with the former, or add --new-batch-size with a new "
+            "output folder: steps are then counted in new batches, the schedule continues at the same share of "
+            "`samples`, and the data after the samples already shown."
         )
     if checkpoint.path.resolve().is_relative_to(Path(run.output).resolve()):
         raise UserError(
@@ -289,11 +290,16 @@ def in_new_steps(checkpoint: Checkpoint, run: RunConfig, *, allowed: bool) -> Ch
     return replace(checkpoint, meta={**checkpoint.meta, "step": step, PREVIOUS: before})
 
 
+def _batch(size: int, read: int) -> str:
+    """A batch size, and what is read with `selection`."""
+    return f"{size}" + (f" of {read} pairs read (selection.ratio = {1 - size / read:g})" * (read > size))
+
+
 def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
-    """Check that a run's budget and optimizer can continue a checkpoint.
+    """Check that a run's budget, objective and optimizer can continue a checkpoint.
 
     Raises:
-        UserError: The checkpoint has trained more steps, or its optimizer state is another optimizer's.
+        UserError: The checkpoint has trained more steps, or its state is another objective's or optimizer's.
     """
     name, steps = checkpoint.path.name, run.total_steps
     if checkpoint.step > steps:
@@ -302,13 +308,41 @@ def check_continuation(checkpoint: Checkpoint, run: RunConfig) -> None:
             f"has trained {checkpoint.step} ({checkpoint.meta['samples']:,} samples). Give more samples, or another "
             "output with --resume and the folder of an earlier checkpoint."
         )
-    before = flatten(checkpoint.meta["config"]).get("optimizer.name", run.optimizer.name)
-    if before != run.optimizer.name:
-        raise UserError(
-            f"{name} was written with optimizer.name = {before!r}, and this run has {run.optimizer.name!r}, which "
-            "cannot continue with its state. Use the former, or begin a new run with the weights: another output, and "
-            f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
-        )
+    settings = flatten(checkpoint.meta["config"])
+    for key, now in (("objective.name", run.objective.name), ("optimizer.name", run.optimizer.name)):
+        if (before := settings.get(key, now)) != now:
+            raise UserError(
+                f"{name} was written with {key} = {before!r}, and this run has {now!r}, which cannot continue with its "
+                f"state. {_with_weights_of(checkpoint)}"
+            )
+
+
+def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that a run goes on with the stored features with which it began.
+
+    Args:
+        checkpoint: From which it continues.
+        features: As `RunState.features`.
+
+    Raises:
+        UserError: A setting names features of another model.
+    """
+    for setting, now in features.items():
+        before = checkpoint.meta.get("features", {}).get(setting, now)
+        if changed := [f"{key} was {before.get(key)}, now {value}" for key, value in now.items()
+                       if before.get(key) != value]:  # fmt: skip
+            raise UserError(
+                f"{checkpoint.path.name} was trained with other features than {setting} names: {'; '.join(changed)}. "
+                f"{_with_weights_of(checkpoint)}"
+            )
+
+
+def _with_weights_of(checkpoint: Checkpoint) -> str:
+    """What to do where a run cannot continue from a checkpoint."""
+    return (
+        "Use the former, or begin a new run with the weights: another output, and "
+        f"model.arch=pretrained model.pretrained={checkpoint.path} instead of --resume."
+    )
 
 
 def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
@@ -321,8 +355,9 @@ def describe(checkpoint: Checkpoint, run: RunConfig, *, skipped: int) -> str:
     """
     if PREVIOUS not in checkpoint.meta:
         return ""
+    before = _batch(checkpoint.batch_size, checkpoint.read_batch)
     return (
-        f"New batch size: {checkpoint.meta[PREVIOUS]} -> {run.batch_size}. Steps count new batches: "
+        f"New batch size: {before} -> {_batch(run.batch_size, run.read_batch)}. Steps count new batches: "
         f"{checkpoint.path.name} is step {checkpoint.step} of {run.total_steps} now. Learning rate: the schedule "
         f"continues at that step; warm-up has {run.schedule.warmup_steps} steps of the new size, and the peak is "
         f"optimizer.lr = {run.optimizer.lr:g}. Data: the order of each stream is unchanged; {skipped:,} samples of "

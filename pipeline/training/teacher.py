@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +18,14 @@ from torch import Tensor
 from pipeline.config import first_problem
 from pipeline.data.data_config import DataConfig
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
-from pipeline.data.order.mixture import Mixture
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
+from pipeline.files import read_tree
 from pipeline.objectives.distill import Teacher
 
 FEATURES, FACTS = "features.npy", "features.json"
+LOOKED_AT = 64
+"""Records, spread over the file, that are read before a run starts."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -41,14 +45,30 @@ class TeacherFacts:
     samples: Annotated[int, Field(gt=0)]
     bias: Finite | None = None
     """The bias of a model trained with a sigmoid loss."""
-
-    def describe(self) -> str:
-        """The model, for the log."""
-        return f"{self.source} (weights {self.model[:12]}, tau {self.tau:.4g})"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of the file of features: CRC-32 of `model`, so that another model's records are not valid in it; 0: of a version
+    that had none."""
 
     def file(self, folder: Path) -> FeatureFile:
         """The file of the features: image and text, one behind the other."""
-        return FeatureFile(folder / FEATURES, samples=self.samples, dim=2 * self.dim, dtype=torch.float16)
+        path, dim = folder / FEATURES, 2 * self.dim
+        return FeatureFile(path, samples=self.samples, dim=dim, dtype=torch.float16, seed=self.seed)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What determines the features of given data, as plain values."""
+        return {"model": self.model, "caption": self.caption, "tau": self.tau, "bias": self.bias}
+
+
+def seed_for(folder: Path, model: str) -> int:
+    """The seed for a model's features in a folder: of those that are there, or of a new file.
+
+    Args:
+        folder: Output of `neuclip features`.
+        model: Hash of the model's weights.
+    """
+    facts = read_tree(folder / FACTS).get("facts")
+    return int(facts.get("seed", 0)) if isinstance(facts, dict) else zlib.crc32(model.encode())
 
 
 class StoredTeacher:
@@ -59,7 +79,7 @@ class StoredTeacher:
         setting: Which names it, for messages.
 
     Raises:
-        UserError: It has no complete features.
+        UserError: It has no complete features, or the facts and the features there are not of the same model.
     """
 
     def __init__(self, folder: Path, *, setting: str) -> None:
@@ -68,19 +88,36 @@ class StoredTeacher:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             facts = json.dumps(tree["facts"])  # strict validation takes a dataclass from JSON only
             self.facts = TypeAdapter(TeacherFacts).validate_json(facts, strict=True)
-            file = self.facts.file(folder)
-            whole = "stored" in tree and file.path.stat().st_size == file.file_bytes
-            if whole:
-                self._store = FeatureStore(file, writable=False)
+            self._store = FeatureStore(self.facts.file(folder), writable=False)
+            self.missing = self.facts.samples - int(tree.get("stored", 0))
+            """Samples without features, such as corrupt ones."""
         except (OSError, ValueError, TypeError, KeyError) as error:
             why = first_problem(error, file=FACTS) if isinstance(error, ValidationError) else error
             raise UserError(
                 f"{setting}={folder}: no features of `neuclip features` ({why}). Write them with "
                 f"`neuclip features DATA --model TEACHER --output {folder}`."
             ) from error
-        if not whole:
+        if "stored" not in tree:
             raise UserError(f"{setting}={folder}: the features are not complete: {again}.")
         self._hint = f"{folder} has no features of sample {{}}, or damaged ones: {again}."
+        rows = range(0, self.facts.samples, max(1, self.facts.samples // LOOKED_AT))
+        lost = [row for row in rows if self._store.read(row) is None]
+        if len(lost) > self.missing:
+            raise UserError(
+                f"{setting}={folder}: {len(lost)} of the {len(rows)} features checked are missing, damaged or "
+                f"of another model (that of sample {lost[-1]}, for one), and {FACTS} says that {self.missing:,} of all "
+                f"{self.facts.samples:,} are missing: {again}."
+            )
+
+    def describe(self) -> str:
+        """The model, and what has no features, for the log."""
+        facts, lacks = self.facts, ""
+        if self.missing:
+            lacks = (
+                f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one "
+                "that the loader can read"
+            )
+        return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{lacks})"
 
     def of(self, sample_ids: Tensor, *, device: torch.device, stand_in: bool = False) -> Teacher:
         """The teacher's features of samples, [b] int64, on the device; of a batch that stands in for one, zeros.
@@ -103,13 +140,13 @@ class StoredTeacher:
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 
 
-def open_features(folder: Path, config: DataConfig, mixture: Mixture, *, setting: str) -> StoredTeacher:
+def open_features(folder: Path, config: DataConfig, digests: Sequence[str], *, setting: str) -> StoredTeacher:
     """Stored features for a run with this data.
 
     Args:
         folder: Output of `neuclip features`.
         config: The `data` section.
-        mixture: Its sources.
+        digests: Hash of each source's contents.
         setting: Which names the folder, for messages.
 
     Raises:
@@ -118,7 +155,7 @@ def open_features(folder: Path, config: DataConfig, mixture: Mixture, *, setting
     teacher = StoredTeacher(folder, setting=setting)
     captions = sorted({str(CaptionField.parse(source.caption or config.caption)) for source in config.sources})
     found = {"data": teacher.facts.data, "captions": [teacher.facts.caption]}
-    wanted = {"data": list(mixture.digests), "captions": captions}
+    wanted = {"data": list(digests), "captions": captions}
     if other := [name for name in wanted if wanted[name] != found[name]]:
         raise UserError(
             f"{setting}={folder} are of other {' and '.join(other)} than this run "

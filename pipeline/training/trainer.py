@@ -150,6 +150,7 @@ class Trainer:
             )
             return result.stop
         self.state.step += 1
+        self.state.not_selected += self.run.not_selected
         self._record(batch, result)
         best = self.tests.validate(stop=result.stop)
         # At the end of a stage, no further step asks the other ranks.

@@ -1,4 +1,4 @@
-"""A slow rank shows in the records of training, although all ranks take equally long for a step."""
+"""What the records of training say of all ranks: the slowest, although all take equally long, and means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.metrics import metrics
 from tests.shards import write_shards
 from tests.thread_world import on_ranks
 from tests.towers import write_tiny
-from tests.training import SMALL
+from tests.training import SMALL, train_here
 
 PAUSE = 0.5
 
@@ -22,7 +22,8 @@ PAUSE = 0.5
 def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [16, 16])
     arch = write_tiny(tmp_path)
-    settings = (f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={arch}", "samples=48")
+    settings = (f"output={tmp_path / 'run'}", f"data.sources={tmp_path / 'shards'}", f"model.arch={arch}", "samples=48",
+                "model.text_batching=packed")  # fmt: skip
     run("tests.e2e.slow_run", f"forward={PAUSE}", *SMALL, *settings, ranks=2)
     records = metrics(tmp_path / "run", "train")
     assert len(records) == 6
@@ -31,6 +32,10 @@ def test_of_two_ranks_the_one_that_pauses_is_the_slowest(tmp_path: Path) -> None
     for record in found:
         assert record["slowest_rank_ms"] >= 1e3 * PAUSE
         assert record["median_rank_ms"] <= record["slowest_rank_ms"]
+    train_here(*settings, f"output={tmp_path / 'one-rank'}")
+    tokens = [record["text_tokens"] for record in metrics(tmp_path / "one-rank", "train")]
+    assert len(set(tokens)) > 1
+    assert [record["text_tokens"] for record in records] == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("waits", ["time_communication", "time_optimizer"])

@@ -80,6 +80,9 @@ def test_interrupted_runs_end_with_the_same_weights(stop: int, whole: Path, base
     (folder / "latest").write_text(f"step-{stop:08d}\n")
     staged(base, name, "checkpoint.every=1", "checkpoint.keep_last=100")
     assert equal(weights(base / name), weights(whole))
+    told = [record["message"] for record in metrics(base / name, "event")]
+    assert any(message.startswith("Resumed from") for message in told)
+    assert not any("Settings that differ" in message for message in told), "stages are no changes of settings"
 
 
 @pytest.mark.slow

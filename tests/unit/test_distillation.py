@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +221,71 @@ def test_a_full_disk_ends_the_command(base: Path, monkeypatch: pytest.MonkeyPatc
     assert "stored" not in json.loads((base / "full" / "features.json").read_text())
 
 
-def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path) -> None:
+def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(base / "features", base / "torn")
     body = bytearray((base / "torn" / "features.npy").read_bytes())
     body[-5] ^= 1  # of sample 47
     (base / "torn" / "features.npy").write_bytes(body)
+    with pytest.raises(UserError, match=r"2 of the 48 features checked are .* \(that of sample 47, .* 1 of all 48"):
+        train_here(*settings(base, "refused", stored="torn"))
+    assert not (base / "refused").exists()
+    monkeypatch.setattr("pipeline.training.teacher.LOOKED_AT", 1)  # as in a large dataset
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
+    logged = [record.get("message", "") for record in metrics(base / "torn-run", "event")]
+    assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
+
+
+@pytest.fixture(scope="module")
+def other_features(base: Path) -> Path:
+    """Those of another teacher of the same architecture."""
+    train_here(f"output={base / 'teacher-2'}", f"data.sources={base / 'shards'}", "samples=8", "seed=5",
+               f"model.arch={base / 'small.json'}", "data.corrupt_limit=0.1")  # fmt: skip
+    assert features(base, "--model", str(base / "teacher-2"), output="features-2").exit_code == 0
+    return base / "features-2"
+
+
+def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Path, other_features: Path) -> None:
+    mixed = shutil.copytree(base / "features", base / "mixed")
+    shutil.copy(other_features / "features.npy", mixed)
+    with pytest.raises(UserError, match=r"48 of the 48 features checked are missing, damaged or of another model"):
+        train_here(*settings(base, "refused", stored="mixed"))
+    assert features(base, output="mixed").exit_code == 0
+    assert (mixed / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
+    body = (base / "features" / "features.npy").read_bytes()
+    (mixed / "features.npy").write_bytes(body.replace(b"(32,)", b"(16,)"))
+    with pytest.raises(UserError, match=r"features\.npy does not hold 48 records of 32 torch\.float16"):
+        train_here(*settings(base, "refused", stored="mixed"))
+
+
+def test_features_of_a_version_without_seeds_are_read_and_completed(base: Path) -> None:
+    old = shutil.copytree(base / "features", base / "without-seed")
+    tree = json.loads((old / "features.json").read_text())
+    seed = tree["facts"].pop("seed")
+    assert seed == zlib.crc32(tree["facts"]["model"].encode())
+    (old / "features.json").write_text(json.dumps(tree))
+    records = np.load(old / "features.npy")
+    for row in (row for row in range(48) if row != 7):
+        records["crc32"][row] = zlib.crc32(records["values"][row].tobytes(), row)
+    np.save(old / "features.npy", records)
+    before = (old / "features.npy").read_bytes()
+    StoredTeacher(old, setting="data.teacher_features")
+    assert features(base, output="without-seed").exit_code == 0
+    assert (old / "features.npy").read_bytes() == before
+
+
+def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
+    began = settings(base, "taught", "checkpoint.every=3")
+    train_here(*began)
+    shutil.rmtree(max((base / "taught" / "checkpoints").glob("step-*")))
+    before = {path: path.read_bytes() for path in (base / "taught").rglob("*") if path.is_file()}
+    with pytest.raises(
+        UserError, match=r"other features than data\.teacher_features names: model was \w{64}, now \w{64}"
+    ):
+        train_here(*settings(base, "taught", "checkpoint.every=3", stored="features-2"), resume="latest")
+    assert {path: path.read_bytes() for path in (base / "taught").rglob("*") if path.is_file()} == before
+    shutil.copytree(base / "features", base / "moved")
+    train_here(*settings(base, "taught", "checkpoint.every=3", stored="moved"), resume="latest")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
         ("model.arch=scenes-vit-micro", None),
         ("samples=8", r"samples = 8 is 1 step of batch_size = 8, but step-00000002 has trained 2 \(16 samples\)"),
         ("optimizer.name=muon", "step-00000002 was written with optimizer.name = 'adamw', and this run has 'muon'"),
+        ("objective.name=sogclr", "was written with objective.name = 'openclip', and this run has 'sogclr'"),
         (f"checkpoint.fallback={__file__}", "checkpoint.fallback = .* is a file: give a folder"),
         ("optimizer.name=lion", "was written with optimizer.name = 'adamw', and this run has 'lion'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from jobs.plan import command as plan
 from jobs.write_features import command
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.errors import UserError
 from pipeline.objectives.selection import View, added_losses, gumbel_noise, pair_losses, select
 from pipeline.training.pair_selection import Selection
@@ -227,9 +229,11 @@ def test_a_sigmoid_learner_needs_a_reference_with_a_bias(base: Path) -> None:
 @pytest.mark.parametrize(("changed", "message"), [
     (["selection.ratio=1"], "selection.ratio"),
     (["selection.ratio=0"], "selection.ratio"),
-    (["selection.ratio=0.55"], r"no whole number. Use selection.ratio=0.55555556, which reads 18"),
+    (["selection.ratio=0.55"], r"would read 17.77778 pairs .* data.streams = 4 divides. Use selection.ratio=0.5, "),
+    (["selection.ratio=0.01"], r"Use selection.ratio=0.33333333, which reads 12"),
+    (["selection.ratio=0.9"], r"fewer than the global batch of 80 that a step reads. .* smaller selection.ratio"),
     (["selection.features=null"], "needs a ratio between 0 and 1 and the folder"),
-    (["selection.ratio=0.2"], "divisible by data.streams"),
+    (["selection.ratio=0.2"], r"reads? 10 pairs in a step: .* Use selection.ratio=0.33333333, which reads 12"),
     (["selection.image_size=10"], "not a multiple of this tower's patches of 8 px: use 8"),
     (["selection.image_size=8", "engine.deepspeed=zero3_bf16"], "ZeRO stage 3"),
     (["model.lock_image=true", "model.image_features_cache=x", "data.crop.scale=[1,1]", "data.crop.ratio=[1,1]"],
@@ -239,6 +243,37 @@ def test_settings_that_do_not_fit_are_refused(base: Path, changed: list[str], me
     with pytest.raises(UserError, match=message):
         train_here(*settings(base, "refused", *changed))
     assert not (base / "refused").exists()
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.2, 0.55, 0.61, 0.83])
+def test_the_ratio_that_a_message_suggests_is_accepted(base: Path, ratio: float) -> None:
+    given = [*settings(base, "x"), "batch_size=8", "data.streams=4", "schedule.warmup_steps=1"]
+    with pytest.raises(UserError) as caught:
+        load_recipe(None, [*given, f"selection.ratio={ratio}"])
+    ratio, read = re.search(r"Use selection\.ratio=([0-9.]+), which reads (\d+)", str(caught.value)).groups()  # type: ignore[union-attr]
+    assert load_recipe(None, [*given, f"selection.ratio={ratio}"]).read_batch == int(read)
+
+
+def test_another_ratio_needs_a_new_batch_size_and_the_count_goes_on(base: Path) -> None:
+    train_here(*settings(base, "half", "checkpoint.every=3"))
+    (checkpoint,) = (base / "half" / "checkpoints").glob("step-00000003")
+    new = [*settings(base, "more"), "selection.ratio=0.75"]
+    with pytest.raises(
+        UserError,
+        match=r"batch_size = 8 of 16 pairs read \(selection\.ratio = 0\.5\), and this run has 8 of 32 pairs read "
+        r"\(selection\.ratio = 0\.75\)\..*--new-batch-size",
+    ):
+        train_here(*new, resume=str(checkpoint))
+    train_here(*new, resume=str(checkpoint), new_batch_size=True)
+    counted = [(record["samples"], record["samples_not_selected"]) for record in metrics(base / "more", "train")]
+    assert counted == [(32, 48), (40, 72), (48, 96)]  # 24, and 24 in each step
+    train_here(*settings(base, "none"), "selection.ratio=null", "selection.features=null",
+               resume=str(base / "more" / "checkpoints" / "step-00000006"), new_batch_size=True)  # fmt: skip
+
+    meta = json.loads((checkpoint / "checkpoint.json").read_text())
+    assert meta["samples_not_selected"] == Checkpoint(checkpoint, meta).samples_not_selected == 24
+    del meta["samples_not_selected"]  # as an earlier version wrote it
+    assert Checkpoint(checkpoint, meta).samples_not_selected == 24
 
 
 def test_features_of_other_data_are_refused_under_the_settings_name(base: Path) -> None:
@@ -255,6 +290,12 @@ def test_the_plan_counts_what_is_read_and_scored(base: Path) -> None:
         assert result.exit_code == 0, result.output
         return result.output
 
+    assert f"selection.features={base / 'nowhere'} is not there yet" in planned(
+        f"selection.features={base / 'nowhere'}"
+    )
+    with pytest.raises(UserError, match=r"selection\.features=.* are of other data than this run"):
+        plan.main(["--ranks", "1", *settings(base, "planned", stored="of-other"), "batch_size=8", "data.streams=4",
+                   "schedule.warmup_steps=1"], standalone_mode=False)  # fmt: skip
     off = planned("selection.ratio=null", "selection.features=null")
     assert "48 pairs (0.75 times the data)" in off
     assert "48 pairs selected from 96 (1.50 times the data)" in planned()

@@ -46,6 +46,8 @@ class FeatureFile:
     dim: int
     dtype: torch.dtype
     """Of the values; fp32, fp16 or bf16."""
+    seed: int = 0
+    """Less than 2^32; mixed into the checksums. Records that were written with another one count as missing."""
 
     @property
     def value_bytes(self) -> int:
@@ -110,12 +112,17 @@ class FeatureStore:
 
     Raises:
         OSError: It cannot be opened.
+        ValueError: It is no file of this form and size.
     """
 
     def __init__(self, file: FeatureFile, *, writable: bool = True) -> None:
         self.file = file
         self._offset, self._size = len(file.header), CHECKSUM_BYTES + file.value_bytes
         self._descriptor = os.open(file.path, os.O_RDWR if writable else os.O_RDONLY)
+        header, size = os.pread(self._descriptor, self._offset, 0), os.fstat(self._descriptor).st_size
+        if header != file.header or size < file.file_bytes:
+            self.close()
+            raise ValueError(f"{file.path} does not hold {file.samples:,} records of {file.dim} {file.dtype}")
         self._readable, self.writable = True, writable
         """`writable` is False from the first record on that could not be written."""
 
@@ -133,7 +140,7 @@ class FeatureStore:
             log.warning("%s cannot be read (%s): image features are computed instead.", self.file.path, error)
             return None
         values = record[CHECKSUM_BYTES:]
-        return values if record[:CHECKSUM_BYTES] == _checksum(values, sample_id) else None
+        return values if record[:CHECKSUM_BYTES] == self._checksum(values, sample_id) else None
 
     def write(self, sample_ids: NDArray[np.int64], values: Tensor) -> None:
         """Store the values of samples, except those that are not finite.
@@ -152,7 +159,7 @@ class FeatureStore:
                 self._write(sample_id, row.tobytes())
 
     def _write(self, sample_id: int, values: bytes) -> None:
-        record = _checksum(values, sample_id) + values
+        record = self._checksum(values, sample_id) + values
         try:
             written = os.pwrite(self._descriptor, record, self._offset + sample_id * self._size)
             problem = "" if written == len(record) else "it is full"
@@ -167,7 +174,7 @@ class FeatureStore:
                 problem,
             )
 
-
-def _checksum(values: bytes, sample_id: int) -> bytes:
-    """CRC-32 of a sample's number and values; never zero, which is what a hole in the file reads as."""
-    return (zlib.crc32(values, sample_id & 0xFFFFFFFF) or 1).to_bytes(CHECKSUM_BYTES, "little")
+    def _checksum(self, values: bytes, sample_id: int) -> bytes:
+        """CRC-32 of a sample's number and values; never zero, which is what a hole in the file reads as."""
+        start = (sample_id ^ self.file.seed) & 0xFFFFFFFF
+        return (zlib.crc32(values, start) or 1).to_bytes(CHECKSUM_BYTES, "little")

@@ -209,9 +209,7 @@ class Fp32SumEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] ids -> [..., D]."""
-        if _needs_fp32_sum(self.weight):
-            return lookup(input, self.weight, padding=self.padding_idx)
-        return super().forward(input)
+        return lookup(input, self.weight, padding=self.padding_idx)
 
 
 def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
@@ -219,14 +217,10 @@ def lookup(ids: Tensor, table: Tensor, *, padding: int | None = None) -> Tensor:
 
     Unlike indexing, its backward pass adds in a fixed order on CUDA, and in fp32 on CPUs.
     """
-    if not _needs_fp32_sum(table):
+    if table.device.type != "cpu" or table.dtype == torch.float32:
         return nn.functional.embedding(ids, table, padding)
     found: Tensor = _Lookup.apply(ids, table, padding)
     return found
-
-
-def _needs_fp32_sum(table: Tensor) -> bool:
-    return table.device.type == "cpu" and table.dtype != torch.float32
 
 
 class _Lookup(torch.autograd.Function):

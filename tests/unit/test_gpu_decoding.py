@@ -74,7 +74,6 @@ def test_ordinary_jpegs_are_left_to_the_gpu(subsampling: int) -> None:
     assert found is not None
     assert (found.data, found.shape) == (data, (70, 90))
     assert found.box == decode.crop_box(70, 90, crop=CROP, state=3)
-    assert FAST.for_gpu(data, state=3) is None
 
 
 @pytest.mark.parametrize(

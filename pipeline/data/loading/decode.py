@@ -152,7 +152,7 @@ class ImageDecoder:
         Raises:
             CorruptSample: It has more than `max_pixels`.
         """
-        if self.gpu is None or data[:2] != b"\xff\xd8" or not is_plain_jpeg(data):
+        if data[:2] != b"\xff\xd8" or not is_plain_jpeg(data):
             return None
         try:
             height, width, colorspace = jpeg_header(data)

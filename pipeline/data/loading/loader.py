@@ -172,7 +172,7 @@ class Loader:
             epoch=at.epoch,
             batch=at.batch + 1,
             order_hash=(at.order_hash + sum(part.order_hash for part in parts)) & MASK,
-            corrupt=at.corrupt.plus(fresh),
+            corrupt=at.corrupt.plus(fresh) if fresh else at.corrupt,
         )
         batch = Batch(
             image=self._join(parts),

@@ -35,8 +35,6 @@ class Tally:
 
     def plus(self, fresh: Counts) -> Tally:
         """This tally and `fresh`; this one stays valid."""
-        if not fresh:
-            return self
         chunks = [*self.chunks, fresh]
         while len(chunks) > 1 and len(chunks[-2]) <= 2 * len(chunks[-1]):
             chunks[-2:] = [chunks[-2] + chunks[-1]]
@@ -190,7 +188,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
         epoch=state["epoch"],
         batch=state["batch"],
         order_hash=int(state["order_hash"], 16) if world.is_main else 0,
-        corrupt=Tally().plus(corrupt if world.is_main else Counter()),
+        corrupt=Tally().plus(corrupt) if world.is_main else Tally(),
     )
     check_place(state, dataset.order)
     before = {**_UNRECORDED, **state["pixels"]}

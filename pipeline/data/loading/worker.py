@@ -122,7 +122,7 @@ class DecodedRows:
             self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
         else:
             state = draw(self._crops, number)
-            if encoded := self._decoder.for_gpu(record.image, state=state):
+            if self._decoder.gpu and (encoded := self._decoder.for_gpu(record.image, state=state)):
                 self.encoded.append((len(self.shown), encoded))
             else:
                 pixels = self._decoder(record.image, state=state)

@@ -129,8 +129,8 @@ class _ReadAhead(io.RawIOBase):
             self._pieces.put(piece)
 
 
-class StreamHash:
-    """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it.
+class StreamHash(io.RawIOBase):
+    """The SHA-256 and size of a shard, computed from the bytes that a reader takes from it through `over`.
 
     Args:
         check: Called before each piece is hashed; it may raise to end the reading.
@@ -140,11 +140,13 @@ class StreamHash:
         self.bytes = 0
         self._check = check
         self._sha256 = hashlib.sha256()
+        self._source: BinaryIO | None = None
         self._file: BinaryIO | None = None
 
     def over(self, file: BinaryIO) -> BinaryIO:
         """The same stream, hashed in large pieces; it cannot seek, so that no byte is left out."""
-        self._file = cast(BinaryIO, io.BufferedReader(_Hashed(file, self._update), BUFFER))
+        self._source = file
+        self._file = cast(BinaryIO, io.BufferedReader(self, BUFFER))
         return self._file
 
     def finish(self) -> str | None:
@@ -155,28 +157,20 @@ class StreamHash:
             pass
         return self._sha256.hexdigest()
 
-    def _update(self, piece: memoryview) -> None:
-        self._check()
-        self._sha256.update(piece)
-        self.bytes += len(piece)
-
-
-class _Hashed(io.RawIOBase):
-    def __init__(self, file: BinaryIO, update: Callable[[memoryview], None]) -> None:
-        self._source = file
-        self._update = update
-
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        assert self._source is not None  # it is read through `over`
         if isinstance(self._source, io.BufferedReader):  # a local file: no copy in between
             count = self._source.readinto(buffer)
         else:
             data = self._source.read(len(buffer))
             count = len(data)
             buffer[:count] = data
-        self._update(memoryview(buffer)[:count])
+        self._check()
+        self._sha256.update(memoryview(buffer)[:count])
+        self.bytes += count
         return count
 
 

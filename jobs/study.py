@@ -136,8 +136,10 @@ def run_units(
 
 def without_missing_teachers(units: list[Unit]) -> list[Unit]:
     """The runs whose teacher's features are there; the others are named: their teacher may be a run of this study."""
-    teachers = {unit.label: unit.run.data.teacher_features or unit.run.selection.features for unit in units}
-    missing = {label: where for label, where in teachers.items() if where and not Path(where).exists()}
+    needed = {unit.label: (*unit.run.data.teachers, unit.run.selection.features) for unit in units}
+    missing = {
+        label: where for label, folders in needed.items() for where in folders if where and not Path(where).exists()
+    }
     for label, where in missing.items():
         click.echo(f"Skipped: {label} needs {where}; a comment in the study's YAML file has the command that makes it.")
     return [unit for unit in units if unit.label not in missing]

@@ -18,6 +18,16 @@ from pipeline.run_files import check_model, model_folder_in
 @click.option("--model", required=True, help="A run, a checkpoint, an exported folder, or ARCH:PRETRAINED.")
 @click.option("--output", required=True, type=click.Path(file_okay=False), help="Folder of the features.")
 @click.option("--caption", default="txt", show_default=True, help="A member's suffix, or json:FIELD.")
+@click.option(
+    "--augmentations",
+    type=click.IntRange(min=0, max=1000),
+    default=0,
+    show_default=True,
+    help="Crops of each image whose features are stored; 0: of the whole image.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the crops.")
+@click.option("--crop-scale", type=(float, float), default=(0.9, 1.0), show_default=True, help="As data.crop.scale.")
+@click.option("--crop-ratio", type=(float, float), default=(3 / 4, 4 / 3), help="As data.crop.ratio: 3/4 to 4/3.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -28,6 +38,10 @@ def command(
     model: str,
     output: str,
     caption: str,
+    augmentations: int,
+    seed: int,
+    crop_scale: tuple[float, float],
+    crop_ratio: tuple[float, float],
     batch_size: int,
     workers: int,
     device: str,
@@ -38,19 +52,32 @@ def command(
 
     DATA are folders with manifest.json, in the order of `data.sources`. A run with `data.teacher_features=OUTPUT
     objective.distill=1` learns from them. Run it again to continue a stopped job.
+
+    With --augmentations, a run that uses the features shows one of these crops of a sample in each epoch, so that
+    teacher and student see the same part of the image.
     """
     check_model(model)  # before imports that take seconds
+    from pipeline import config as cfg
     from pipeline.analysis.pair_scores import start_output
     from pipeline.analysis.scorer import temperature_of
     from pipeline.analysis.teacher_features import write_features
+    from pipeline.data.data_config import CropConfig
+    from pipeline.data.loading.decode import StoredCrops
     from pipeline.data.order.mixture import make_mixture
     from pipeline.data.shards.check_shards import check_caption
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.tar_reader import CaptionField
     from pipeline.distributed.start import start_world
+    from pipeline.errors import UserError
     from pipeline.model.evaluation_model import load_for_evaluation
     from pipeline.training.teacher import FACTS, TeacherFacts, seed_for
 
+    crop = cfg.parse(CropConfig, {"scale": list(crop_scale), "ratio": list(crop_ratio)})
+    if augmentations and crop.fixed:
+        raise UserError(
+            "--crop-scale and --crop-ratio of 1 1 make every crop the central square: leave --augmentations out."
+        )
+    crops = StoredCrops(augmentations, seed, crop.scale, crop.ratio) if augmentations else None
     field = CaptionField.parse(caption, option="--caption")
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata of images
     allowed = {"allow_commands": allow_commands, "allow_outside": allow_outside}
@@ -64,7 +91,7 @@ def command(
         tau, samples = temperature_of(teacher, spec), mixture.manifest.n
         bias = teacher.towers.logit[1] if teacher.towers.logit else None
         facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias)
-        facts = replace(facts, seed=seed_for(Path(output), teacher.digest))
+        facts = replace(facts, seed=seed_for(Path(output), teacher.digest), crops=crops)
         start_output(Path(output) / FACTS, facts, what="features")
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)

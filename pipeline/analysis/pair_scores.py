@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of
+from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of, whole
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import open_records
@@ -96,10 +96,10 @@ class Scorer:
 
 
 def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Unit-norm features of the readable pairs of a batch, [b, d] each."""
+    """Unit-norm features of the readable pairs of a batch, [b, d] each; of K crops of an image [b K, d]."""
     device = next(model.towers.parameters()).device
     text = without_padding(model.tokenize(batch.captions), text_trimming(model.towers.clip, wanted=None))
-    return model.encode_image(batch.image.to(device)), model.encode_text(text.to(device))
+    return model.encode_image(batch.image.flatten(0, -4).to(device)), model.encode_text(text.to(device))
 
 
 def reference_pairs(
@@ -122,7 +122,7 @@ def reference_pairs(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     total = 0
     for batch in read_pairs(
-        manifest, order, caption=caption, preprocess=model.preprocess, batch_size=batch_size, workers=workers
+        manifest, order, caption=caption, image_of=whole(model.preprocess), batch_size=batch_size, workers=workers
     ):
         if batch.captions:
             image, text = encode(model, batch)
@@ -163,9 +163,8 @@ def score_shards(
     left = [index for index in mine if not part_of(output, index).is_file()]
     done, rows = len(mine) - len(left), list[dict[str, Any]]()
     on_shard(done, len(mine))
-    for batch in read_pairs(
-        manifest, left, caption=caption, preprocess=scorer.model.preprocess, batch_size=batch_size, workers=workers
-    ):
+    image_of = whole(scorer.model.preprocess)
+    for batch in read_pairs(manifest, left, caption=caption, image_of=image_of, batch_size=batch_size, workers=workers):
         rows += _rows(scorer, manifest, batch)
         if batch.ends_shard:
             names = names_in(manifest.url(manifest.shards[batch.shard]))
@@ -196,8 +195,9 @@ def start_output(path: Path, facts: Any, *, what: str) -> None:
     if path.is_file():
         defaults = {field.name: field.default for field in fields(facts)}  # an earlier version may not have written all
         stored = {**defaults, **json.loads(path.read_text(encoding="utf-8"))["facts"]}
-        if other := [name for name, value in asdict(facts).items() if stored.get(name) != value]:
-            differing = ", ".join(f"{name} ({stored.get(name)}, now {asdict(facts)[name]})" for name in other)
+        own = json.loads(json.dumps(asdict(facts)))
+        if other := [name for name, value in own.items() if stored.get(name) != value]:
+            differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)
             raise UserError(
                 f"{path.parent} holds {what} with another {differing}: give another --output, or delete it."
             )

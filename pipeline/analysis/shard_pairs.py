@@ -1,4 +1,4 @@
-"""Read the pairs of shards in stored order, preprocessed for evaluation, with their keys."""
+"""Read the pairs of shards in stored order, with their keys."""
 
 from __future__ import annotations
 
@@ -30,11 +30,20 @@ class PairBatch:
     sample_ids: list[int]
     """Their ids."""
     image: Tensor
-    """[b, 3, H, W], preprocessed."""
+    """[b, 3, H, W], preprocessed; of several crops of each [b, K, 3, H, W]."""
     captions: list[str]
     problems: list[tuple[int, str]]
     """Position and reason of the other pairs."""
     ends_shard: bool = False
+
+
+ImageOf = Callable[[bytes, int], Tensor]
+"""Encoded image and sample id -> the preprocessed image. It raises `CorruptSample`."""
+
+
+def whole(preprocess: Callable[[Any], Tensor]) -> ImageOf:
+    """The whole image, as an evaluation takes it; `preprocess` is of a PIL image."""
+    return lambda data, sample_id: preprocess(rgb_image(data))
 
 
 def read_pairs(
@@ -42,7 +51,7 @@ def read_pairs(
     shards: Sequence[int],
     *,
     caption: CaptionField,
-    preprocess: Callable[[Any], Tensor],
+    image_of: ImageOf,
     batch_size: int,
     workers: int,
 ) -> Iterator[PairBatch]:
@@ -52,11 +61,11 @@ def read_pairs(
         manifest: The dataset.
         shards: Numbers of the shards.
         caption: Where captions are.
-        preprocess: Of a PIL image.
+        image_of: What is taken of an image.
         batch_size: Most pairs of a batch.
         workers: Threads that decode, at least one.
     """
-    reader = _Shards(manifest, caption, preprocess, batch_size)
+    reader = _Shards(manifest, caption, image_of, batch_size)
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for number in shards:
             yield from reader.stream(number, pool)
@@ -66,14 +75,14 @@ def read_pairs(
 class _Shards:
     manifest: Manifest
     caption: CaptionField
-    preprocess: Callable[[Any], Tensor]
+    image_of: ImageOf
     batch_size: int
 
     def stream(self, number: int, pool: Executor) -> Iterator[PairBatch]:
         shard = self.manifest.shards[number]
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
-        records = self._records(self.manifest.url(shard), shard.samples)
+        records = enumerate(self._records(self.manifest.url(shard), shard.samples), shard.offset)
         for row, outcome in enumerate(thread_map(pool, self._read, records, ahead=2 * self.batch_size)):
             if isinstance(outcome, str):
                 bad.append((row, outcome))
@@ -100,11 +109,12 @@ class _Shards:
         for _ in range(row, samples):
             yield TarRecord(None, None, problem=reason)
 
-    def _read(self, record: TarRecord) -> tuple[Tensor, str] | str:
+    def _read(self, numbered: tuple[int, TarRecord]) -> tuple[Tensor, str] | str:
+        sample_id, record = numbered
         try:
             if record.problem or record.image is None:
                 raise CorruptSample(record.problem or "image is missing")
-            return self.preprocess(rgb_image(record.image)), self.caption.read(record)
+            return self.image_of(record.image, sample_id), self.caption.read(record)
         except CorruptSample as error:
             return str(error)
 

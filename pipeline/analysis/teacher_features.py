@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.analysis.pair_scores import encode
-from pipeline.analysis.shard_pairs import read_pairs
+from pipeline.analysis.shard_pairs import ImageOf, read_pairs, whole
+from pipeline.data.data_config import CropConfig
+from pipeline.data.loading.decode import StoredCrops, crop_exactly, normalize
 from pipeline.data.loading.feature_file import FeatureStore
 from pipeline.data.order.mixture import Mixture
+from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -71,12 +76,13 @@ def write_features(
         mixture.manifest,
         left,
         caption=CaptionField.parse(facts.caption),
-        preprocess=model.preprocess,
+        image_of=crops_of(model, facts.crops) if facts.crops else whole(model.preprocess),
         batch_size=batch_size,
         workers=workers,
     ):
         if batch.captions:
-            store.write(np.array(batch.sample_ids), torch.cat(encode(model, batch), dim=1).cpu())
+            image, text = encode(model, batch)
+            store.write(np.array(batch.sample_ids), torch.cat([image.view(len(text), -1), text], dim=1).cpu())
         problems.update(problem for _, problem in batch.problems)
         if not store.writable:  # reported below, on every rank
             break
@@ -92,5 +98,22 @@ def write_features(
     reasons = sum((counts for _, counts in found), Counter[str]())
     counts = {"samples": facts.samples, "stored": facts.samples - reasons.total(), "problems": dict(reasons)}
     if world.is_main:
-        write_json(output / FACTS, {"facts": vars(facts), **counts})
+        write_json(output / FACTS, {"facts": asdict(facts), **counts})
     return counts
+
+
+def crops_of(model: EvaluationModel, crops: StoredCrops) -> ImageOf:
+    """Takes all stored crops of an image, at the size of the model's images: [K, 3, H, W].
+
+    They are what a run shows of the sample in training, but for its size and decoder.
+    """
+    mean, std = model.architecture.mean, model.architecture.std
+    limits = CropConfig(scale=crops.scale, ratio=crops.ratio)
+
+    def crop_all(data: bytes, sample_id: int) -> Tensor:
+        image, size = rgb_image(data), model.image_size
+        states = [crops.state(sample_id, number) for number in range(crops.count)]
+        found = [crop_exactly(image, crop=limits, size=size, state=state) for state in states]
+        return normalize(torch.stack(found), mean=mean, std=std)
+
+    return crop_all

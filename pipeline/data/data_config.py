@@ -102,9 +102,10 @@ class DataConfig:
     caption: str = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""
-    teacher_features: str | None = None
-    """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`. They are of the
-    whole image, preprocessed as for evaluation, and of one of several captions."""
+    teacher_features: str | tuple[str, ...] | None = None
+    """Folder of `neuclip features`: a teacher's features of these sources, for `objective.distill`; or a list of
+    several teachers'. They are of the whole image, preprocessed as for evaluation, or, with `--augmentations`, of a few
+    crops, which the run then shows; and of one of several captions."""
     decoding: Literal["fast", "scaled", "exact", "gpu"] = "fast"
     """`fast` (libjpeg-turbo and torch's uint8 bicubic, within 2 of 255 of open_clip's pixels), `exact` (open_clip's own
     PIL pixels), `scaled` (as `fast`, but images of twice the training size and more are decoded at 1/2, 1/4 or 1/8 of
@@ -134,6 +135,19 @@ class DataConfig:
     @classmethod
     def _readable(cls, caption: str) -> str:
         return str(CaptionField.parse(caption))
+
+    @field_validator("teacher_features")
+    @classmethod
+    def _each_once(cls, folders: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(folders, tuple) and len(set(folders)) < len(folders):
+            raise ValueError("a teacher is listed twice: each counts once")
+        return folders
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The folders of `teacher_features`."""
+        folders = self.teacher_features
+        return (folders,) if isinstance(folders, str) else folders or ()
 
     @field_validator("sources")
     @classmethod

@@ -19,7 +19,7 @@ from pipeline.config import section
 from pipeline.distributed.precision import plain_arithmetic
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.objectives.distill import Teacher
+from pipeline.objectives.distill import Teachers
 from pipeline.objectives.parts import DriftGuard, Pair, StatefulPart, WithGradient, check_batch, load_tensors
 
 ROWS = "per_sample"
@@ -157,16 +157,14 @@ class Objective(ABC):
         return _joined(part.replicated_state() for part in self.parts)
 
     @torch.no_grad()
-    def compute(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teacher | None = None
-    ) -> ObjectiveOutput:
+    def compute(self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = ()) -> ObjectiveOutput:
         """Loss and feature gradients of one batch. Lasting state changes only in `commit`.
 
         Args:
             image: [b, d] unit-norm features of this rank, without graph; b must be the same on all ranks.
             text: The same of the texts.
             sample_ids: [b] int64, stable ids in [0, n).
-            teacher: Features of a teacher, which the setting `distill` needs.
+            teacher: Features of a teacher, or of several, which the setting `distill` needs.
 
         Raises:
             RuntimeError: The previous batch was neither committed nor discarded.
@@ -179,12 +177,12 @@ class Objective(ABC):
                 "discard() when there was none. The global batch goes into one compute() or loss(); gradients of "
                 "several cannot be accumulated."
             )
-        if bool(self.config.distill) != (teacher is not None) and self.context.device.type != "meta":
+        if bool(self.config.distill) != bool(teacher) and self.context.device.type != "meta":
             raise UserError(
-                f"objective.distill = {self.config.distill:g} and {'no' if teacher is None else 'a'} teacher: features "
+                f"objective.distill = {self.config.distill:g} and {'a' if teacher else 'no'} teacher: features "
                 "of a teacher and a weight above 0 need each other."
             )
-        dtype, given = self.context.dtype, {} if teacher is None else {"teacher": teacher}
+        dtype, given = self.context.dtype, {"teacher": teacher} if teacher else {}
         with plain_arithmetic(self.context.device):
             output, self._pending = self.loss_and_gradients(
                 image.to(dtype), text.to(dtype), sample_ids=sample_ids, **given
@@ -216,9 +214,7 @@ class Objective(ABC):
         """Whether a batch was computed and neither committed nor discarded."""
         return self._pending is not _NOTHING
 
-    def loss(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None, teacher: Teacher | None = None
-    ) -> Tensor:
+    def loss(self, image: Tensor, text: Tensor, *, sample_ids: Tensor | None = None, teacher: Teachers = ()) -> Tensor:
         """The loss of the global batch with a graph to this rank's features, for training loops outside this project.
 
         Call `backward()` on it, step the encoders, then call `commit()` (or `discard()` when the step was skipped).

@@ -12,6 +12,7 @@ side, text side).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,10 @@ class Teacher:
     """The teacher's temperature."""
 
 
+Teachers = Teacher | Sequence[Teacher]
+"""One, or several whose losses are averaged; an empty sequence is none."""
+
+
 @dataclass(frozen=True)
 class Relational:
     """The relational loss of a batch and its derivatives."""
@@ -44,6 +49,25 @@ class Relational:
     """d loss / d features of this rank, [b, d] each."""
     tau_slopes: Tensor
     """[B, 2]: B times d loss / d tau of each anchor of both sides."""
+
+
+def ensemble_loss(own: Pair, features: Pair, tau: Pair, *, teacher: Teachers, world: World) -> Relational:
+    """The mean of the teachers' `relational_loss`, as in MobileCLIP. Collective.
+
+    Args:
+        own: As for `relational_loss`, like the next two.
+        features: See there.
+        tau: See there.
+        teacher: One or several.
+        world: The ranks.
+    """
+    teachers = [teacher] if isinstance(teacher, Teacher) else teacher
+    found = [relational_loss(own, features, tau, teacher=one, world=world) for one in teachers]
+    loss, first, second, slopes = (
+        torch.stack(parts).mean(0)
+        for parts in zip(*((one.loss, *one.gradients, one.tau_slopes) for one in found), strict=True)
+    )
+    return Relational(loss, (first, second), slopes)
 
 
 def relational_loss(own: Pair, features: Pair, tau: Pair, *, teacher: Teacher, world: World) -> Relational:

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from pipeline.distributed.precision import plain_arithmetic
 from pipeline.objectives import pairwise
 from pipeline.objectives.base import Objective, ObjectiveConfig, ObjectiveContext, ObjectiveOutput
-from pipeline.objectives.distill import Teacher, relational_loss
+from pipeline.objectives.distill import Teachers, ensemble_loss
 from pipeline.objectives.parts import Pair, StatefulPart, Temperature
 
 SIDES = ("image", "text")
@@ -157,13 +157,13 @@ class SoftmaxObjective(Objective):
         return NormalizerEstimates(cold, in_use, tau)
 
     def loss_and_gradients(
-        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teacher | None = None
+        self, image: Tensor, text: Tensor, *, sample_ids: Tensor, teacher: Teachers = ()
     ) -> tuple[ObjectiveOutput, AnchorWeights]:
         with record_function("objective.gather"):
             batch = self._gather((image, text), sample_ids)
         with record_function("objective.anchor_weights"):
             weights = self.anchor_weights(batch)
-        if teacher is not None:
+        if teacher:
             with record_function("objective.distill"):
                 weights = self._distilled(weights, batch, (image, text), teacher)
         with record_function("objective.gradient"):
@@ -174,9 +174,9 @@ class SoftmaxObjective(Objective):
         metrics = {"loss": weights.loss, **weights.metrics}
         return ObjectiveOutput(weights.loss, grad_image, grad_text, metrics, seen), weights
 
-    def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teacher) -> AnchorWeights:
-        """The weights with the relational loss added to loss and gradients."""
-        found = relational_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
+    def _distilled(self, weights: AnchorWeights, batch: AnchorBatch, own: Pair, teacher: Teachers) -> AnchorWeights:
+        """The weights with the teachers' loss added to loss and gradients."""
+        found = ensemble_loss(own, batch.features, batch.tau, teacher=teacher, world=self.world)
         scale = self.config.distill
         further = weights.feature_gradient or (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
         to_tau = weights.tau_gradient

@@ -31,7 +31,7 @@ from pipeline.planning.run_costs import (
 )
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
-from pipeline.training.teacher import open_features
+from pipeline.training.teacher import StoredTeacher, common_crops, open_features
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,14 @@ def _stored_features(run: RunConfig, data: DataPlan | None) -> Iterator[str]:
     Raises:
         UserError: Those that are there do not fit the run.
     """
-    named = {"data.teacher_features": run.data.teacher_features, "selection.features": run.selection.features}
-    for setting, folder in named.items():
-        if folder is not None and not Path(folder).exists():
+    named = {"data.teacher_features": run.data.teachers, "selection.features": (run.selection.features,)}
+    opened: dict[str, list[StoredTeacher]] = {setting: [] for setting in named}
+    for setting, folder in ((setting, folder) for setting, folders in named.items() for folder in folders if folder):
+        if not Path(folder).exists():
             yield f"{setting}={folder} is not there yet: `neuclip features DATA --model TEACHER --output {folder}`"
-        elif folder is not None and data is not None:
-            open_features(Path(folder), run.data, data.digests, setting=setting)
+        elif data is not None:
+            opened[setting].append(open_features(Path(folder), run.data, data.digests, setting=setting, seed=run.seed))
+    common_crops(opened)
 
 
 def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> list[tuple[str, Cost]]:

@@ -55,7 +55,8 @@ class Selection:
         world, config = self.state.world, self.state.run.selection
         count, super_batch = self.state.run.batch_size, self.state.run.read_batch
         scale, bias = self.state.objective.logit_parameters()
-        guide = self.reference.of(batch.sample_id, device=world.device, stand_in=missing)
+        epoch = batch.position.epoch
+        guide = self.reference.of(batch.sample_id, epoch=epoch, device=world.device, stand_in=missing)
         own = self._features(image, batch.text, step=step)
         with plain_arithmetic(world.device):
             features = [world.all_gather(values.float()) for values in (*own, guide.image, guide.text)]
@@ -121,7 +122,7 @@ def open_selection(
     if config.ratio is None:
         return None
     folder, digests = Path(str(config.features)), state.loader.mixture.digests
-    reference = open_features(folder, run.data, digests, setting="selection.features")
+    reference = open_features(folder, run.data, digests, setting="selection.features", seed=run.seed)
     if state.objective.logit_parameters()[1] and reference.facts.bias is None:
         raise UserError(
             f"selection.features={config.features}: {run.objective.name} is scored by its sigmoid loss, for which the "

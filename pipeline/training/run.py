@@ -42,7 +42,7 @@ from pipeline.training.run_start import (
     record_origin,
 )
 from pipeline.training.stages import check_stages, stage_at
-from pipeline.training.teacher import open_features
+from pipeline.training.teacher import common_crops, open_features
 from pipeline.training.trainer import EXIT_DONE, EXIT_NOT_SAVED, Trainer
 
 
@@ -147,20 +147,25 @@ def _open_features(trainer: Trainer, architecture: Architecture) -> None:
     """Open what a step reads beside its batch: stored image features, a teacher's features, a selection's reference."""
     run, state, event = trainer.run, trainer.state, trainer.telemetry.event
     trainer.image_features = open_image_features(state, architecture, report=event)
-    if run.data.teacher_features is not None:
-        folder, setting = Path(run.data.teacher_features), "data.teacher_features"
-        trainer.teacher = open_features(folder, run.data, state.loader.mixture.digests, setting=setting)
-        state.features[setting] = trainer.teacher.facts.identity
-        event(f"Teacher: {trainer.teacher.describe()}.")
-    size = architecture.image_size
+    setting, digests = "data.teacher_features", state.loader.mixture.digests
+    trainer.teachers = [
+        open_features(Path(folder), run.data, digests, setting=setting, seed=run.seed) for folder in run.data.teachers
+    ]
+    for number, teacher in enumerate(trainer.teachers):
+        state.features[f"{setting}[{number}]" if number else setting] = teacher.facts.identity
+        event(f"Teacher: {teacher.describe()}.")
+    size, opened = architecture.image_size, {setting: trainer.teachers}
     trainer.selection = open_selection(state, image_size=size, normalized=trainer.normalized, trimming=trainer.trimming)
     if trainer.selection is not None:
         reference = trainer.selection.reference
+        opened["selection.features"] = [reference]
         state.features["selection.features"] = reference.facts.identity
         event(
             f"Selection: {run.batch_size:,} of {run.read_batch:,} pairs read in each step are trained on; "
             f"reference: {reference.describe()}."
         )
+    if (crops := common_crops(opened)) is not None:
+        state.loader.use_crops(crops)
 
 
 def _begin(trainer: Trainer) -> None:

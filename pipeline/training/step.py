@@ -184,7 +184,7 @@ class TrainStep:
         stop: bool = False,
         missing: bool = False,
         text_lengths: Tensor | None = None,
-        teacher: Teacher | None = None,
+        teacher: Sequence[Teacher] = (),
         rehearsal: bool = False,
     ) -> StepResult:
         """Take one step. Collective.
@@ -197,7 +197,7 @@ class TrainStep:
             stop: Whether this rank has received a signal to stop.
             missing: This rank has no batch, and `inputs` stand in for it: no rank takes the step.
             text_lengths: int64 [b] on the host, from `TextTrimming`: the towers read trimmed texts. None: whole texts.
-            teacher: Its features of these samples, with `objective.distill`.
+            teacher: Features of teachers of these samples, with `objective.distill`.
             rehearsal: Compute everything, and change nothing that lasts.
         """
         if self._applied and self._to_rehearse is not None and text_lengths is not None:
@@ -213,7 +213,7 @@ class TrainStep:
             features = self._features(image, texts, step)
         with self.phases("objective"):
             f_image, f_text = (f.detach() for f in features)
-            given = {} if teacher is None else {"teacher": teacher}  # most objectives know of none
+            given = {"teacher": teacher} if teacher else {}  # most objectives know of none
             output = self.objective.compute(f_image, f_text, sample_ids=sample_ids, **given)
             flags = self._agree(output, stop=stop, skip=missing or rehearsal)
             to_skip = flags.values[::2].any()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.config import first_problem
 from pipeline.data.data_config import DataConfig
+from pipeline.data.loading.decode import StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.errors import UserError
@@ -48,16 +49,24 @@ class TeacherFacts:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the file of features: CRC-32 of `model`, so that another model's records are not valid in it; 0: of a version
     that had none."""
+    crops: StoredCrops | None = None
+    """Of which the image features are; None: of the whole image."""
+
+    @property
+    def images(self) -> int:
+        """Image features of each sample."""
+        return self.crops.count if self.crops else 1
 
     def file(self, folder: Path) -> FeatureFile:
-        """The file of the features: image and text, one behind the other."""
-        path, dim = folder / FEATURES, 2 * self.dim
+        """The file of the features: images and text, one behind the other."""
+        path, dim = folder / FEATURES, (self.images + 1) * self.dim
         return FeatureFile(path, samples=self.samples, dim=dim, dtype=torch.float16, seed=self.seed)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What determines the features of given data, as plain values."""
-        return {"model": self.model, "caption": self.caption, "tau": self.tau, "bias": self.bias}
+        plain = json.loads(json.dumps(asdict(self)))
+        return {name: plain[name] for name in ("model", "caption", "tau", "bias", "crops")}
 
 
 def seed_for(folder: Path, model: str) -> int:
@@ -77,12 +86,14 @@ class StoredTeacher:
     Args:
         folder: Output of `neuclip features`.
         setting: Which names it, for messages.
+        seed: Of the run, by which each epoch shows one of several crops.
 
     Raises:
         UserError: It has no complete features, or the facts and the features there are not of the same model.
     """
 
-    def __init__(self, folder: Path, *, setting: str) -> None:
+    def __init__(self, folder: Path, *, setting: str, seed: int = 0) -> None:
+        self._seed = seed
         again = "run `neuclip features` again, which adds what is missing"
         try:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -117,10 +128,17 @@ class StoredTeacher:
                 f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one "
                 "that the loader can read"
             )
-        return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{lacks})"
+        crops = f", {facts.crops.count} crops of each image" if facts.crops else ""
+        return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{crops}{lacks})"
 
-    def of(self, sample_ids: Tensor, *, device: torch.device, stand_in: bool = False) -> Teacher:
+    def of(self, sample_ids: Tensor, *, epoch: int, device: torch.device, stand_in: bool = False) -> Teacher:
         """The teacher's features of samples, [b] int64, on the device; of a batch that stands in for one, zeros.
+
+        Args:
+            sample_ids: The samples.
+            epoch: In which they are shown.
+            device: Where the features are needed.
+            stand_in: The batch stands in for one.
 
         Raises:
             UserError: Those of a sample are missing or damaged.
@@ -133,14 +151,20 @@ class StoredTeacher:
         for sample_id, record in zip(ids, records, strict=True):
             if record is None:
                 raise UserError(self._hint.format(sample_id))
-        values = np.frombuffer(b"".join(record or b"" for record in records), dtype="<f2").reshape(len(ids), -1)
-        if not (finite := np.isfinite(values).all(axis=1)).all():
+        values = np.frombuffer(b"".join(record or b"" for record in records), dtype="<f2")
+        values = values.reshape(len(ids), self.facts.images + 1, self.facts.dim)
+        crops, seed, last = self.facts.crops, self._seed, self.facts.images
+        shown = [crops.shown(sample_id, seed=seed, epoch=epoch) if crops else 0 for sample_id in ids]
+        values = np.stack([values[range(len(ids)), shown], values[:, last]])
+        if not (finite := np.isfinite(values).all(axis=(0, 2))).all():
             raise UserError(self._hint.format(ids[int(finite.argmin())]))
-        image, text = torch.from_numpy(values.copy()).to(device, non_blocking=True).float().chunk(2, dim=1)
+        image, text = torch.from_numpy(values).to(device, non_blocking=True).float()
         return Teacher(F.normalize(image, dim=1), F.normalize(text, dim=1), self.facts.tau)
 
 
-def open_features(folder: Path, config: DataConfig, digests: Sequence[str], *, setting: str) -> StoredTeacher:
+def open_features(
+    folder: Path, config: DataConfig, digests: Sequence[str], *, setting: str, seed: int
+) -> StoredTeacher:
     """Stored features for a run with this data.
 
     Args:
@@ -148,11 +172,12 @@ def open_features(folder: Path, config: DataConfig, digests: Sequence[str], *, s
         config: The `data` section.
         digests: Hash of each source's contents.
         setting: Which names the folder, for messages.
+        seed: Of the run.
 
     Raises:
-        UserError: The features are not complete, or of other data.
+        UserError: The features are not complete, or of other data or crops.
     """
-    teacher = StoredTeacher(folder, setting=setting)
+    teacher = StoredTeacher(folder, setting=setting, seed=seed)
     captions = sorted({str(CaptionField.parse(source.caption or config.caption)) for source in config.sources})
     found = {"data": teacher.facts.data, "captions": [teacher.facts.caption]}
     wanted = {"data": list(digests), "captions": captions}
@@ -162,4 +187,32 @@ def open_features(folder: Path, config: DataConfig, digests: Sequence[str], *, s
             f"({'; '.join(f'{found[name]}, now {wanted[name]}' for name in other)}): run `neuclip features` on "
             "data.sources, in their order, with --caption as in data.caption."
         )
+    crops, own = teacher.facts.crops, config.crop
+    if crops is not None and (crops.scale, crops.ratio) != (own.scale, own.ratio):
+        raise UserError(
+            f"{setting}={folder} are of crops with scale {list(crops.scale)} and ratio {list(crops.ratio)}, and this "
+            f"run has data.crop.scale={list(own.scale)} data.crop.ratio={list(own.ratio)}: set them to the former, or "
+            "run `neuclip features` with --crop-scale and --crop-ratio."
+        )
     return teacher
+
+
+def common_crops(opened: Mapping[str, Sequence[StoredTeacher]]) -> StoredCrops | None:
+    """The crops that a run shows; None: its own.
+
+    Args:
+        opened: Stored features, by the setting that names them.
+
+    Raises:
+        UserError: They are of different crops.
+    """
+    found = {(setting, index): teacher.facts.crops for setting, teachers in opened.items()
+             for index, teacher in enumerate(teachers) if teacher.facts.crops is not None}  # fmt: skip
+    if len(set(found.values())) > 1:
+        listed = "; ".join(f"{setting} ({index + 1}): {crops.count} with seed {crops.seed}"
+                           for (setting, index), crops in found.items())  # fmt: skip
+        raise UserError(
+            f"The stored features are of different crops, and a step shows one of a sample: {listed}. Run `neuclip "
+            "features` with the same --augmentations and --seed."
+        )
+    return next(iter(found.values()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -66,7 +66,7 @@ class Trainer:
     """Called on rank 0 with the step to which the run has rolled back."""
     image_features: ImageFeatures | None = None
     """Stored outputs of a locked image tower; None: the tower runs in every step."""
-    teacher: StoredTeacher | None = None
+    teachers: Sequence[StoredTeacher] = ()
     """Whose similarities the run learns from, too."""
     selection: Selection | None = None
     """Which pairs of those that are read are trained on; None: all."""
@@ -222,7 +222,10 @@ class Trainer:
             stop=stop,
             missing=missing,
             text_lengths=lengths,
-            teacher=self.teacher.of(batch.sample_id, device=image.device, stand_in=missing) if self.teacher else None,
+            teacher=[
+                teacher.of(batch.sample_id, epoch=batch.position.epoch, device=image.device, stand_in=missing)
+                for teacher in self.teachers
+            ],
         )
         output = replace(result.output, metrics={**result.output.metrics, **selected})
         result = replace(result, output=output, images=computed, sample_id=batch.sample_id)

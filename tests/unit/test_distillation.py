@@ -21,12 +21,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.write_features import command
+from pipeline.data.loading.decode import normalize
 from pipeline.errors import UserError
 from pipeline.model.evaluation_model import load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
 from pipeline.training.run import stage_trainers
+from pipeline.training.step import TrainStep
 from pipeline.training.teacher import StoredTeacher
 from tests.launch import run
 from tests.metrics import metrics
@@ -59,7 +61,7 @@ def computed(name: str, weight: float) -> tuple[Any, Any]:
     own = {"prototypes": 8} if name.startswith("neuclip") else {}
     objective = build_objective({"name": name, "distill": weight, **own}, context=context(BATCH))
     image, text = unit_features(BATCH)
-    teacher = teacher_of(BATCH) if weight else None
+    teacher = teacher_of(BATCH) if weight else ()
     output = objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
     pending: Any = objective._pending
     tau = objective.temperature.of_anchors(
@@ -101,6 +103,22 @@ def test_it_is_the_loss_of_open_clip() -> None:
     assert float(-slope * taus[0][0] ** 2) == pytest.approx(float(scale.grad), rel=1e-9)
 
 
+def test_several_teachers_are_averaged() -> None:
+    first, second = teacher_of(BATCH), Teacher(*unit_features(BATCH, 7, seed=10), 0.05)
+    image, text = (x.requires_grad_() for x in unit_features(BATCH))
+    _, (_, taus) = computed("openclip", 0.0)
+    loss = (reference(image, text, taus, first) + reference(image, text, taus, second)) / 2
+    (WEIGHT * loss).backward()
+    objective, plain = (build_objective({"name": "openclip", "distill": weight}, context=context(BATCH))
+                        for weight in (WEIGHT, 0.0))  # fmt: skip
+    given = (image.detach(), text.detach())
+    found = objective.compute(*given, sample_ids=torch.arange(BATCH), teacher=[first, second])
+    without = plain.compute(*given, sample_ids=torch.arange(BATCH))
+    assert float(found.metrics["distillation_loss"]) == pytest.approx(float(loss.detach()), rel=1e-10)
+    assert relative_error(found.grad_image - without.grad_image, image.grad) < 1e-10
+    assert relative_error(found.grad_text - without.grad_text, text.grad) < 1e-10
+
+
 def test_a_loop_of_your_own_and_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two rows give the same result; `loss` has the gradient of `compute`."""
     expected, _ = computed("openclip", WEIGHT)
@@ -117,7 +135,7 @@ def test_a_teacher_and_its_weight_need_each_other_and_a_softmax() -> None:
     image, text = unit_features(BATCH)
     with pytest.raises(UserError, match="siglip has no softmax"):
         build_objective({"name": "siglip", "distill": 1.0}, context=context(BATCH))
-    for weight, teacher in ((1.0, None), (0.0, teacher_of(BATCH))):
+    for weight, teacher in ((1.0, ()), (0.0, teacher_of(BATCH)), (0.0, [teacher_of(BATCH)])):
         objective = build_objective({"name": "openclip", "distill": weight}, context=context(BATCH))
         with pytest.raises(UserError, match="need each other"):
             objective.compute(image, text, sample_ids=torch.arange(BATCH), teacher=teacher)
@@ -288,10 +306,85 @@ def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_fe
     train_here(*settings(base, "taught", "checkpoint.every=3", stored="moved"), resume="latest")
 
 
+@pytest.fixture(scope="module")
+def of_crops(base: Path) -> Path:
+    """Features of three crops of each image, and of other crops in `other-crops`."""
+    crops = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
+    assert features(base, *crops, "--seed", "8", output="of-crops").exit_code == 0
+    assert features(base, *crops, output="other-crops").exit_code == 0
+    return base / "of-crops"
+
+
+CROPS = ("data.crop.scale=[0.3,0.9]", "checkpoint.every=3")
+
+
+def test_the_teacher_sees_the_crop_that_the_student_is_shown(
+    base: Path, of_crops: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The features of a batch are those of its own images, in every epoch and for any number of workers."""
+    teacher = load_for_evaluation(str(base / "teacher"))
+    mean, std = teacher.architecture.mean, teacher.architecture.std
+    compute, errors, shown = TrainStep.__call__, [], []
+
+    def compared(taken: TrainStep, inputs: tuple[Tensor, Tensor], **given: Any) -> Any:
+        (stored,) = given["teacher"]
+        own = teacher.encode_image(normalize((inputs[0] * torch.tensor(std).view(3, 1, 1) * 255
+                                              + torch.tensor(mean).view(3, 1, 1) * 255).round().byte(),
+                                             mean=mean, std=std))  # fmt: skip
+        errors.append(float((own - stored.image).abs().max()))
+        shown.append(dict(zip(given["sample_ids"].tolist(), stored.image.tolist(), strict=True)))
+        return compute(taken, inputs, **given)
+
+    monkeypatch.setattr(TrainStep, "__call__", compared)
+    for workers in (0, 2):
+        train_here(*settings(base, f"crops-{workers}", *CROPS, "samples=192", f"data.workers={workers}",
+                             "data.decoding=exact", "engine.probe=false", stored="of-crops"))  # fmt: skip
+    assert max(errors) < 2e-3
+    assert len(shown) == 48
+    assert shown[:24] == shown[24:]
+    of_sample_3 = {tuple(batch[3]) for batch in shown[:24] if 3 in batch}
+    assert 2 <= len(of_sample_3) <= 3, "each epoch shows one of three crops"
+    assert values(base, "crops-0") == values(base, "crops-2")
+
+
+def test_a_run_with_stored_crops_resumes_to_the_same_bits(base: Path, of_crops: Path) -> None:
+    folders = f"[{of_crops},{base / 'features'}]"
+    more = (*CROPS, f"data.teacher_features={folders}", "selection.ratio=0.5", f"selection.features={of_crops}")
+    train_here(*settings(base, "crops-whole", *more))
+    train_here(*settings(base, "crops-stopped", *more))
+    shutil.rmtree(max((base / "crops-stopped" / "checkpoints").glob("step-*")))
+    train_here(*settings(base, "crops-stopped", *more), resume="latest")
+    for name, value in weights(base, "crops-stopped").items():
+        assert torch.equal(value, weights(base, "crops-whole")[name]), name
+    told = [record["message"] for record in metrics(base / "crops-whole", "event")]
+    assert sum(message.startswith("Teacher: ") for message in told) == 2
+    assert any(", 3 crops of each image" in message for message in told)
+
+
+def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None:
+    def refused(message: str, *more: str, stored: str = "of-crops", resume: str | None = None) -> None:
+        with pytest.raises(UserError, match=message):
+            train_here(*settings(base, "crops-refused", *more, stored=stored), resume=resume)
+        assert not (base / "crops-refused").exists()
+
+    refused(r"of crops with scale \[0\.3, 0\.9\] and ratio .*, and this run has data\.crop\.scale=\[0\.9, 1\.0\]")
+    refused(r"different crops, .*data\.teacher_features \(1\): 3 with seed 8; selection\.features \(1\): 3 with seed 0",
+            *CROPS, "selection.ratio=0.5", f"selection.features={base / 'other-crops'}")  # fmt: skip
+    refused("a teacher is listed twice", f"data.teacher_features=[{of_crops},{of_crops}]")
+    train_here(*settings(base, "crops-began", *CROPS, stored="of-crops"))
+    checkpoint = str(base / "crops-began" / "checkpoints" / "step-00000003")
+    refused(r"other features than data\.teacher_features names: crops was \{.*'seed': 8.*now \{.*'seed': 0",
+            *CROPS, stored="other-crops", resume=checkpoint)  # fmt: skip
+    given = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
+    square = ("--augmentations", "2", "--crop-scale", "1", "1", "--crop-ratio", "1", "1")
+    assert "every crop the central square" in str(features(base, *square, output="square").exception)
+    assert "holds features with another crops" in str(features(base, *given, output="of-crops").exception)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("tau", "0.01"), ("tau", None), ("tau", 0.0), ("tau", -0.1), ("tau", float("nan")), ("bias", float("inf")),
-     ("dim", 2.5), ("data", "x"), ("samples", -1)],
+     ("dim", 2.5), ("data", "x"), ("samples", -1), ("crops", 3)],
 )  # fmt: skip
 def test_impossible_facts_are_refused_before_the_first_step(base: Path, name: str, value: Any, tmp_path: Path) -> None:
     shutil.copytree(base / "features", tmp_path / "facts")
@@ -312,7 +405,7 @@ def test_features_that_are_not_finite_are_refused(base: Path, monkeypatch: pytes
 
     monkeypatch.setattr(teacher._store, "read", one_is_nan)
     with pytest.raises(UserError, match="has no features of sample 5, or damaged ones"):
-        teacher.of(torch.tensor([4, 5, 6]), device=torch.device("cpu"))
+        teacher.of(torch.tensor([4, 5, 6]), epoch=0, device=torch.device("cpu"))
 
 
 def test_a_run_from_scratch_says_which_pixels_are_not_read(base: Path) -> None:

@@ -22,7 +22,7 @@ from jobs.score import command
 from jobs.verify import command as verify_command
 from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
-from pipeline.analysis.shard_pairs import read_pairs
+from pipeline.analysis.shard_pairs import read_pairs, whole
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import load_manifest
@@ -106,7 +106,7 @@ def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path:
             load_manifest(base / "data"),
             [0],
             caption=CaptionField(),
-            preprocess=model.preprocess,
+            image_of=whole(model.preprocess),
             batch_size=64,
             workers=0,
         )

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from pipeline.analysis.shard_pairs import PairBatch, read_pairs
+from pipeline.analysis.shard_pairs import PairBatch, read_pairs, whole
 from pipeline.data.data_config import CropConfig, DataConfig, Source
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
@@ -145,7 +145,7 @@ def read(manifest: Manifest, *, workers: int, preprocess: Any = as_tensor, batch
             manifest,
             range(len(manifest.shards)),
             caption=CaptionField(),
-            preprocess=preprocess,
+            image_of=whole(preprocess),
             batch_size=batch_size,
             workers=workers,
         )
@@ -168,7 +168,9 @@ def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path: Path) -> None:
     """A shard of 10,000 images of 224 pixels takes 6 GB when it is preprocessed."""
     manifest = write_shards(tmp_path, [60, 60])
     count = tmp_path / "count"
-    batches = read_pairs(manifest, [0, 1], caption=CaptionField(), preprocess=Counting(count), batch_size=4, workers=2)
+    batches = read_pairs(
+        manifest, [0, 1], caption=CaptionField(), image_of=whole(Counting(count)), batch_size=4, workers=2
+    )
     assert next(batches).rows == [0, 1, 2, 3]
     assert 4 <= count.stat().st_size <= 12
     batches.close()  # type: ignore[attr-defined]

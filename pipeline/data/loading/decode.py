@@ -12,18 +12,19 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import simplejpeg
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.data.data_config import CropConfig
-from pipeline.data.order.hashing import draw, uniform
+from pipeline.data.order.hashing import Purpose, draw, key, uniform
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
 from pipeline.pixels import check_scans, is_plain_jpeg, jpeg_header
@@ -71,6 +72,13 @@ def _central_box(height: int, width: int, *, ratio: tuple[float, float]) -> Box:
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+def crop_exactly(image: Image.Image, *, crop: CropConfig, size: int, state: int) -> Tensor:
+    """uint8 [3, size, size] of the crop of an RGB image, with open_clip's pixels; channels are last in memory."""
+    top, left, h, w = crop_box(image.height, image.width, crop=crop, state=state)
+    resized = image.crop((left, top, left + w, top + h)).resize((size, size), Image.Resampling.BICUBIC)
+    return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+
+
 def shrink_for(box: Box, *, size: int) -> int:
     """By how much an image may be scaled down in decoding, so that its crop keeps at least `size` pixels a side."""
     return next((shrink for shrink in SHRINKS if min(box[2:]) // shrink >= size), 1)
@@ -81,6 +89,31 @@ def shrunk(box: Box, *, by: int) -> Box:
     top, left, h, w = box
     first_row, first_column = round(top / by), round(left / by)
     return first_row, first_column, round((top + h) / by) - first_row, round((left + w) / by) - first_column
+
+
+@dataclass(frozen=True)
+class StoredCrops:
+    """A few crops of each sample, of which a teacher's features were computed; a run shows one of them in each epoch.
+
+    This is dataset reinforcement (MobileCLIP, arXiv 2311.17049) with the crop as the augmentation.
+    """
+
+    count: Annotated[int, Field(ge=1)]
+    """Crops of a sample."""
+    seed: Annotated[int, Field(ge=0)]
+    """Of the crops."""
+    scale: tuple[float, float]
+    """As `CropConfig.scale`."""
+    ratio: tuple[float, float]
+    """As `CropConfig.ratio`."""
+
+    def state(self, sample_id: int, number: int) -> int:
+        """The hash key of crop `number` of a sample."""
+        return draw(key(self.seed, Purpose.STORED_CROP, sample_id), number)
+
+    def shown(self, sample_id: int, *, seed: int, epoch: int) -> int:
+        """The number of the crop that an epoch of a run shows of a sample."""
+        return draw(key(seed, Purpose.CHOSEN_CROP, epoch), sample_id) % self.count
 
 
 @dataclass(frozen=True)
@@ -204,11 +237,7 @@ class ImageDecoder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL warns about large sizes, which `max_pixels` limits, and odd metadata
             image = rgb_image(data, max_pixels=self.max_pixels)
-        top, left, h, w = crop_box(image.height, image.width, crop=self.crop, state=state)
-        window = image.crop((left, top, left + w, top + h))
-        resized = window.resize((self.size, self.size), Image.Resampling.BICUBIC)
-        flat = torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8)
-        return flat.view(self.size, self.size, 3).permute(2, 0, 1)
+        return crop_exactly(image, crop=self.crop, size=self.size, state=state)
 
 
 def ppm_pixels(data: bytes) -> NDArray[np.uint8] | None:

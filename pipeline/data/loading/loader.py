@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.data.data_config import DataConfig, default_workers
-from pipeline.data.loading.decode import ImageDecoder
+from pipeline.data.loading.decode import ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, StoredFeatures
 from pipeline.data.loading.gpu_decode import gpu_that_decodes, whole_batch
 from pipeline.data.loading.position import (
@@ -266,6 +266,11 @@ class Loader:
         """From the next batch that is loaded on, decode only images whose features are not in `file`."""
         self.close()
         self._dataset = replace(self._dataset, features=file)
+
+    def use_crops(self, crops: StoredCrops) -> None:
+        """From the next batch that is loaded on, show these crops of the samples."""
+        self.close()
+        self._dataset = replace(self._dataset, stored_crops=crops)
 
     def image_identity(self) -> dict[str, Any]:
         """Plain values that determine the pixels of each sample id, where crops are fixed."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder
+from pipeline.data.loading.decode import EncodedJpeg, ImageDecoder, StoredCrops
 from pipeline.data.loading.feature_file import FeatureFile, FeatureStore
 from pipeline.data.loading.stream_reader import ALTERED, SequentialReader, StreamReader, StreamSample
 from pipeline.data.order.canonical_order import Order
@@ -73,6 +73,7 @@ class DecodedRows:
         source: Reads the samples.
         decoder: Decodes images.
         store: Stored features, which replace decoded images; None: nothing is stored.
+        stored_crops: Of which images are shown; None: a crop of its own for each row.
         seed: Of crops and choices of captions.
         epoch: The same.
     """
@@ -84,6 +85,7 @@ class DecodedRows:
         source: SequentialReader,
         decoder: ImageDecoder,
         store: FeatureStore | None,
+        stored_crops: StoredCrops | None,
         seed: int,
         epoch: int,
     ) -> None:
@@ -97,6 +99,7 @@ class DecodedRows:
         self._source = source
         self._decoder = decoder
         self._store = store
+        self._stored_crops, self._seed, self._epoch = stored_crops, seed, epoch
         self.image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
         """Its first `len(shown) - len(encoded)` rows are images."""
         self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
@@ -106,7 +109,8 @@ class DecodedRows:
 
         Args:
             sample: The sample as stored.
-            number: The row's number in the epoch. It keys the crop: a sample may occur more than once in an epoch.
+            number: The row's number in the epoch. It keys the crop, unless crops are stored: a sample may occur more
+                than once in an epoch.
 
         Raises:
             CorruptSample: It cannot be used; no row is added.
@@ -121,7 +125,10 @@ class DecodedRows:
         if stored is not None and self.features is not None:
             self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
         else:
-            state = draw(self._crops, number)
+            if (crops := self._stored_crops) is None:
+                state = draw(self._crops, number)
+            else:
+                state = crops.state(sample.id, crops.shown(sample.id, seed=self._seed, epoch=self._epoch))
             if self._decoder.gpu and (encoded := self._decoder.for_gpu(record.image, state=state)):
                 self.encoded.append((len(self.shown), encoded))
             else:
@@ -243,6 +250,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
     """See DataConfig."""
     features: FeatureFile | None = None
     """Stored image features, which replace decoded images."""
+    stored_crops: StoredCrops | None = None
+    """Of which images are shown."""
     epoch: int = 0
     batch: int = 0
     reading: MutableSequence[int] | None = None
@@ -298,7 +307,15 @@ class StreamDataset(IterableDataset[Part | Failure]):
         batch: int,
     ) -> Part:
         count, seed = self.order.layout.rows * len(fillers), self.order.seed
-        rows = DecodedRows(count, source=source, decoder=self.decoder, store=store, seed=seed, epoch=epoch)
+        rows = DecodedRows(
+            count,
+            source=source,
+            decoder=self.decoder,
+            store=store,
+            stored_crops=self.stored_crops,
+            seed=seed,
+            epoch=epoch,
+        )
         corrupt: Counter[tuple[str, str]] = Counter()
         sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
         decoded = len(rows.shown) - len(rows.encoded)

@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     ORDER = 7
     PROBE = 8
     CAPTION = 9
+    STORED_CROP = 10
+    CHOSEN_CROP = 11
 
 
 def mix(x: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,7 @@ def check_data(units: list[Unit]) -> None:
 
 
 def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Create the built-in corpora `names` with the stages of the demo.
+    """Create the built-in corpora `names` with the stages of the demo; processes that need the same one wait.
 
     Returns:
         For each corpus, the overrides that set the locations of its shards and of its suite.
@@ -182,8 +183,11 @@ def prepare_corpora(names: set[str], *, size: str, place: Path) -> dict[str, tup
             retrieval_pairs=corpus.held_out,
             faults=healthy,
         )
-        ingest(scenes, folder)
-        make_suite(scenes, folder / "suite")
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:  # the tasks of a job array start at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ingest(scenes, folder)
+            make_suite(scenes, folder / "suite")
         found[name] = ((f"data.sources={folder / 'shards'}",), (f"evaluation.suite={folder / 'suite'}",))
     return found
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scipy.stats
@@ -18,7 +21,7 @@ from jobs.studies.outcomes import COLUMNS, PAIRED, Outcome, Spread, curve, paire
 from jobs.studies.publish import as_csv, as_markdown, provenance, render
 from jobs.studies.schedule import command_of, folder_of, sbatch, write_spec
 from jobs.studies.unit import cost_of
-from jobs.study import without_missing_teachers
+from jobs.study import prepare_corpora, without_missing_teachers
 from pipeline.errors import UserError
 from pipeline.metrics.mfu import training_flops
 from pipeline.training.recipe import load_recipe
@@ -181,6 +184,24 @@ def outcome(arm: str, seed: int, score: float, *, mse: float = 0.1) -> Outcome:
         "normalizers": [{**measured, "in_use": measured["cold"]}],
     }
     return Outcome("many-epochs", arm, seed, f"{arm}{seed}", result)
+
+
+def test_tasks_of_a_job_array_do_not_make_the_same_corpus_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: the second of two ended with "Address already in use", because the table names the port."""
+    running: list[str] = []
+
+    def ingest(scenes: Any, data: Path) -> None:
+        running.append("begin")
+        time.sleep(0.2)
+        running.append("end")
+
+    monkeypatch.setattr("jobs.demo.ingest", ingest)
+    monkeypatch.setattr("jobs.demo.make_suite", lambda *given: None)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: prepare_corpora({"wide"}, size="desk", place=tmp_path), range(2)))
+    assert running == ["begin", "end"] * 2
 
 
 def test_means_spreads_and_paired_differences() -> None:

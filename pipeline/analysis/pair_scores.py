@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from pipeline.data.shards.storage import open_records
 from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import replacing, write_json
+from pipeline.files import read_tree, replacing, write_json
 from pipeline.model.evaluation_model import EvaluationModel
 from pipeline.model.trimming import text_trimming, without_padding
 
@@ -190,11 +190,14 @@ def start_output(path: Path, facts: Any, *, what: str) -> None:
         what: The results, for messages.
 
     Raises:
-        UserError: It holds others.
+        UserError: It holds others, or the file is damaged.
     """
     if path.is_file():
-        defaults = {field.name: field.default for field in fields(facts)}  # an earlier version may not have written all
-        stored = {**defaults, **json.loads(path.read_text(encoding="utf-8"))["facts"]}
+        # An earlier version may not have written all.
+        defaults = {field.name: None if field.default is MISSING else field.default for field in fields(facts)}
+        if not isinstance(written := read_tree(path).get("facts"), dict):
+            raise UserError(f"{path} is damaged: give another --output, or delete it.")
+        stored = {**defaults, **written}
         own = json.loads(json.dumps(asdict(facts)))
         if other := [name for name, value in own.items() if stored.get(name) != value]:
             differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)

@@ -58,11 +58,16 @@ def write_features(
         The counts.
 
     Raises:
-        UserError: The disk is full, or features are not finite.
+        UserError: The file cannot be created, the disk is full, or features are not finite.
     """
     file, shards, problems = facts.file(output), mixture.manifest.shards, Counter[str]()
-    file.create()
-    store = FeatureStore(file)
+    try:
+        file.create()
+        store = FeatureStore(file)
+    except OSError as error:
+        raise UserError(
+            f"{file.path}, of {file.file_bytes / 1e6:,.1f} MB, cannot be created or opened: {error.strerror}."
+        ) from error
 
     def missing(index: int) -> int:
         shard = shards[index]

@@ -77,7 +77,7 @@ def seed_for(folder: Path, model: str) -> int:
         model: Hash of the model's weights.
     """
     facts = read_tree(folder / FACTS).get("facts")
-    return int(facts.get("seed", 0)) if isinstance(facts, dict) else zlib.crc32(model.encode())
+    return facts.get("seed", 0) if isinstance(facts, dict) else zlib.crc32(model.encode())
 
 
 class StoredTeacher:

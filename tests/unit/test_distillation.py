@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -252,6 +253,25 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
         train_here(*settings(base, "torn-run", stored="torn"))
     logged = [record.get("message", "") for record in metrics(base / "torn-run", "event")]
     assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
+
+
+def test_a_file_that_cannot_be_created_or_read_ends_the_command_with_its_name(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(descriptor: int, size: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", too_large)
+        found = str(features(base, output="large").exception)
+    assert re.search(r"features\.npy, of 0\.0 MB, cannot be created or opened: File too large", found)
+    for text in ("[]", "null", '{"facts": 3}', "{"):
+        shutil.rmtree(base / "begun-wrong", ignore_errors=True)
+        shutil.copytree(base / "features", base / "begun-wrong")
+        (base / "begun-wrong" / "features.json").write_text(text)
+        assert "features.json is damaged: give another --output" in str(features(base, output="begun-wrong").exception)
+    (base / "begun-wrong" / "features.json").write_text('{"facts": {"seed": "x"}}')
+    assert "holds features with another model (None, now " in str(features(base, output="begun-wrong").exception)
 
 
 @pytest.fixture(scope="module")

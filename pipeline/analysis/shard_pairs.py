@@ -37,6 +37,8 @@ class PairBatch:
     ends_shard: bool = False
 
 
+UNREAD = "shard cannot be read"
+"""Of the samples of a shard that is away, how their problem begins."""
 ImageOf = Callable[[bytes, int], Tensor]
 """Encoded image and sample id -> the preprocessed image. It raises `CorruptSample`."""
 
@@ -102,8 +104,10 @@ class _Shards:
                     if row > samples:
                         return
                     yield record
-        except (DamagedTar, OSError) as error:
-            reason = f"shard cannot be read: {error}"
+        except DamagedTar as error:
+            reason = f"shard is damaged: {error}"
+        except OSError as error:
+            reason = f"{UNREAD}: {error}"
         else:
             reason = "missing in its shard"
         for _ in range(row, samples):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.pair_scores import encode
-from pipeline.analysis.shard_pairs import ImageOf, read_pairs, whole
+from pipeline.analysis.shard_pairs import UNREAD, ImageOf, read_pairs, whole
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import StoredCrops, crop_exactly, normalize
 from pipeline.data.loading.feature_file import FeatureStore
@@ -58,7 +58,7 @@ def write_features(
         The counts.
 
     Raises:
-        UserError: The file cannot be created, the disk is full, or features are not finite.
+        UserError: The file cannot be created, the disk is full, features are not finite, or a shard cannot be read.
     """
     file, shards, problems = facts.file(output), mixture.manifest.shards, Counter[str]()
     try:
@@ -101,6 +101,11 @@ def write_features(
             "finite. Run it again when the cause is removed; what is stored stays."
         )
     reasons = sum((counts for _, counts in found), Counter[str]())
+    if away := [reason for reason in reasons if reason.startswith(UNREAD)]:
+        raise UserError(
+            f"{sum(reasons[reason] for reason in away):,} samples are in shards that cannot be read ({away[0]}). Run "
+            "it again when they are there; what is stored stays."
+        )
     counts = {"samples": facts.samples, "stored": facts.samples - reasons.total(), "problems": dict(reasons)}
     if world.is_main:
         write_json(output / FACTS, {"facts": asdict(facts), **counts})

@@ -58,10 +58,12 @@ class SelectionConfig:
         exact, size = batch_size / (1 - self.ratio), self.read_batch(batch_size)
         if abs(exact - size) > 0.01 or size % streams:
             fitting = streams * max(round(exact / streams), batch_size // streams + 1)
+            rounded = (float(f"{1 - batch_size / fitting:.{digits}g}") for digits in range(1, 18))
+            ratio = next(ratio for ratio in rounded if ratio < 1 and abs(batch_size / (1 - ratio) - fitting) <= 0.01)
             raise UserError(
-                f"selection.ratio = {self.ratio:g} with batch_size = {batch_size} would read {exact:.7g} pairs in a "
+                f"selection.ratio = {self.ratio} with batch_size = {batch_size} would read {exact:.7g} pairs in a "
                 f"step: it must be a whole number that data.streams = {streams} divides. Use "
-                f"selection.ratio={1 - batch_size / fitting:.8g}, which reads {fitting}."
+                f"selection.ratio={ratio}, which reads {fitting}."
             )
 
 

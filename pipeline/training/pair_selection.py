@@ -18,6 +18,7 @@ from pipeline.distributed.precision import plain_arithmetic
 from pipeline.errors import UserError
 from pipeline.model.starting_weights import resized
 from pipeline.model.trimming import TextChunks, TextTrimming
+from pipeline.objectives.distill import Teacher
 from pipeline.objectives.selection import View, gumbel_noise, select
 from pipeline.training.run_state import RunState
 from pipeline.training.step import batch_norms_of, frozen_statistics, micro_batches, seeded
@@ -36,7 +37,7 @@ class Selection:
     """At which the learner is scored; None: at that of training."""
 
     def choose(
-        self, batch: Batch, image: Tensor, *, step: int, missing: bool
+        self, batch: Batch, image: Tensor, *, step: int, guide: Teacher
     ) -> tuple[Batch, Tensor, dict[str, Tensor]]:
         """The selected pairs of a super-batch, in its order and divided among the ranks. Collective.
 
@@ -44,19 +45,14 @@ class Selection:
             batch: This rank's part of the super-batch.
             image: Its images on the device.
             step: Number of the step.
-            missing: The batch is a stand-in.
+            guide: The reference's features of the batch.
 
         Returns:
             This rank's part of the batch to train on, its images on the device, and metrics.
-
-        Raises:
-            UserError: The reference has no features of a sample.
         """
         world, config = self.state.world, self.state.run.selection
         count, super_batch = self.state.run.batch_size, self.state.run.read_batch
         scale, bias = self.state.objective.logit_parameters()
-        epoch = batch.position.epoch
-        guide = self.reference.of(batch.sample_id, epoch=epoch, device=world.device, stand_in=missing)
         own = self._features(image, batch.text, step=step)
         with plain_arithmetic(world.device):
             features = [world.all_gather(values.float()) for values in (*own, guide.image, guide.text)]

@@ -209,6 +209,7 @@ class RunState:
         skipped = self.loader.load_state_dict(checkpoint.meta["data"], new_batch_size=PREVIOUS in checkpoint.meta)
         self.skipped.load_state_dict(checkpoint.meta.get("faults", SkippedSteps().state_dict()))
         self.not_selected = checkpoint.samples_not_selected
+        self.features = dict(checkpoint.meta.get("features", {}))
         self.position = self.loader.position
         shapes = self.engine.state.shapes() if self.run.schedule.stages else {}
         average = checkpoint.ema() if self.ema is not None else None

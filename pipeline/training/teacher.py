@@ -77,7 +77,8 @@ def seed_for(folder: Path, model: str) -> int:
         model: Hash of the model's weights.
     """
     facts = read_tree(folder / FACTS).get("facts")
-    return facts.get("seed", 0) if isinstance(facts, dict) else zlib.crc32(model.encode())
+    seed = facts.get("seed", 0) if isinstance(facts, dict) else None
+    return seed if isinstance(seed, int) and 0 <= seed < 2**32 else zlib.crc32(model.encode())
 
 
 class StoredTeacher:
@@ -100,9 +101,12 @@ class StoredTeacher:
             facts = json.dumps(tree["facts"])  # strict validation takes a dataclass from JSON only
             self.facts = TypeAdapter(TeacherFacts).validate_json(facts, strict=True)
             self._store = FeatureStore(self.facts.file(folder), writable=False)
-            self.missing = self.facts.samples - int(tree.get("stored", 0))
+            stored = tree.get("stored", 0)
+            if not (isinstance(stored, int) and 0 <= stored <= self.facts.samples):
+                raise ValueError(f"{FACTS} says that {stored} of {self.facts.samples} samples have features")
+            self.missing = self.facts.samples - stored
             """Samples without features, such as corrupt ones."""
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             why = first_problem(error, file=FACTS) if isinstance(error, ValidationError) else error
             raise UserError(
                 f"{setting}={folder}: no features of `neuclip features` ({why}). Write them with "
@@ -113,7 +117,7 @@ class StoredTeacher:
         self._hint = f"{folder} has no features of sample {{}}, or damaged ones: {again}."
         rows = range(0, self.facts.samples, max(1, self.facts.samples // LOOKED_AT))
         lost = [row for row in rows if self._store.read(row) is None]
-        if len(lost) > self.missing:
+        if len(lost) > self.missing or len(lost) == len(rows):
             raise UserError(
                 f"{setting}={folder}: {len(lost)} of the {len(rows)} features checked are missing, damaged or "
                 f"of another model (that of sample {lost[-1]}, for one), and {FACTS} says that {self.missing:,} of all "
@@ -128,6 +132,8 @@ class StoredTeacher:
                 f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one "
                 "that the loader can read"
             )
+        if not facts.seed:
+            lacks += "; of an earlier version, whose file of features may be another model's"
         crops = f", {facts.crops.count} crops of each image" if facts.crops else ""
         return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{crops}{lacks})"
 

@@ -22,9 +22,11 @@ from pipeline.distributed.signals import EXIT_PREEMPTED, StopSignals
 from pipeline.distributed.timing import Meter, Phases, present_objects_kept
 from pipeline.distributed.world import World
 from pipeline.engine.optim import lr_scale as scheduled_scale
+from pipeline.errors import UserError
 from pipeline.metrics.logger import Telemetry
 from pipeline.metrics.mfu import Utilization
 from pipeline.model.trimming import TextTrimming
+from pipeline.objectives.distill import Teacher
 from pipeline.run_files import new_run_id
 from pipeline.training.gradient_check import TOLERANCE, GradientCheck
 from pipeline.training.image_features import ImageFeatures
@@ -74,6 +76,8 @@ class Trainer:
     """What was due at the checkpoint that was restored, but was prevented."""
     rollback: Checkpoint | None = None
     """Where the run continues after `fit` if too many steps were skipped; its data position is that of now."""
+    problem: str = ""
+    """What ends the run with a UserError after a checkpoint."""
     saved_step: int = 0
     """The step of the last checkpoint that was begun."""
     signals: StopSignals = field(default_factory=StopSignals)
@@ -96,6 +100,9 @@ class Trainer:
 
         Returns:
             The exit code; EXIT_DONE also for a rollback, after which `rollback` is set.
+
+        Raises:
+            UserError: Stored features of a sample are missing, on any rank; a checkpoint was written before.
         """
         engine, signals = self.run.engine, self.signals.received
         starts = self.world.gather_objects((new_run_id(), bool(signals)))
@@ -123,6 +130,8 @@ class Trainer:
         self.tests.report_end()
         if not saved:
             return EXIT_NOT_SAVED
+        if self.problem:
+            raise UserError(self.problem)
         if self.tests.ended_run and self.tests.validation is not None:
             self.telemetry.event(self.tests.validation.describe_end())
             return EXIT_DONE
@@ -138,7 +147,9 @@ class Trainer:
         result = self.train_step(batch, stop=bool(signals), missing=missing)
         if result.missing:
             self.state.position = before
-            self.telemetry.event("A rank had no batch when the signal came: the run stops without that step.")
+            self.problem = next(filter(None, self.world.gather_objects(self.problem)), "")
+            why = "Stored features are missing" if self.problem else "A rank had no batch when the signal came"
+            self.telemetry.event(f"{why}: the run stops without that step.")
             if self.state.step > self.saved_step:
                 self._save(now=True)
             return True
@@ -207,12 +218,14 @@ class Trainer:
         selected: dict[str, Tensor] = {}
         if self.selection is not None:
             with self.phases("selection"):
-                batch, images, selected = self.selection.choose(batch, images, step=step, missing=missing)
+                (guide,), missing = self._stored([self.selection.reference], batch, missing=missing)
+                batch, images, selected = self.selection.choose(batch, images, step=step, guide=guide)
         image = self.normalized(images)
         computed = len(image) / len(batch.text)
         if self.image_features is not None:
             with self.phases("forward"):
                 image = self.image_features.outputs(batch, image)
+        teachers, missing = self._stored(self.teachers, batch, missing=missing)
         texts, lengths = self.trimming.cut(batch.text) if self.trimming else (batch.text, None)
         result = self.take_step(
             (image, texts.to(image.device, non_blocking=True)),
@@ -222,10 +235,7 @@ class Trainer:
             stop=stop,
             missing=missing,
             text_lengths=lengths,
-            teacher=[
-                teacher.of(batch.sample_id, epoch=batch.position.epoch, device=image.device, stand_in=missing)
-                for teacher in self.teachers
-            ],
+            teacher=teachers,
         )
         output = replace(result.output, metrics={**result.output.metrics, **selected})
         result = replace(result, output=output, images=computed, sample_id=batch.sample_id)
@@ -249,6 +259,16 @@ class Trainer:
         if batch.position.batch == state.loader.steps_per_epoch:
             self._report_epoch(batch)
         return result
+
+    def _stored(self, stores: Sequence[StoredTeacher], batch: Batch, *, missing: bool) -> tuple[list[Teacher], bool]:
+        """Stored features of a batch, and `missing`; zeros and True where those of a sample are missing."""
+        given: dict[str, Any] = {"epoch": batch.position.epoch, "device": self.world.device}
+        if not missing:
+            try:
+                return [store.of(batch.sample_id, **given) for store in stores], False
+            except UserError as error:
+                self.problem = str(error)
+        return [store.of(batch.sample_id, **given, stand_in=True) for store in stores], True
 
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""

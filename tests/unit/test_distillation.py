@@ -252,6 +252,15 @@ def test_a_damaged_record_ends_the_run_with_the_samples_number(base: Path, monke
     with pytest.raises(UserError, match="has no features of sample 47, or damaged ones"):
         train_here(*settings(base, "torn-run", stored="torn"))
     logged = [record.get("message", "") for record in metrics(base / "torn-run", "event")]
+    assert "Stored features are missing: the run stops without that step." in logged
+    steps = len(metrics(base / "torn-run", "train"))
+    assert 0 < steps < 6
+    assert (base / "torn-run" / "checkpoints" / f"step-{steps:08d}").is_dir(), "no step is lost"
+    assert features(base, output="torn").exit_code == 0
+    train_here(*settings(base, "torn-run", stored="torn"), resume="latest")
+    train_here(*settings(base, "not-torn", stored="features"))
+    for name, value in weights(base, "torn-run").items():
+        assert torch.equal(value, weights(base, "not-torn")[name]), name
     assert any("1 of 48 samples have no features: the run ends if it reaches one" in message for message in logged)
 
 
@@ -307,9 +316,43 @@ def test_features_of_a_version_without_seeds_are_read_and_completed(base: Path) 
         records["crc32"][row] = zlib.crc32(records["values"][row].tobytes(), row)
     np.save(old / "features.npy", records)
     before = (old / "features.npy").read_bytes()
-    StoredTeacher(old, setting="data.teacher_features")
+    assert "of an earlier version" in StoredTeacher(old, setting="data.teacher_features").describe()
     assert features(base, output="without-seed").exit_code == 0
     assert (old / "features.npy").read_bytes() == before
+
+
+def test_a_shard_that_is_away_does_not_count_as_corrupt_samples(base: Path) -> None:
+    shutil.copytree(base / "shards", base / "partly")
+    shard = base / "partly" / "00001.tar"
+    shard.rename(base / "away.tar")
+    found = str(features(base, data="partly", output="of-partly").exception)
+    assert "28 samples are in shards that cannot be read (shard cannot be read: " in found
+    with pytest.raises(UserError, match="not complete"):
+        StoredTeacher(base / "of-partly", setting="x")
+    (base / "away.tar").rename(shard)
+    assert features(base, data="partly", output="of-partly").exit_code == 0
+    StoredTeacher(base / "of-partly", setting="x")
+
+
+@pytest.mark.parametrize("stored", [99, -1, 2.5, "47", None, 10**400])
+def test_an_impossible_number_of_features_is_refused(base: Path, tmp_path: Path, stored: Any) -> None:
+    shutil.copytree(base / "features", tmp_path / "facts")
+    tree = json.loads((tmp_path / "facts" / "features.json").read_text()) | {"stored": stored}
+    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"no features of `neuclip features` \(features\.json says that"):
+        StoredTeacher(tmp_path / "facts", setting="x")
+
+
+def test_another_models_file_is_refused_however_many_features_are_missing(base: Path, other_features: Path) -> None:
+    shutil.copytree(base / "features", base / "few")
+    shutil.copy(other_features / "features.npy", base / "few")
+    tree = json.loads((base / "few" / "features.json").read_text()) | {"stored": 0}
+    (base / "few" / "features.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match="48 of the 48 features checked are missing"):
+        StoredTeacher(base / "few", setting="x")
+    tree["facts"]["seed"] = -1
+    (base / "few" / "features.json").write_text(json.dumps(tree))
+    assert "holds features with another seed (-1, now " in str(features(base, output="few").exception)
 
 
 def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_features: Path) -> None:
@@ -323,6 +366,10 @@ def test_a_run_goes_on_with_the_teacher_with_which_it_began(base: Path, other_fe
         train_here(*settings(base, "taught", "checkpoint.every=3", stored="features-2"), resume="latest")
     assert {path: path.read_bytes() for path in (base / "taught").rglob("*") if path.is_file()} == before
     shutil.copytree(base / "features", base / "moved")
+    off = ("objective.distill=0", "data.teacher_features=null")
+    train_here(*settings(base, "taught", "checkpoint.every=3", "samples=32", *off), resume="latest")
+    with pytest.raises(UserError, match="other features than data"):
+        train_here(*settings(base, "taught", "checkpoint.every=3", stored="features-2"), resume="latest")
     train_here(*settings(base, "taught", "checkpoint.every=3", stored="moved"), resume="latest")
 
 

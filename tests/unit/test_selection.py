@@ -230,10 +230,10 @@ def test_a_sigmoid_learner_needs_a_reference_with_a_bias(base: Path) -> None:
     (["selection.ratio=1"], "selection.ratio"),
     (["selection.ratio=0"], "selection.ratio"),
     (["selection.ratio=0.55"], r"would read 17.77778 pairs .* data.streams = 4 divides. Use selection.ratio=0.5, "),
-    (["selection.ratio=0.01"], r"Use selection.ratio=0.33333333, which reads 12"),
+    (["selection.ratio=0.01"], r"Use selection.ratio=0.333, which reads 12"),
     (["selection.ratio=0.9"], r"fewer than the global batch of 80 that a step reads. .* smaller selection.ratio"),
     (["selection.features=null"], "needs a ratio between 0 and 1 and the folder"),
-    (["selection.ratio=0.2"], r"reads? 10 pairs in a step: .* Use selection.ratio=0.33333333, which reads 12"),
+    (["selection.ratio=0.2"], r"reads? 10 pairs in a step: .* Use selection.ratio=0.333, which reads 12"),
     (["selection.image_size=10"], "not a multiple of this tower's patches of 8 px: use 8"),
     (["selection.image_size=8", "engine.deepspeed=zero3_bf16"], "ZeRO stage 3"),
     (["model.lock_image=true", "model.image_features_cache=x", "data.crop.scale=[1,1]", "data.crop.ratio=[1,1]"],
@@ -245,9 +245,13 @@ def test_settings_that_do_not_fit_are_refused(base: Path, changed: list[str], me
     assert not (base / "refused").exists()
 
 
-@pytest.mark.parametrize("ratio", [0.01, 0.2, 0.55, 0.61, 0.83])
-def test_the_ratio_that_a_message_suggests_is_accepted(base: Path, ratio: float) -> None:
-    given = [*settings(base, "x"), "batch_size=8", "data.streams=4", "schedule.warmup_steps=1"]
+@pytest.mark.parametrize(
+    ("batch", "streams", "ratio"),
+    [(8, 4, 0.01), (8, 4, 0.2), (8, 4, 0.55), (8, 4, 0.61), (8, 4, 0.83), (16384, 8, 0.94), (32768, 32, 0.89)],
+)
+def test_the_ratio_that_a_message_suggests_is_accepted(base: Path, batch: int, streams: int, ratio: float) -> None:
+    given = [*settings(base, "x"), f"batch_size={batch}", f"data.streams={streams}", "schedule.warmup_steps=1",
+             f"samples={batch}"]  # fmt: skip
     with pytest.raises(UserError) as caught:
         load_recipe(None, [*given, f"selection.ratio={ratio}"])
     ratio, read = re.search(r"Use selection\.ratio=([0-9.]+), which reads (\d+)", str(caught.value)).groups()  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
     size = architecture.image_size
     image = torch.randn(LOCAL, 3, size, size, generator=torch.Generator().manual_seed(0)).to(engine.dtype)
     text = architecture.tokenize([f"a photo of number {index}" for index in range(LOCAL)])
-    position = SimpleNamespace(batch=1)
+    position = SimpleNamespace(epoch=0, batch=1)
     batch: Any = SimpleNamespace(image=image, text=text, sample_id=torch.arange(LOCAL), position=position)
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(step=0, ema=None, loader=SimpleNamespace(steps_per_epoch=100)),
@@ -72,8 +73,11 @@ def take(file: str, arch: str, *, ranks: int, micro: int | None, record: Record)
         take_step=step,
         meter=Meter(LOCAL, phases),
         phases=phases,
-        **dict.fromkeys(("selection", "image_features", "teacher", "gradient_check")),
+        world=world,
+        teachers=(),
+        **dict.fromkeys(("selection", "image_features", "gradient_check")),
     )
+    trainer._stored = partial(Trainer._stored, trainer)
     for trainer.state.step in range(2):
         record.__init__()  # type: ignore[misc]
         with recording(record):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import scipy.stats
+
 from jobs.studies.declare import Unit
 from jobs.studies.schedule import folder_of
 from jobs.studies.unit import RESULT_NAME
@@ -58,37 +60,14 @@ class Spread:
 
     @property
     def p(self) -> float | None:
-        return None if self.t is None else two_sided_p(self.t, degrees=len(self.values) - 1)
+        """Two-sided, of Student's distribution."""
+        return None if self.t is None else float(2 * scipy.stats.t.sf(abs(self.t), len(self.values) - 1))
 
     @property
     def half_width(self) -> float | None:
         """Half of the 95% interval of the mean."""
         error = self.standard_error
-        return None if error is None else error * quantile(LEVEL, degrees=len(self.values) - 1)
-
-
-def two_sided_p(t: float, *, degrees: int) -> float:
-    """P(|T| >= |t|) for Student's distribution with a whole number of degrees (Abramowitz and Stegun, 26.7.3 and 4)."""
-    angle = math.atan2(abs(t), math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    term = total = cosine if degrees % 2 else 1.0
-    for k in range(3 if degrees % 2 else 2, degrees, 2):
-        term *= cosine**2 * (k - 1) / k
-        total += term
-    if degrees % 2 == 0:
-        within = sine * total
-    else:
-        within = 2 / math.pi * (angle + (sine * total if degrees > 1 else 0.0))
-    return max(0.0, 1.0 - within)
-
-
-def quantile(p: float, *, degrees: int) -> float:
-    """The t that has a two-sided p of `p`, by bisection."""
-    low, high = 0.0, 1e6
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if two_sided_p(middle, degrees=degrees) > p else (low, middle)
-    return (low + high) / 2
+        return None if error is None else error * float(scipy.stats.t.isf(LEVEL / 2, len(self.values) - 1))
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:

@@ -75,7 +75,6 @@ ONLY_IMPORTERS = {
         "pipeline.distributed.start",
         "pipeline.distributed.devices",
         "pipeline.distributed.launch",
-        "jobs.bench.checkpoint",
     },
     "deepspeed": {"pipeline.engine"},
 }

@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +25,6 @@ from pipeline.versions import versions
 
 T = TypeVar("T")
 Value = float | str | None
-START_SECONDS = 1800
-"""After which a contender in a process of its own should be ready."""
 SEED = 0
 WORDS = (
     "a dog cat man tree house red blue green car boat sun moon sea sky hill road bird fish horse cup book hat door old "
@@ -121,39 +117,6 @@ def show(head: str, columns: Mapping[str, str], rows: Mapping[str, Sequence[Valu
 def place(device: torch.device, threads: int) -> str:
     """The name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} threads"
-
-
-class Child:
-    """A contender in a process of its own, whose peak memory is its own, too.
-
-    Args:
-        name: Its name in messages.
-        serve: Runs in the process with a pipe and `settings`: sends None when ready, then answers what it receives.
-        settings: Its second argument.
-    """
-
-    def __init__(
-        self, name: str, serve: Callable[[Connection, dict[str, Any]], None], settings: dict[str, Any]
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._name, (self._pipe, theirs) = name, context.Pipe()
-        process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-        process.start()
-        theirs.close()
-        if not self._pipe.poll(START_SECONDS):
-            raise TimeoutError(f"{name} was not ready after {START_SECONDS} s")
-        self._receive()
-
-    def ask(self, question: Any) -> Any:
-        """The process's answer."""
-        self._pipe.send(question)
-        return self._receive()
-
-    def _receive(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise SystemExit(f"The contender {self._name!r} failed; its error is printed above.") from None
 
 
 @dataclass(frozen=True)

@@ -141,14 +141,6 @@ class KernelTrace(TorchDispatchMode):
             shapes = " to ".join(f"{t.device.type}{list(t.shape)}" for t in (inputs[-1], outputs[0]))
             self.blocking_copies.append(f"{name}: {shapes}")
 
-    @property
-    def bytes(self) -> int:
-        return sum(kernel.bytes for kernel in self.kernels)
-
-    def seconds(self, gpu: Gpu) -> float:
-        """Roofline time of all kernels, one after the other."""
-        return sum(gpu.seconds(kernel) for kernel in self.kernels)
-
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
         """Inside, kernels belong to this part of the program."""

@@ -28,11 +28,11 @@ LR_SCALE = 0.2
 PART = 50
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     found = step_parser(__doc__, arch="ViT-B-32", batch=256, rounds=1, steps=500)
     found.add_argument("--batches", type=int, default=10, help="different batches, which are shown in turn")
     found.add_argument("--tolerance", type=float, default=0.02, help="relative difference of means")
-    return found.parse_args(argv)
+    return found.parse_args()
 
 
 def losses(args: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -53,8 +53,8 @@ def losses(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     return theirs, own
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
+def main() -> int:
+    args = parse_arguments()
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore", category=UserWarning)
     theirs, own = losses(args)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import multiprocessing
 import resource
 import warnings
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from jobs.bench.harness import Child, alternate, make_data, ratios, seconds, show
+from jobs.bench.harness import alternate, make_data, ratios, seconds, show
 from jobs.bench.train import head, ours, step_parser
 from pipeline.distributed.start import start_world
 from pipeline.metrics.mfu import known_peak, training_flops
@@ -52,6 +53,8 @@ OPTIONS = (
 what they name. `trim_text` has all three, `trim_image` and the options below it have all four.
 `image_features_cache` is `lock_image` from the second epoch on: a step gets stored outputs of the image tower; the
 decoding that it saves as well is not measured."""
+START_SECONDS = 1800
+"""After which a contender should be ready."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,8 +89,32 @@ def settings_of(args: argparse.Namespace, option: str) -> dict[str, Any]:
     }
 
 
-def contender(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Serve one contender: reply to a number of steps with their seconds, to None with the peak in GiB."""
+class Contender:
+    """Steps with an option in a process of their own, whose peak memory is its own, too."""
+
+    def __init__(self, option: str, settings: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._option, (self._pipe, theirs) = option, context.Pipe()
+        context.Process(target=serve, args=(theirs, settings), daemon=True).start()
+        theirs.close()
+        if not self._pipe.poll(START_SECONDS):
+            raise TimeoutError(f"{option} was not ready after {START_SECONDS} s")
+        self._receive()
+
+    def ask(self, steps: int | None) -> float:
+        """Seconds of so many steps; None: the peak in GiB, after which the process ends."""
+        self._pipe.send(steps)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"The contender {self._option!r} failed; its error is printed above.") from None
+
+
+def serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    """The process of a contender: sends None when ready, then what `Contender.ask` returns."""
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore")
     args = argparse.Namespace(**settings)
@@ -108,12 +135,12 @@ def contender(pipe: Connection, settings: dict[str, Any]) -> None:
             pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    children = {option: Child(option, contender, settings_of(args, option)) for option in args.options}
-    takes = {option: functools.partial(child.ask, args.steps) for option, child in children.items()}
+def main() -> None:
+    args = parse_arguments()
+    contenders = {option: Contender(option, settings_of(args, option)) for option in args.options}
+    takes = {option: functools.partial(contender.ask, args.steps) for option, contender in contenders.items()}
     times = alternate(takes, rounds=args.rounds)
-    peaks = {option: child.ask(None) for option, child in children.items()}
+    peaks = {option: contender.ask(None) for option, contender in contenders.items()}
     cuda = args.device != "cpu" and torch.cuda.is_available()
     peak = known_peak(torch.cuda.get_device_name()) if cuda else None
     first = args.options[0]

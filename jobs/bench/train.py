@@ -76,7 +76,7 @@ def step_parser(about: str | None, *, arch: str, batch: int, rounds: int, steps:
     return found
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     found = step_parser(__doc__, arch="ViT-B-32", batch=32, rounds=5, steps=2)
     found.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (both sides use GradCache)")
     found.add_argument("--caption-tokens", type=float, default=28.0, help="mean length of captions, in tokens")
@@ -88,7 +88,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     found.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["openclip", "neuclip"])
     for name in ("packed-attention", "trim-text", "trim-image", "channels-last"):
         found.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True)
-    args = found.parse_args(argv)
+    args = found.parse_args()
     args.prototypes = prototypes_of(args, found)
     return args
 

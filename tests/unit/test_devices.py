@@ -299,7 +299,7 @@ def test_a_contender_frees_its_memory_before_it_replies(monkeypatch: pytest.Monk
     monkeypatch.setattr(options, "seconds", lambda run, device, threads: run() or 1.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("free"))
     args = options.parse_arguments(["--device", "cpu"])
-    options.contender(Pipe(), options.settings_of(args, "none"))  # type: ignore[arg-type]
+    options.serve(Pipe(), options.settings_of(args, "none"))  # type: ignore[arg-type]
     assert events == ["steps", "free", "reply"] * 3 + ["reply"]
 
 

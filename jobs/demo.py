@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,19 +44,19 @@ def command(output: str, pairs: int, held_out: int, overrides: tuple[str, ...]) 
     click.echo(f"NeuCLIP demo: {pairs:,} URLs to a trained and evaluated model, in {output}\n")
     run = in_faster_precision(run, overrides)
     keep_or_clear(scenes, data, Path(output))
-    stages = DemoStages(Path(output))
-    with stages.timed("corpus and ingestion") as stage:
-        stage.done(ingest(scenes, data))
-    with stages.timed("evaluation sets") as stage:
-        stage.done(make_suite(scenes, data / "suite"))
-    with stages.timed("training") as stage:
+    Path(output).mkdir(parents=True, exist_ok=True)
+    with timed(Path(output), "corpus and ingestion") as done:
+        done(ingest(scenes, data))
+    with timed(Path(output), "evaluation sets") as done:
+        done(make_suite(scenes, data / "suite"))
+    with timed(Path(output), "training") as done:
         code, text = train(run)
         if code:
             return code
-        stage.done(text)
-    with stages.timed("evaluation") as stage:
+        done(text)
+    with timed(Path(output), "evaluation") as done:
         lines = evaluate(run.output, data / "suite")
-        stage.done(f"{len(lines)} tasks at the last checkpoint")
+        done(f"{len(lines)} tasks at the last checkpoint")
     click.echo("\n".join(lines))
     report = write_report(output)
     click.echo(f"\nAll done. Open {report}")
@@ -126,7 +126,7 @@ def ingest(scenes: Any, data: Path) -> str:
     from data_prep.ingest import download
     from data_prep.scenes import serve_scenes, write_url_table
     from data_prep.settings.download_config import DownloadConfig
-    from jobs.download import ProgressBar
+    from jobs.download import progress_bar
     from pipeline.config import merge, parse, read_yaml
     from pipeline.data.shards.manifest_format import MANIFEST_NAME, load_manifest
 
@@ -142,7 +142,7 @@ def ingest(scenes: Any, data: Path) -> str:
             click.echo(f"  {scenes.pairs:,} URLs on {base}, a server that misbehaves like the web")
             write_url_table(scenes, base, table, processes=2)
         given = {"output": str(shards), "source": {"table": str(table)}}
-        with ProgressBar() as progress:
+        with progress_bar() as progress:
             manifest = download(parse(DownloadConfig, merge(read_yaml(INGESTION), given)), on_progress=progress)
     write_ingestion_report(shards)
     return _counted(manifest)
@@ -222,40 +222,22 @@ def write_report(run: str) -> Path:
     return write([run])
 
 
-class DemoStage:
-    """A running stage; `done` sets its summary."""
+@contextmanager
+def timed(run: Path, name: str) -> Iterator[Callable[[str], None]]:
+    """Time a stage, add the seconds to RUN/stages.json, and print one line; yields what sets the line's summary."""
+    from pipeline.report.charts import duration
 
-    text = ""
-
-    def done(self, text: str) -> None:
-        self.text = text
-
-
-class DemoStages:
-    """Seconds per stage, stored in RUN/stages.json; a stage that was already done keeps its time."""
-
-    def __init__(self, run: Path) -> None:
-        self._path = run / "stages.json"
-        self._seconds: dict[str, float] = {}
-        run.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            self._seconds = json.loads(self._path.read_text(encoding="utf-8"))
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[DemoStage]:
-        """Time a stage; on success, print one line with its summary and duration."""
-        from pipeline.report.charts import duration
-
-        stage, start = DemoStage(), time.perf_counter()
-        try:
-            yield stage
-            if stage.text:
-                tick, took = click.style("✓", fg="green"), duration(time.perf_counter() - start)
-                click.echo(f"{tick} {name.capitalize():<21} {stage.text}  [{took}]")
-        finally:
-            # The times of an interrupted stage add up; a stage that was already done adds almost nothing.
-            self._seconds[name] = round(self._seconds.get(name, 0.0) + time.perf_counter() - start, 2)
-            write_json(self._path, self._seconds)
+    path, start, summaries = run / "stages.json", time.perf_counter(), list[str]()
+    seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        yield summaries.append
+        if summaries:
+            tick, took = click.style("✓", fg="green"), duration(time.perf_counter() - start)
+            click.echo(f"{tick} {name.capitalize():<21} {summaries[-1]}  [{took}]")
+    finally:
+        # The times of an interrupted stage add up; a stage that was already done adds almost nothing.
+        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
+        write_json(path, seconds)
 
 
 if __name__ == "__main__":

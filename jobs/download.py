@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +59,7 @@ def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None
         click.echo(f"{plan.rows:,} of {plan.seen:,} rows in {plan.shards:,} shards; list {plan.digest[:16]}.")
         return
     try:
-        with ProgressBar() as show:
+        with progress_bar() as show:
             manifest = download(config, retry_failed=retry_failed, on_progress=show, on_note=_note)
     except PartDone as done:
         click.echo(str(done))
@@ -69,9 +71,9 @@ def _run(config: DownloadConfig, *, plan_only: bool, retry_failed: bool) -> None
 def _run_icons(config: IconsConfig) -> None:
     from data_prep.dataset.ingest_report import DATASHEET_NAME
     from data_prep.icons.make_icons import make_icons
-    from jobs.pairs import RowsBar
+    from jobs.pairs import rows_bar
 
-    with RowsBar("drawing icons") as show:
+    with rows_bar("drawing icons") as show:
         made = make_icons(config, on_rows=show)
     click.echo(summary(made.manifest, Path(config.output), what="icons"))
     tasks = ", ".join(f"{task} ({facts['samples']:,})" for task, facts in made.tasks.items())
@@ -99,45 +101,32 @@ def _note(text: str) -> None:
     click.echo(f"Note: {text}", err=True)
 
 
-class ProgressBar:
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
     """A progress bar on a terminal; otherwise a line every ten seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+    console, printed = Console(stderr=True), 0.0
+    plain = not console.is_terminal
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"))
+    with Bar(*columns, TimeRemainingColumn(), console=console, disable=plain) as bar:
+        task = bar.add_task("URLs", total=None, detail="starting")
 
-        console = Console(stderr=True)
-        self._plain = not console.is_terminal
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[detail]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=self._plain,
-        )
-        self._task = self._bar.add_task("URLs", total=None, detail="starting")
-        self._printed = 0.0
+        def show(progress: Progress) -> None:
+            nonlocal printed
+            counts = progress.counts
+            worst = counts.failures.most_common(1)
+            success = f"{counts.samples / counts.attempted:.1%} good" if counts.attempted else "starting"
+            rate = f"{counts.attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
+            detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
+            bar.update(task, completed=counts.attempted, total=progress.total, detail=detail)
+            if plain and progress.seconds - printed >= 10:
+                printed = progress.seconds
+                click.echo(f"{counts.attempted:,} of {progress.total:,} URLs  {detail}", err=True)
 
-    def __enter__(self) -> ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, progress: Progress) -> None:
-        counts = progress.counts
-        worst = counts.failures.most_common(1)
-        success = f"{counts.samples / counts.attempted:.1%} good" if counts.attempted else "starting"
-        rate = f"{counts.attempted / progress.seconds:,.0f}/s" if progress.seconds > 1 else ""
-        detail = "  ".join(filter(None, [success, f"most failed: {worst[0][0]}" if worst else "", rate]))
-        self._bar.update(self._task, completed=counts.attempted, total=progress.total, detail=detail)
-        if self._plain and progress.seconds - self._printed >= 10:
-            self._printed = progress.seconds
-            click.echo(f"{counts.attempted:,} of {progress.total:,} URLs  {detail}", err=True)
+        yield show
 
 
 if __name__ == "__main__":

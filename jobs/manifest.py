@@ -28,7 +28,7 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     'pipe:aws s3 cp s3://bucket/{00000..41407}.tar -'. The id of a sample is its position in this order. After an
     interruption, the same command continues where it stopped.
     """
-    from jobs.pairs import RowsBar
+    from jobs.pairs import rows_bar
     from pipeline.config import parse
     from pipeline.data.data_config import DataConfig
     from pipeline.data.shards.make_manifest import index_shards
@@ -36,7 +36,7 @@ def command(folder: str, shards: tuple[str, ...], caption: str, leave_out: bool,
     from pipeline.data.shards.tar_reader import CaptionField
 
     field = CaptionField.parse(caption, option="--caption")
-    with RowsBar("reading shards") as show:
+    with rows_bar("reading shards") as show:
         indexed = index_shards(
             folder, shards, caption=field, leave_out=leave_out, replace=replace, threads=threads, on_shard=show
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -91,7 +93,7 @@ def command(
         shard_size=shard_size,
         processes=processes or usable_cores(),
     )
-    with RowsBar("converting rows") as show:
+    with rows_bar("converting rows") as show:
         outcome = make_shards(config, on_rows=show)
     manifest = outcome.manifest
     megabytes, shards = manifest.bytes / 1e6, len(manifest.shards)
@@ -127,26 +129,16 @@ def _small_batch(samples: int) -> str:
     return "" if batch >= RECIPES_BATCH else f" batch_size={batch} data.streams={max(1, batch // 4)}"
 
 
-class RowsBar:
-    """A progress bar, shown only on a terminal; `what` says what is counted."""
+@contextmanager
+def rows_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar, shown only on a terminal; yields what sets (done, total). `what` says what is counted."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, what: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> RowsBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

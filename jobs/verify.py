@@ -92,10 +92,10 @@ def _check(folder: str, decode: int, *, allow_outside: bool) -> Verdict:
 def _rebuild(folder: str, verdict: Verdict, *, allow_addresses: bool) -> None:
     from data_prep.dataset.ingest_report import write_report
     from data_prep.rebuild import rebuild
-    from jobs.download import ProgressBar
+    from jobs.download import progress_bar
 
     before = verdict.manifest
-    with ProgressBar() as show:
+    with progress_bar() as show:
         again = rebuild(folder, verdict.problems, allow_addresses=allow_addresses, on_progress=show, on_note=click.echo)
     write_report(folder)
     if before is None:

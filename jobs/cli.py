@@ -126,9 +126,7 @@ def run(command: click.Command, argv: Sequence[str] | None = None, *, prog_name:
     interrupts = _noted_interrupts()
     try:
         result = command.main(arguments, prog_name=prog_name, standalone_mode=False)
-    except click.exceptions.Abort:
-        _fail("Interrupted.", EXIT_INTERRUPTED)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         _fail("Interrupted.", EXIT_INTERRUPTED)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):

@@ -178,12 +178,7 @@ def _communication(plan: RunPlan) -> str:
 
 
 def memory_rows(plan: RunPlan, *, capacity: float) -> list[list[str]]:
-    """One row of the table per ZeRO stage; values are GiB on one GPU.
-
-    Args:
-        plan: The estimates.
-        capacity: Memory of one GPU, in GiB.
-    """
+    """One row of the table per ZeRO stage; values are GiB on one GPU, as is its `capacity`."""
     rows = []
     for stage, part in plan.engine.items():
         total = plan.gpu_bytes(stage) / GIB

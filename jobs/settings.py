@@ -72,7 +72,7 @@ def page(methods: Sequence[str]) -> str:
         parts.append(f"## {title}\n\n")
         for heading, cls, prefix in sections:
             parts.append(f"### {heading}\n\n" if heading else "")
-            about = _summary(cls)
+            about = inspect.cleandoc(cls.__doc__ or "").strip()
             parts.append(f"{about}\n\n" if about else "")
             parts.append(_table((setting.key, _default(setting), setting) for setting in own_settings(cls, prefix)))
     parts += [OBJECTIVES.format(methods=names(methods)), *_objective_tables(methods)]
@@ -95,11 +95,6 @@ def _table(rows: Iterable[tuple[str, str, Setting]]) -> str:
 
 def _default(setting: Setting) -> str:
     return setting.default if setting.default in (REQUIRED, COMPUTED) else f"`{setting.default}`"
-
-
-def _summary(cls: type) -> str:
-    """The class docstring without its indentation."""
-    return inspect.cleandoc(cls.__doc__ or "").strip()
 
 
 def _cell(text: str) -> str:

@@ -49,13 +49,18 @@ def command(
     stop = threading.Event()
     signal.signal(signal.SIGTERM, _interrupt)  # sent by schedulers before SIGKILL: release leases immediately
     with start_processes(device) as processes:
+
+        def say(text: str) -> None:
+            if processes[0].rank == 0:
+                click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
         watcher = Watcher(
             runs,
             suite=opened,
             config=config,
             evaluation=evaluation,
             processes=processes,
-            say=_say(processes[0].rank),
+            say=say,
             on_scored=update_scores,
         )
         complete = watcher.run(stop, once=once)
@@ -67,14 +72,6 @@ def _runs(arguments: list[str]) -> list[Path]:
     if missing or not arguments:
         raise UserError(f"There is no run folder {missing[0] if missing else ''!r}: give the folder of a training run.")
     return [Path(path) for path in arguments]
-
-
-def _say(rank: int) -> Any:
-    def say(text: str) -> None:
-        if rank == 0:
-            click.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-
-    return say
 
 
 def _interrupt(signum: int, frame: Any) -> None:

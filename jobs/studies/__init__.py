@@ -4,7 +4,7 @@ NAME.yaml     the declaration of a study (read by `declare.py`)
 unit.py       one run with its measurements and costs, in its own process
 schedule.py   runs all units of a study on the available devices
 outcomes.py   outcomes -> means, spreads, paired differences;  publish.py  -> markdown, CSV, figures
-towers.py     what the programs `separation` and `tuned` share: small towers, trained in seconds
+small_towers.py   what `separation` and `tuned` share: towers that are trained in seconds
 """
 
 from pathlib import Path

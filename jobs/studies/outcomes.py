@@ -258,8 +258,7 @@ def read_outcomes(units: Sequence[Unit], output: Path) -> list[Outcome]:
 def spread(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> Spread | None:
     """A column's values over the seeds of one arm in one setting; None if no run has the metric."""
     values = [COLUMNS[column].value(o.result) for o in _of(outcomes, setting, arm)]
-    present = tuple(COLUMNS[column].scale * value for value in values if value is not None)
-    return Spread(present) if present else None
+    return Spread.of(COLUMNS[column].scale * value for value in values if value is not None)
 
 
 def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, baseline: str) -> Spread | None:
@@ -283,7 +282,7 @@ def paired(outcomes: Sequence[Outcome], setting: str, arm: str, *, kind: str, ba
             continue
         whole = COLUMNS["step_ms"].value(other)
         differences.append(100 * (a - b) / whole if kind == "extra_time" and whole else column.scale * (a - b))
-    return Spread(tuple(differences)) if differences else None
+    return Spread.of(differences)
 
 
 def curve(outcomes: Sequence[Outcome], setting: str, arm: str, column: str) -> list[tuple[float, list[float]]]:

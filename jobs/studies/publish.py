@@ -237,10 +237,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 def provenance(data: Mapping[str, Any], *, reproduces: str, results: Sequence[Mapping[str, Any]]) -> str:
     """Sentences on the size, command, machine, versions and finished runs of a study, for its page.
 
-    Args:
-        data: The content of `results.json`.
-        reproduces: What the study is modelled on.
-        results: The finished runs' results.
+    `data` is the content of `results.json`, `results` are those of the finished runs.
     """
     packages = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version != "absent")
     # Results record their commit; older ones have only that of their publication, or none.

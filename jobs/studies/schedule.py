@@ -36,17 +36,9 @@ def is_done(unit: Unit, output: Path) -> bool:
 
 
 def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, study: Study, places: Sequence[str] = ()) -> Path:
-    """Write the specification that `unit.py` reads to the unit's folder.
+    """Write the specification that `unit.py` reads to the unit's folder below `output`. Returns the folder.
 
-    Args:
-        unit: The unit.
-        output: Folder of runs and results.
-        facts: The settings of the study's size.
-        study: Its study, which says what to measure.
-        places: Overrides that set the locations of data and suite.
-
-    Returns:
-        The unit's folder.
+    `places` are overrides that set the locations of data and suite.
     """
     folder = folder_of(unit, output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +55,10 @@ def write_spec(unit: Unit, output: Path, *, facts: SizeFacts, study: Study, plac
 
 
 def command_of(unit: Unit, folder: Path, *, launcher: str | None) -> list[str]:
-    """The command that runs a unit.
+    """The command that runs a unit, whose specification is in `folder`.
 
-    Args:
-        unit: The unit.
-        folder: The unit's folder.
-        launcher: The launch command before the module name, in which {ranks} and {python} are substituted. None: plain
-            Python for one rank, torchrun for several.
+    `launcher` is the launch command before the module name, in which {ranks} and {python} are substituted. None: plain
+    Python for one rank, torchrun for several.
     """
     template = launcher or (TORCHRUN if unit.ranks > 1 else "{python} -m")
     words = shlex.split(template.format(ranks=unit.ranks, python=shlex.quote(sys.executable)))

@@ -296,7 +296,7 @@ def _means(errors: list[dict[str, float]]) -> dict[str, float | None]:
 def perform(run: PairedRun, place: Path) -> float:
     """Execute a run and write its result file. Returns the CPU seconds it took."""
     torch.set_num_threads(1)
-    setting = SeparationSetting(pairs=run.pairs, batch=run.batch, epochs=run.epochs, tau=TAU)
+    setting = SeparationSetting(pairs=run.pairs, batch=run.batch, epochs=run.epochs)
     if run.arm == SHARED:
         watched = watch({arm: c for arm, c in ARMS.items() if c is not None}, setting, seed=run.seed)
         result: dict[str, Any] = {"arms": watched, "cpu_seconds": sum(w["cpu_seconds"] for w in watched.values())}

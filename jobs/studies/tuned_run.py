@@ -117,7 +117,7 @@ def train(
     """Train two towers and evaluate them on the held-out pairs.
 
     Returns:
-        `nce`, `mrr`, `recall_at_1` (see `towers.retrieval`); `error_batch` and `error_in_use`, mean squared
+        `nce`, `mrr`, `recall_at_1` (see `small_towers.retrieval`); `error_batch` and `error_in_use`, mean squared
         errors of the batch's own and the method's log-normalizers at the end; `tau` at the end; `cpu_seconds`.
     """
     data = load(setting, seed=seed, tuning=tuning, folder=folder)

@@ -102,11 +102,7 @@ def _counting(call: Callable[..., Any], world: World, spent: Counter[str]) -> Ca
 
 
 def curve_of(run: Run, *, suite: str | None) -> list[dict[str, Any]]:
-    """Every evaluation of the run: step, samples seen, and scores by task and by complete aggregate.
-
-    Args:
-        run: The run.
-        suite: The suite on which it was evaluated; None: none.
+    """Every evaluation of the run on `suite`: step, samples seen, and scores by task and by complete aggregate.
 
     Raises:
         UserError: A task has no score, so that means over tasks could not be compared.
@@ -176,11 +172,8 @@ def cost_of(run: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, floa
     """CPU seconds of rank 0's training steps, and FLOPs of the towers over all ranks (forward and backward).
 
     CPU time is the median over a stage's records times its steps: records that contain an evaluation, a checkpoint or
-    the warm-up of a stage do not count, and a run that was interrupted costs what an uninterrupted one does.
-
-    Args:
-        run: the configuration of the whole run.
-        rows: its training records, in order.
+    the warm-up of a stage do not count, and a run that was interrupted costs what an uninterrupted one does. `rows` are
+    the run's training records, in order.
     """
     seconds = flops = 0.0
     for stage in stages_of(run):

@@ -49,16 +49,17 @@ def evaluate(
     """
     import torch
 
+    from pipeline.distributed.world import World
     from pipeline.evaluation.compute import Compute
     from pipeline.evaluation.datasets.suite import Suite, open_suite
     from pipeline.evaluation.run.checkpoint import load_checkpoint, prepare
     from pipeline.evaluation.run.evaluator import EvaluationConfig, Evaluator
-    from pipeline.evaluation.run.session import Alone, Session
+    from pipeline.evaluation.run.session import Session
     from pipeline.evaluation.run.summary import write_summary
     from pipeline.model.evaluation_model import EvaluationModel
 
     opened = suite if isinstance(suite, Suite) else open_suite(suite)
-    world, device = processes or (Alone(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    world, device = processes or (World(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     settings = config or EvaluationConfig()
     compute = Compute(device, threads=settings.threads, precision=settings.precision, on_result=world.progress)
     session = Session(settings, world, compute)

@@ -23,10 +23,10 @@ from pipeline.data.data_config import DataConfig, default_workers
 from pipeline.distributed import devices, start
 from pipeline.distributed.devices import RankDevice, choose_device, contradiction, meet
 from pipeline.distributed.timing import Meter, Phases
-from pipeline.distributed.world import free_port
+from pipeline.distributed.world import World, free_port
 from pipeline.errors import UserError
 from pipeline.evaluation.run import session
-from pipeline.evaluation.run.session import Accelerated, EvaluationConfig
+from pipeline.evaluation.run.session import EvaluationConfig, connected_world
 from pipeline.planning import measure, node_checks
 from tests.launch import ROOT
 
@@ -40,8 +40,8 @@ def test_processes_of_an_evaluation_share_cores_as_ranks_do(monkeypatch: pytest.
     monkeypatch.setattr(session, "cpu_quota", lambda: None)
     elsewhere, mine = ("another node", list(range(8))), (socket.gethostname(), list(range(8, 16)))
     for others, cores in (([elsewhere, mine], 8), ([(mine[0], list(range(8))), elsewhere], 4)):
-        monkeypatch.setattr(Accelerated, "gather_objects", lambda _, own, others=others: [own, *others])
-        found = Accelerated(SimpleNamespace(process_index=0, num_processes=3))
+        monkeypatch.setattr(World, "gather_objects", lambda _, own, others=others: [own, *others])
+        found = connected_world(SimpleNamespace(process_index=0, num_processes=3, device=torch.device("cpu")))
         assert EvaluationConfig().loader_workers(found.cores) == found.cores == cores
         assert EvaluationConfig(workers=3).loader_workers(found.cores) == 3
 

@@ -16,11 +16,12 @@ import torch
 from click.testing import CliRunner
 
 import jobs
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.evaluation.datasets.datacomp import TASKS
 from pipeline.evaluation.datasets.suite import Suite, open_suite
 from pipeline.evaluation.identity import suite_identity
-from pipeline.evaluation.run.session import Alone, EvaluationConfig
+from pipeline.evaluation.run.session import EvaluationConfig
 from pipeline.evaluation.watch.ledger import LEDGER_FOLDER, Ledger, forget_after
 from pipeline.evaluation.watch.watcher import WatchConfig, Watcher, brief
 from pipeline.files import sha256_of
@@ -39,7 +40,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 def make_watcher(run: Path, suite: Suite, messages: list[str], **settings: object) -> Watcher:
     config = WatchConfig(**{"ttl": 30.0, "interval": 0.01, **settings})  # type: ignore[arg-type]
-    processes = (Alone(), torch.device("cpu"))
+    processes = (World(), torch.device("cpu"))
     quick = EvaluationConfig(workers=0, micro_batch=8)
     return Watcher([run], suite=suite, config=config, evaluation=quick, processes=processes, say=messages.append)
 

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -18,7 +18,8 @@ import torch
 from pydantic import Field
 
 from pipeline.config import section
-from pipeline.cores import cores_of_rank, cpu_quota, usable_cores
+from pipeline.cores import cores_of_rank, cpu_quota
+from pipeline.distributed.world import World
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.task_data import TaskError, plain
@@ -121,34 +122,13 @@ class Processes(Protocol):
         """Note that work goes on; called at least once per micro-batch, file and task."""
 
 
-@dataclass(frozen=True)
-class Alone:
-    rank: int = 0
-    size: int = 1
-    cores: int = field(default_factory=usable_cores, compare=False)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def progress(self) -> None: ...
-
-
-class Accelerated:
-    """Several processes, connected by `accelerate`."""
-
-    def __init__(self, state: Any) -> None:
-        self.rank, self.size = int(state.process_index), int(state.num_processes)
-        own = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-        others = [found for rank, found in enumerate(self.gather_objects(own)) if rank != self.rank]
-        here = [cores for host, cores in others if host == own[0]]
-        self.cores = cores_of_rank(own[1], others=here, quota=cpu_quota())
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        from accelerate.utils import gather_object
-
-        return list(gather_object([value]))
-
-    def progress(self) -> None: ...
+def connected_world(state: Any) -> World:
+    """The processes that `accelerate` has connected, with this one's share of its node's cores. Collective."""
+    world = World(rank=state.process_index, size=state.num_processes, device=state.device)
+    own = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+    found = enumerate(world.gather_objects(own))
+    here = [cores for rank, (host, cores) in found if host == own[0] and rank != world.rank]
+    return replace(world, cores=cores_of_rank(own[1], others=here, quota=cpu_quota()))
 
 
 @contextmanager
@@ -163,13 +143,13 @@ def start_processes(device: str = "auto") -> Iterator[tuple[Processes, torch.dev
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda', but torch sees no CUDA device here: use 'auto' or 'cpu'.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Alone(), torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        yield World(), torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         return
     from accelerate import PartialState
 
     # The first process may score a large retrieval task, or a watcher may wait, while the others are in a collective.
     state = PartialState(cpu=device == "cpu", timeout=timedelta(hours=4))
     try:
-        yield Accelerated(state), state.device
+        yield connected_world(state), state.device
     finally:
         state.destroy_process_group()

@@ -36,10 +36,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.layout import PREFIX
+from pipeline.checkpoint.layout import PREFIX, is_name, step_of
 from pipeline.files import read_tree, write_text
 
-NAME = re.compile(rf"^{re.escape(PREFIX)}(\d+)$")
 LEDGER_FOLDER = "evaluation-ledger"
 DONE = "done.json"
 RELEASED, FAILED = "released", "failed"
@@ -264,16 +263,9 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def step(path: Path) -> int:
-    """The step of a checkpoint's folder."""
-    match = NAME.match(path.name)
-    assert match is not None, path
-    return int(match[1])
-
-
 def forget_after(run: Path, last: int) -> None:
     """Remove scores and outcomes of steps after `last`: the run was rolled back, and their names will be reused."""
     for folder in ("evaluation", f"{LEDGER_FOLDER}/*"):
         for path in run.glob(f"{folder}/{PREFIX}*"):
-            if NAME.match(path.name) and path.is_dir() and step(path) > last:
+            if is_name(path.name) and path.is_dir() and step_of(path) > last:
                 shutil.rmtree(path, ignore_errors=True)

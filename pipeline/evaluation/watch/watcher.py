@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.layout import finished_checkpoints
+from pipeline.checkpoint.layout import finished_checkpoints, step_of
 from pipeline.config import section
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import file_facts, plain
@@ -26,7 +26,7 @@ from pipeline.evaluation.run.checkpoint import default_folder, is_complete, load
 from pipeline.evaluation.run.results import read_result
 from pipeline.evaluation.run.session import EvaluationConfig, Processes, attempt
 from pipeline.evaluation.run.summary import SUMMARY_NAME
-from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, NAME, RELEASED, Lease, Ledger, step
+from pipeline.evaluation.watch.ledger import ABANDONED, FINISHED, LEDGER_FOLDER, RELEASED, Lease, Ledger
 from pipeline.model.model_folder import WEIGHTS_NAME
 from pipeline.run_files import MODEL_CONFIG_NAME
 
@@ -64,9 +64,7 @@ class Candidates:
         return (folder / SUMMARY_NAME).is_file() and {e.task.key for e in suite.entries} <= self._checked[folder][1]
 
     def _wanted(self) -> list[Path]:
-        """Folders that are named like a checkpoint; other files and folders are ignored."""
-        found = [path for path in finished_checkpoints(self.run) if NAME.match(path.name)]
-        return [path for path in sorted(found, key=step) if step(path) % self._every == 0]
+        return [path for path in finished_checkpoints(self.run) if step_of(path) % self._every == 0]
 
     def weights(self, path: Path) -> str:
         """What tells a checkpoint from another one that takes its name: the digests of its files, stated or computed.
@@ -223,7 +221,7 @@ class Watcher:
             for path in candidates.ready()
             if not self.ledgers[run].done(path.name) or self._is_lost(run, path) or self._was_replaced(run, path)
         ]
-        return sorted(found, key=lambda item: step(item[1]), reverse=self.config.order == "newest")
+        return sorted(found, key=lambda item: step_of(item[1]), reverse=self.config.order == "newest")
 
     def _is_lost(self, run: Path, path: Path) -> bool:
         return self.ledgers[run].finished(path.name) and not self.candidates[run].has_results(path, self.suite)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
-from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, register
+from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, macro_recall, register
 from pipeline.evaluation.protocols.texts import TextSide
 from pipeline.files import write_text
 
@@ -73,15 +73,8 @@ def metrics(task: Task, found: Mapping[str, np.ndarray], *, classes: int) -> dic
     values = {"acc1": float(np.mean(rank == 0))}
     if classes >= 5:
         values["acc5"] = float(np.mean(rank < 5))
-    values["mean_per_class_recall"] = mean_per_class_recall(target, prediction)
+    values["mean_per_class_recall"] = macro_recall(target, prediction)
     return values | group_metrics(task, found)
-
-
-def mean_per_class_recall(target: np.ndarray, prediction: np.ndarray) -> float:
-    """Mean over the classes that occur in the targets of the share recognised."""
-    present, index = np.unique(target, return_inverse=True)
-    right = np.bincount(index, weights=prediction == target, minlength=len(present))
-    return float(np.mean(right / np.bincount(index, minlength=len(present))))
 
 
 def chance(task: Task, *, classes: int) -> float | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 from torch import Tensor
@@ -54,7 +54,7 @@ class Distribution:
     quantiles: Sequence[float]
 
 
-class Sink(Protocol):
+class Sink:
     """A destination of metrics. Only rank 0 has sinks. All steps count the steps that have been taken."""
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -78,23 +78,8 @@ SINKS: Registry[Callable[[SinkContext], Sink]] = Registry(
 register_sink = SINKS.register
 
 
-class QuietSink:
+class QuietSink(Sink):
     """Ignores all records: the base class of sinks that handle only some of them."""
-
-    def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def distributions(self, *, step: int, levels: Sequence[float], values: Mapping[str, Distribution]) -> None:
-        pass
-
-    def pictures(self, *, step: int, grid: np.ndarray, captions: Sequence[str]) -> None:
-        pass
-
-    def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @register_sink("jsonl")

@@ -9,8 +9,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +24,28 @@ COLOURS = {
     "muted": "#010204",
     "grid": "#010205",
     "surface": "#010206",
-    "series-1": "#010211",
-    "series-2": "#010212",
-    "series-3": "#010213",
-    "series-4": "#010214",
-    "series-5": "#010215",
-    "series-6": "#010216",
+    **{f"series-{number}": f"#01021{number}" for number in range(1, 7)},
 }
 SERIES = [name for name in COLOURS if name.startswith("series-")]
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "neuclip",
+    "font.family": "sans-serif",
+    "font.size": 12,
+    "axes.edgecolor": COLOURS["grid"],
+    "axes.labelcolor": COLOURS["muted"],
+    "axes.linewidth": 1.0,
+    "axes.formatter.useoffset": False,
+    "xtick.color": COLOURS["muted"],
+    "ytick.color": COLOURS["muted"],
+    "xtick.major.size": 3,
+    "legend.frameon": False,
+    "legend.handlelength": 1.1,
+    "legend.borderaxespad": 0.2,
+    "legend.labelcolor": COLOURS["ink"],
+    "text.color": COLOURS["ink"],
+}
+"""Of matplotlib."""
 MAX_POINTS = 300
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 SIZE, SMALL = (326, 190), (216, 118)
@@ -77,7 +90,13 @@ def line_chart(
         level: A dashed horizontal line, for example chance.
         size: Width and height in units of the SVG.
     """
-    with _axes(size) as (axes, finish):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
+        axes = figure.add_subplot()
         drawn = [_draw_line(axes, line) for line in lines]
         if level is not None:
             axes.axhline(level, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
@@ -85,7 +104,9 @@ def line_chart(
         labels = [line.label for line in lines if line.label]
         if labels:
             _legend_above(axes, labels, width=size[0])
-        return finish(lines, drawn, percent=percent)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    hover = {**_box(axes, size), "percent": percent, "lines": _points(lines, drawn)}
+    return Drawing(_for_page(buffer.getvalue()), hover)
 
 
 def _legend_above(axes: Axes, labels: Sequence[str], *, width: int) -> None:
@@ -124,9 +145,9 @@ def pooled(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.nd
     return np.add.reduceat(x, edges[:-1]) / counts, np.add.reduceat(y, edges[:-1]) / counts
 
 
-def smoothed(y: np.ndarray, span: float = 0.05) -> np.ndarray:
-    """Centred moving average over about the fraction `span` of the curve; windows are truncated at the ends."""
-    half = max(1, round(span * len(y) / 2))
+def smoothed(y: np.ndarray) -> np.ndarray:
+    """Centred moving average over about a twentieth of the curve; windows are truncated at the ends."""
+    half = max(1, round(0.05 * len(y) / 2))
     total = np.concatenate([[0.0], np.cumsum(y)])
     low, high = np.maximum(np.arange(len(y)) - half, 0), np.minimum(np.arange(len(y)) + half + 1, len(y))
     return (total[high] - total[low]) / (high - low)
@@ -220,42 +241,6 @@ def _style(
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-@contextmanager
-def _axes(size: tuple[int, int]) -> Iterator[tuple[Axes, Any]]:
-    """Axes in the page's style, and a function that returns the finished drawing."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "neuclip",
-        "font.family": "sans-serif",
-        "font.size": 12,
-        "axes.edgecolor": COLOURS["grid"],
-        "axes.labelcolor": COLOURS["muted"],
-        "axes.linewidth": 1.0,
-        "axes.formatter.useoffset": False,
-        "xtick.color": COLOURS["muted"],
-        "ytick.color": COLOURS["muted"],
-        "xtick.major.size": 3,
-        "legend.frameon": False,
-        "legend.handlelength": 1.1,
-        "legend.borderaxespad": 0.2,
-        "legend.labelcolor": COLOURS["ink"],
-        "text.color": COLOURS["ink"],
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        axes = figure.add_subplot()
-
-        def finish(lines: Sequence[Line], drawn: Sequence[tuple[np.ndarray, np.ndarray]], **kind: bool) -> Drawing:
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-            return Drawing(_for_page(buffer.getvalue()), {**_box(axes, size), **kind, "lines": _points(lines, drawn)})
-
-        yield axes, finish
 
 
 def _box(axes: Axes, size: tuple[int, int]) -> dict[str, Any]:

@@ -109,10 +109,10 @@ def _data(run: Run) -> list[Tile]:
     return [Tile("Pairs ingested", f"{n:,}", f"{100 * n / tried:.1f}% of {tried:,} {run.counted}")]
 
 
-def tail_mean(run: Run, key: str, share: float = 0.1) -> float | None:
+def tail_mean(run: Run, key: str) -> float | None:
     """The mean of a scalar over the last tenth of the run, because single values are noisy."""
     _, y = run.curve(key)
-    return float(y[-max(1, math.ceil(share * len(y))) :].mean()) if len(y) else None
+    return float(y[-max(1, math.ceil(0.1 * len(y))) :].mean()) if len(y) else None
 
 
 def score_rows(run: Run) -> list[dict[str, str]]:

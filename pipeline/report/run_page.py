@@ -230,13 +230,12 @@ class SamplePair:
     image: str
 
 
-def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: int = COUNT) -> list[SamplePair]:
-    """Pairs sampled at even intervals from all local shards; unreadable ones are skipped.
+def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt") -> list[SamplePair]:
+    """At most `COUNT` pairs at even intervals from all local shards; unreadable ones are skipped.
 
     Args:
         manifests: The manifests of the data sources.
         caption: `data.caption` of the run.
-        count: Maximum number of pairs.
     """
     try:
         field = CaptionField.parse(caption)
@@ -248,9 +247,9 @@ def sample_pairs(manifests: Sequence[Manifest], *, caption: str = "txt", count: 
         for shard in range(len(manifest.shards))
         for row in (0, manifest.shards[shard].samples // 2)
     ]
-    chosen = [places[k * len(places) // count] for k in range(count)] if len(places) > count else places
+    chosen = [places[k * len(places) // COUNT] for k in range(COUNT)] if len(places) > COUNT else places
     found = [_read(manifest.url(manifest.shards[shard]), row, field) for manifest, shard, row in chosen]
-    return [pair for pair in found if pair is not None][:count]
+    return [pair for pair in found if pair is not None]
 
 
 def _read(url: str, row: int, field: CaptionField) -> SamplePair | None:

@@ -43,14 +43,15 @@ def model_card(
     """
     run = checkpoint.path.parent.parent
     config = checkpoint.meta["config"]
-    method, arch = (
-        config["objective"]["name"],
-        json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text())["architecture"],
-    )
+    model = json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
+    method, arch = config["objective"]["name"], model["architecture"]
+    snippet = usage(arch, bias=bias, config=config["model"])
+    if form == "transformers":
+        snippet = _USAGE_SIGLIP if is_siglip(model["model_cfg"]) else _USAGE_CLIP
     parts = [
         _front_matter(form=form, method=method, licence=licence),
         f"# {arch}, trained with {method}",
-        _usage_transformers(checkpoint) if form == "transformers" else usage(arch, bias=bias, config=config["model"]),
+        snippet,
         "## Training\n\n" + _table(("", ""), _facts(checkpoint, scale=scale, bias=bias)),
     ]
     metrics = _metrics(run / METRICS_NAME, step=checkpoint.step)
@@ -86,41 +87,36 @@ def _front_matter(*, form: str, method: str, licence: str | None) -> str:
 
 
 def usage(arch: str, *, bias: float, config: Mapping[str, Any]) -> str:
-    """A snippet that runs as it is in the export's folder."""
-    lines = [
-        "import open_clip",
-        "import torch",
-        "from PIL import Image",
-        "",
-        'FOLDER = "."  # this folder; for a hub repository give "hf-hub:OWNER/NAME" instead of "local-dir:..." below',
-        'model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER}")',
-        'tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")',
-        "model.eval()",
-        'picture = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")',
-        "image = preprocess(picture).unsqueeze(0)",
-        'classes = ["red", "green", "blue"]',
-        "with torch.no_grad():",
-        '    logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))',
-        "print(dict(zip(classes, logits[0].softmax(0).tolist())))",
-    ]
-    text = "```python\n" + "\n".join(lines) + "\n```"
-    built_in = Path(load_open_clip().__file__).parent / "model_configs" / f"{arch}.json"
-    if built_in.is_file():
-        sizes = ("image_size", "force_image_size"), ("context_length", "force_context_length")
-        extra = "".join(f", {theirs}={config[ours]}" for ours, theirs in sizes if config.get(ours))
-        extra += ", init_logit_bias=0.0" if bias else ""
-        text += (
-            "\n\nThe weights alone, since open_clip knows this architecture:\n\n```python\n"
-            f'model = open_clip.create_model("{arch}", pretrained=f"{{FOLDER}}/{WEIGHTS_NAME}"{extra})\n```'
-        )
-    return text
+    """A snippet for open_clip that runs as it is in the export's folder."""
+    if not (Path(load_open_clip().__file__).parent / "model_configs" / f"{arch}.json").is_file():
+        return _USAGE_OPEN_CLIP
+    sizes = ("image_size", "force_image_size"), ("context_length", "force_context_length")
+    extra = "".join(f", {theirs}={config[ours]}" for ours, theirs in sizes if config.get(ours))
+    extra += ", init_logit_bias=0.0" if bias else ""
+    return (
+        f"{_USAGE_OPEN_CLIP}\n\nThe weights alone, since open_clip knows this architecture:\n\n```python\n"
+        f'model = open_clip.create_model("{arch}", pretrained=f"{{FOLDER}}/{WEIGHTS_NAME}"{extra})\n```'
+    )
 
 
-def _usage_transformers(checkpoint: Checkpoint) -> str:
-    """A snippet that runs as it is in the export's folder."""
-    if is_siglip(json.loads((checkpoint.path / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))["model_cfg"]):
-        return _USAGE_SIGLIP
-    return """```python
+_USAGE_OPEN_CLIP = """```python
+import open_clip
+import torch
+from PIL import Image
+
+FOLDER = "."  # this folder; for a hub repository give "hf-hub:OWNER/NAME" instead of "local-dir:..." below
+model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{FOLDER}")
+tokenizer = open_clip.get_tokenizer(f"local-dir:{FOLDER}")
+model.eval()
+picture = Image.new("RGB", (640, 480), "red")  # yours: Image.open(...).convert("RGB")
+image = preprocess(picture).unsqueeze(0)
+classes = ["red", "green", "blue"]
+with torch.no_grad():
+    logits, _ = model.get_logits(image, tokenizer([f"a photo of something {name}" for name in classes]))
+print(dict(zip(classes, logits[0].softmax(0).tolist())))
+```"""
+
+_USAGE_CLIP = """```python
 import torch
 from PIL import Image
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
@@ -137,7 +133,6 @@ with torch.no_grad():
     logits = model(**texts, **processor(image, return_tensors="pt")).logits_per_image
 print(dict(zip(classes, logits[0].softmax(0).tolist())))
 ```"""
-
 
 _USAGE_SIGLIP = """```python
 import torch

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.layout import ADAPTERS_NAME, EMA_NAME, META_NAME, best_checkpoint, finished_checkpoints
 from pipeline.checkpoint.reader import Checkpoint, open_checkpoint
+from pipeline.config import dump
 from pipeline.errors import UserError, in_a_line
 from pipeline.export.tower_programs import export_onnx, export_torch, require_onnx, sides
 from pipeline.export.transformers_model import write_transformers
@@ -107,7 +108,7 @@ def export(
         require_onnx()
 
     def write(folder: Path) -> float:
-        (folder / RUN_CONFIG_NAME).write_text(dump_config(checkpoint), encoding="utf-8")
+        (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
         return _write(model, folder, programs=programs)
 
@@ -186,14 +187,6 @@ def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
         if name in programs:
             differences += [export_one(output, side, tower, x) for side, tower, x in sides(model, examples)]
     return float(torch.tensor(differences).max())  # NaN when any of them is
-
-
-def dump_config(checkpoint: Checkpoint) -> str:
-    """The run's resolved recipe as YAML."""
-    import yaml
-
-    text: str = yaml.safe_dump(dict(checkpoint.meta["config"]), sort_keys=False, allow_unicode=True)
-    return text
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)

@@ -145,11 +145,6 @@ def _text_state(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def pooled(model: Any, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of a `SiglipModel` for normalized images and tokens, not yet of unit norm."""
-    return model.vision_model(pixel_values=image).pooler_output, model.text_model(input_ids=text).pooler_output
-
-
 def write_tokenizer(model: EvaluationModel, folder: Path) -> None:
     """Write the Hugging Face tokenizer, with the length to which open_clip pads."""
     plain = model.tokenize.tokenizer  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from pipeline.errors import UserError
 from pipeline.export.siglip_model import (
     block,
     is_siglip,
-    pooled,
     siglip_config,
     siglip_state,
     why_not_siglip,
@@ -212,10 +211,9 @@ def _difference(model: EvaluationModel, folder: Path, image: Tensor, text: Tenso
     import transformers
 
     theirs = transformers.AutoModel.from_pretrained(str(folder)).eval()
-    if isinstance(theirs, transformers.SiglipModel):
-        vision, words = pooled(theirs, image, text)
-    else:
-        vision = theirs.visual_projection(theirs.vision_model(pixel_values=image).pooler_output)
-        words = theirs.text_projection(theirs.text_model(input_ids=text).pooler_output)
+    vision = theirs.vision_model(pixel_values=image).pooler_output
+    words = theirs.text_model(input_ids=text).pooler_output
+    if isinstance(theirs, transformers.CLIPModel):
+        vision, words = theirs.visual_projection(vision), theirs.text_projection(words)
     pairs = ((vision, model.encode_image(image)), (words, model.encode_text(text)))
     return max(float((torch.nn.functional.normalize(a, dim=-1) - b).abs().max()) for a, b in pairs)

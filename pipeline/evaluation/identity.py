@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.datasets.suite import Entry, Suite, files_of
 from pipeline.evaluation.datasets.task_data import TaskData, file_facts, plain
 from pipeline.evaluation.protocol import PROTOCOLS
-from pipeline.files import sha256_of, write_text
+from pipeline.files import read_tree, sha256_of, write_text
 from pipeline.versions import version_of, versions
 
 if TYPE_CHECKING:
@@ -206,10 +206,7 @@ class Digests:
 
     def __init__(self, known: Path) -> None:
         self._path, self._changed = known, False
-        try:
-            self._known: dict[str, list[Any]] = dict(json.loads(known.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            self._known = {}
+        self._known = read_tree(known)
 
     def of(self, path: Path) -> str:
         facts, key = [*file_facts(path)], str(path.resolve())

@@ -20,6 +20,7 @@ from pipeline.distributed.exit_record import ExitRecord, read_ends
 from pipeline.distributed.heartbeat import Beat, read_beat
 from pipeline.errors import UserError
 from pipeline.evaluation.watch.ledger import DONE, FINISHED, LEDGER_FOLDER
+from pipeline.files import read_tree
 from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, read_records, read_run_id
 from pipeline.training.recipe import check_run, load_recipe
 from pipeline.training.run_start import LOCK_NAME, Origin, read_origin
@@ -210,9 +211,6 @@ def _holder(path: Path) -> str:
 def _evaluations(run: Path) -> dict[str, str]:
     found = {}
     for folder in sorted((run / LEDGER_FOLDER).glob(f"*/{PREFIX}*")):
-        try:
-            outcome = json.loads((folder / DONE).read_text(encoding="utf-8")).get("outcome", FINISHED)
-        except (OSError, ValueError, AttributeError, RecursionError):
-            outcome = "unfinished"
-        found[folder.name] = str(outcome)
+        done = read_tree(folder / DONE)
+        found[folder.name] = str(done.get("outcome", FINISHED)) if done else "unfinished"
     return found

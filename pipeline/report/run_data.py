@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
@@ -17,6 +16,7 @@ import numpy as np
 from pipeline.config import parse_yaml
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
 from pipeline.errors import UserError
+from pipeline.files import read_tree
 from pipeline.report.stored_scores import StoredEvaluation, read_evaluations
 from pipeline.run_files import METRICS_NAME, RUN_CONFIG_NAME, record_of
 
@@ -85,8 +85,8 @@ class Run:
         """The architecture's name: not the path of its file, nor `pretrained`, where a checkpoint has the name."""
         given = self.setting("model.arch")
         for path in sorted(self.folder.glob("checkpoints/step-*/open_clip_config.json")) if given else []:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return str(json.loads(path.read_text(encoding="utf-8"))["architecture"])
+            if "architecture" in (tree := read_tree(path)):
+                return str(tree["architecture"])
         return given
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:

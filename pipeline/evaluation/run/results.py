@@ -29,7 +29,7 @@ from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.suite import Suite
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, check_digests, plain
 from pipeline.evaluation.identity import data_digest
-from pipeline.files import replacing, sha256_of, write_text
+from pipeline.files import replacing, sha256_of, write_json, write_text
 
 OUTCOMES_SUFFIX = ".outcomes.npz"
 LOCK_NAME = "suite.lock.json"
@@ -229,7 +229,7 @@ class SuiteLock:
         keys = suite.keys if replacing else tuple(dict.fromkeys([*now.suites.get(suite.name, ()), *suite.keys]))
         suites = {**now.suites, suite.name: [key for key in keys if key in tasks]}
         tree = {"suites": suites, "tasks": dict(sorted(tasks.items()))}
-        write_text(self.path, json.dumps(tree, indent=1) + "\n", durable=True)
+        write_json(self.path, tree, durable=True)
 
 
 def _checked(tree: Any) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:

@@ -23,7 +23,7 @@ from pipeline.evaluation.run.results import (
     part_of,
     read_result,
 )
-from pipeline.files import read_tree, write_text
+from pipeline.files import read_tree, write_json, write_text
 from pipeline.model.evaluation_model import EvaluationModel
 
 SUMMARY_NAME, TIMINGS_NAME = "summary.json", "timings.json"
@@ -189,12 +189,12 @@ def write_summary(evaluation: Evaluation, suite: Suite) -> Summary:
         "aggregates": {name: asdict(value) for name, value in summary.aggregates.items()},
         "notes": list(evaluation.notes),
     }
-    write_text(evaluation.folder / SUMMARY_NAME, json.dumps(tree, indent=1) + "\n", durable=True)
+    write_json(evaluation.folder / SUMMARY_NAME, tree, durable=True)
     write_official(evaluation.folder, summary.results.values())
     if evaluation.timings:
         earlier = part_of(read_tree(evaluation.folder / TIMINGS_NAME), "tasks")
         timings = {"source": evaluation.model.source, "tasks": earlier | evaluation.timings}
-        write_text(evaluation.folder / TIMINGS_NAME, json.dumps(timings, indent=1) + "\n", durable=True)
+        write_json(evaluation.folder / TIMINGS_NAME, timings, durable=True)
     return summary
 
 

@@ -230,21 +230,11 @@ class PixelCache:
         return self._folder / name / f"{number:06d}.npy", f"{key} {number}"
 
 
-class ToPixels:
-    """Image -> 8-bit pixels [H, W, 3]: the part of a preprocessing that is cached. Loading workers receive it pickled.
-
-    Args:
-        steps: The steps before `ToTensor`.
-    """
-
-    def __init__(self, steps: Callable[[Any], Any]) -> None:
-        self._steps = steps
-
-    def __call__(self, image: Any) -> np.ndarray:
-        return np.asarray(self._steps(image).convert("RGB"))
+def _to_pixels(image: Any) -> np.ndarray:
+    return np.asarray(image.convert("RGB"))
 
 
-def split_transform(transform: Any) -> tuple[ToPixels, Transform]:
+def split_transform(transform: Any) -> tuple[Callable[[Any], np.ndarray], Transform]:
     """Split a preprocessing into image -> 8-bit pixels [H, W, 3] and pixels -> tensor; together they are bit-identical.
 
     Raises:
@@ -256,7 +246,7 @@ def split_transform(transform: Any) -> tuple[ToPixels, Transform]:
     place = next((k for k, step in enumerate(steps) if isinstance(step, ToTensor)), None)
     if place is None:
         raise TaskError("The preprocessing of this model has no ToTensor step, so its images cannot be cached.")
-    return ToPixels(Compose(steps[:place])), Compose(steps[place:])
+    return Compose([*steps[:place], _to_pixels]), Compose(steps[place:])
 
 
 def to_tensors(after: Transform, pixels: np.ndarray) -> Tensor:

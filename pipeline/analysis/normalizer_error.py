@@ -33,7 +33,7 @@ from pipeline.distributed.precision import true_fp32
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.model.finetuning import LoraConfig
-from pipeline.model.towers import ModelConfig, build_towers, without_weights
+from pipeline.model.towers import build_towers, without_weights
 from pipeline.model.trimming import text_trimming, without_padding
 from pipeline.objectives.pairwise import CPU_BLOCK, GPU_BLOCK
 from pipeline.objectives.selection import SelectionConfig
@@ -166,7 +166,8 @@ def measure(
         UserError: The objective has no normalizers (siglip).
     """
     run = replace(run, selection=SelectionConfig())  # over all pairs
-    towers, architecture = build_towers(_from_scratch(run.model), seed=run.seed)
+    plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
+    towers, architecture = build_towers(plain, seed=run.seed)
     towers.clip.load_state_dict(checkpoint.weights())
     towers.to(world.device).eval()
     with loader_of(run, architecture=architecture, world=world) as loader:
@@ -212,10 +213,6 @@ def save_rows(path: Path, rows: Rows) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         np.savez(file, sample_id=rows.sample_id.numpy(), **columns)
-
-
-def _from_scratch(model: ModelConfig) -> ModelConfig:
-    return replace(without_weights(model), patch_dropout=None, compile=False, lora=LoraConfig())
 
 
 @dataclass(frozen=True)

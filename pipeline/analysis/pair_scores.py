@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,11 +53,8 @@ SCHEMA = pa.schema(
 )
 
 
-class Normalizers(Protocol):
-    """Log-normalizers of pairs, log mean_j exp(s_ij / tau) of both sides."""
-
-    def __call__(self, image: Tensor, text: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, d] unit-norm features of both sides and [b] sample ids -> two [b]."""
+Normalizers = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""[b, d] unit-norm image and text features and [b] sample ids -> log mean_j exp(s_ij / tau) of both sides, two [b]."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,9 +93,10 @@ def make_scorer(
     # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
     spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
+    facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
     if network is not None:
-        return Scorer(model, network, network.tau), _facts(model, manifest, caption, "network", 0, network.tau)
+        return Scorer(model, network, network.tau), facts("network", 0, network.tau)
     if normalizers == "network":
         raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
     tau = temperature_of(model, spec)
@@ -102,7 +104,7 @@ def make_scorer(
         model, manifest, caption=caption, count=reference, batch_size=batch_size, workers=workers
     )
     sampled = SampledNormalizers(image, text, ids, tau=tau)
-    return Scorer(model, sampled, tau), _facts(model, manifest, caption, "sample", reference, tau)
+    return Scorer(model, sampled, tau), facts("sample", reference, tau)
 
 
 def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | None:
@@ -129,12 +131,6 @@ def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | Non
     )
     objective.load_state_dict(state)
     return NetworkNormalizers(objective) if isinstance(objective, NeuClip) else None
-
-
-def _facts(
-    model: EvaluationModel, manifest: Manifest, caption: CaptionField, normalizers: str, reference: int, tau: float
-) -> ScoringFacts:
-    return ScoringFacts(model.digest, manifest.digest, str(caption), normalizers, reference, tau)
 
 
 def temperature_of(model: EvaluationModel, spec: str) -> float:

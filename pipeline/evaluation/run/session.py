@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
 
 from pipeline.config import section
 from pipeline.cores import cores_of_rank, cpu_quota
-from pipeline.distributed.world import World
+from pipeline.distributed.world import PatientRanks, World
 from pipeline.errors import UserError, is_out_of_memory
 from pipeline.evaluation.compute import Compute
 from pipeline.evaluation.datasets.task_data import TaskError, plain
 from pipeline.evaluation.datasets.webdataset import BlankClass
 
 T = TypeVar("T")
+Processes = World | PatientRanks
+"""Ranks of a run, or the processes that a launcher has started for an evaluation."""
 
 
 @section
@@ -104,22 +106,6 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
         if is_out_of_memory(error):
             return None, f"{plain(error)} Lower micro_batch, or for a watcher `together`."
         return None, f"Unexpected {type(error).__name__}: {plain(error)}. This is probably a bug in neuclip."
-
-
-class Processes(Protocol):
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def cores(self) -> int:
-        """CPU cores of this process, without those of the others on its node."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """One value per process, in rank order, on every process."""
-
-    def progress(self) -> None:
-        """Note that work goes on; called at least once per micro-batch, file and task."""
 
 
 def connected_world(state: Any) -> World:

@@ -163,14 +163,14 @@ def test_association_chance_matches_random_picks() -> None:
     rng = np.random.default_rng(0)
     truth = np.array(instance.associated)
     drawn = np.mean([association.jaccard(rng.random(10), truth) for _ in range(20_000)])
-    assert association.chance(data) == pytest.approx(drawn, abs=0.005)
+    assert association.Association(Task("t", "t"), data).chance() == pytest.approx(drawn, abs=0.005)
 
 
 def test_association_without_large_instances_is_an_error() -> None:
     instance = Instance("cue", (0, 1), (True, False))
     data = TaskData(folder=None, layout="", images=FileImages([]), files=(), instances=(instance,))  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="10 or more candidates"):
-        association.check(data)
+        association.Association(Task("t", "t"), data)
 
 
 def test_metrics_match_clip_benchmark() -> None:

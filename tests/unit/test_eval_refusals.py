@@ -21,7 +21,7 @@ from pipeline.evaluation.datasets.datacomp import TASKS, Task
 from pipeline.evaluation.datasets.suite import Entry, open_suite, open_task
 from pipeline.evaluation.datasets.task_data import TaskError, check_digests, decode, file_digests
 from pipeline.evaluation.datasets.webdataset import open_webdataset, read_members
-from pipeline.evaluation.protocols import classification
+from pipeline.evaluation.protocols.classification import ZeroShot
 from tests.evaluation_suite import (
     image_bytes,
     write_association,
@@ -82,7 +82,7 @@ def test_damaged_classification_data_is_refused(tmp_path: Path, name: str) -> No
     damage, message = DAMAGES[name]
     damage(folder)
     with pytest.raises(TaskError, match=message):
-        classification.check(FMOW, open_task(Entry(FMOW, folder)))
+        ZeroShot(FMOW, open_task(Entry(FMOW, folder)))
 
 
 def test_samples_with_a_missing_member_are_reported(tmp_path: Path) -> None:

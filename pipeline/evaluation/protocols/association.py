@@ -21,18 +21,6 @@ from pipeline.evaluation.protocols.texts import TextSide
 MANY = 10
 
 
-def check(data: TaskData) -> None:
-    """Check that the task can be scored.
-
-    Raises:
-        TaskError: There are no instances, or none that the score is defined on.
-    """
-    if not data.instances:
-        raise TaskError(f"{data.folder} holds no instances.")
-    if not any(len(instance.candidates) >= MANY for instance in data.instances):
-        raise TaskError(f"{data.folder}: no instance has {MANY} or more candidates, and the score is their mean.")
-
-
 def prompt(cue: str) -> str:
     """The cue as a text: lower case, with an article."""
     cue = cue.lower()
@@ -70,17 +58,6 @@ def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {name: float(scores[mask].mean()) for name, mask in chosen.items() if mask.any()}
 
 
-def chance(data: TaskData) -> float:
-    """Expected score of picking k of N candidates at random: hits are hypergeometric."""
-    values = []
-    for instance in data.instances:
-        n, k = len(instance.candidates), sum(instance.associated)
-        if n >= MANY:
-            ways = ((h, comb(k, h) * comb(n - k, k - h)) for h in range(k + 1) if k - h <= n - k)
-            values.append(sum(h / (2 * k - h) * count for h, count in ways if h) / comb(n, k))
-    return float(np.mean(values))
-
-
 @register("association")
 class Association(Protocol):
     """The protocol on one task's data."""
@@ -89,7 +66,10 @@ class Association(Protocol):
     scores = ("jaccard_score_10-12",)
 
     def __init__(self, task: Task, data: TaskData) -> None:
-        check(data)
+        if not data.instances:
+            raise TaskError(f"{data.folder} holds no instances.")
+        if not any(len(instance.candidates) >= MANY for instance in data.instances):
+            raise TaskError(f"{data.folder}: no instance has {MANY} or more candidates, and the score is their mean.")
         self.task, self.data = task, data
         self.texts = TextSide([prompt(instance.cue) for instance in data.instances])
 
@@ -100,4 +80,10 @@ class Association(Protocol):
         return metrics(found)
 
     def chance(self) -> float:
-        return chance(self.data)
+        values = []
+        for instance in self.data.instances:  # hits among k of N candidates picked at random are hypergeometric
+            n, k = len(instance.candidates), sum(instance.associated)
+            if n >= MANY:
+                ways = ((h, comb(k, h) * comb(n - k, k - h)) for h in range(k + 1) if k - h <= n - k)
+                values.append(sum(h / (2 * k - h) * count for h, count in ways if h) / comb(n, k))
+        return float(np.mean(values))

@@ -28,31 +28,6 @@ FULL_MATRIX = 64
 CONFUSIONS = 100
 
 
-def check(task: Task, data: TaskData) -> None:
-    """Check that labels, class names and templates are consistent.
-
-    Raises:
-        TaskError: They are not.
-    """
-    if data.labels is None:
-        raise TaskError(f"{data.folder} holds no labels: {task.key} is a classification task.")
-    classes = len(data.classnames)
-    if not data.templates or any("{c}" not in template for template in data.templates):
-        raise TaskError(
-            f"{data.folder}: every template (zeroshot_classification_templates.txt) needs the place of {{c}}."
-        )
-    if classes < 2:
-        raise TaskError(f"{data.folder}: {task.key} has {classes} class names; a choice needs at least two.")
-    low, high = int(data.labels.min()), int(data.labels.max())
-    if low < 0 or high >= classes + data.blank_classes:  # a class whose blank name was dropped is never predicted
-        raise TaskError(
-            f"{data.folder}: labels run from {low} to {high}, but there are {classes} class names (classnames.txt). "
-            "One of them is of another version."
-        )
-    if ("top5" in task.main_metric or task.main_metric == "acc5") and classes < 5:
-        raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
-
-
 def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
     """[M, C] logits, [M] labels -> the prediction and the rank of the label, per image.
 
@@ -75,13 +50,6 @@ def metrics(task: Task, found: Mapping[str, np.ndarray], *, classes: int) -> dic
         values["acc5"] = float(np.mean(rank < 5))
     values["mean_per_class_recall"] = macro_recall(target, prediction)
     return values | group_metrics(task, found)
-
-
-def chance(task: Task, *, classes: int) -> float | None:
-    """The expected score of a uniform guess; None where that has no simple form (macro F1)."""
-    if task.main_metric.startswith("F1"):
-        return None
-    return min(1.0, (5 if "top5" in task.main_metric or task.main_metric == "acc5" else 1) / classes)
 
 
 def class_details(outcomes: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
@@ -132,8 +100,23 @@ class ZeroShot(Protocol):
     stores_texts = True
 
     def __init__(self, task: Task, data: TaskData) -> None:
-        check(task, data)
-        assert data.labels is not None
+        if data.labels is None:
+            raise TaskError(f"{data.folder} holds no labels: {task.key} is a classification task.")
+        classes = len(data.classnames)
+        if not data.templates or any("{c}" not in template for template in data.templates):
+            raise TaskError(
+                f"{data.folder}: every template (zeroshot_classification_templates.txt) needs the place of {{c}}."
+            )
+        if classes < 2:
+            raise TaskError(f"{data.folder}: {task.key} has {classes} class names; a choice needs at least two.")
+        low, high = int(data.labels.min()), int(data.labels.max())
+        if low < 0 or high >= classes + data.blank_classes:  # a class whose blank name was dropped is never predicted
+            raise TaskError(
+                f"{data.folder}: labels run from {low} to {high}, but there are {classes} class names "
+                "(classnames.txt). One of them is of another version."
+            )
+        if ("top5" in task.main_metric or task.main_metric == "acc5") and classes < 5:
+            raise TaskError(f"{data.folder}: {task.key} is scored by top-5 accuracy, but has only {classes} classes.")
         self.task, self.data = task, data
         self.texts = TextSide(data.classnames, templates=data.templates)
         self._labels = torch.from_numpy(data.labels)
@@ -152,7 +135,10 @@ class ZeroShot(Protocol):
         return metrics(self.task, found, classes=len(self.data.classnames))
 
     def chance(self) -> float | None:
-        return chance(self.task, classes=len(self.data.classnames))
+        metric = self.task.main_metric
+        if metric.startswith("F1"):
+            return None
+        return min(1.0, (5 if "top5" in metric or metric == "acc5" else 1) / len(self.data.classnames))
 
     def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
         details = class_details(found, self.data.classnames)

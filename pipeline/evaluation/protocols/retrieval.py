@@ -31,26 +31,6 @@ THUMBNAIL = 160
 CAPTIONS_NAME, IMAGES_NAME = "examples.json", "images.json"
 
 
-def check(data: TaskData) -> None:
-    """Check that every image has captions.
-
-    Raises:
-        TaskError: There are no captions, or not for every image.
-    """
-    if len(data.captions) != len(data.images):
-        raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
-    bare = [index for index, own in enumerate(data.captions) if not own]
-    if bare:
-        raise TaskError(
-            f"{len(bare)} of {len(data.images)} images have no caption, the first: {data.images.name(bare[0])}."
-        )
-
-
-def owners(data: TaskData) -> np.ndarray:
-    """[m] the image of every caption, captions in the order of their images."""
-    return np.repeat(np.arange(len(data.captions)), [len(own) for own in data.captions])
-
-
 def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray) -> dict[str, np.ndarray]:
     """Per caption the rank of its image, per image the best rank of its captions; 0 is the first.
 
@@ -102,12 +82,6 @@ def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:
     return values
 
 
-def chance(data: TaskData) -> float:
-    """Expected mean R@1 of a random order."""
-    own = np.array([len(captions) for captions in data.captions])
-    return float(0.5 * (1 / len(own) + np.mean(own / own.sum())))
-
-
 @register("retrieval")
 class Retrieval(Protocol):
     """The protocol on one task's data."""
@@ -116,19 +90,29 @@ class Retrieval(Protocol):
     scores = ("mean_recall@1", *(f"{side}_retrieval_recall@{k}" for side in ("image", "text") for k in KS))
 
     def __init__(self, task: Task, data: TaskData) -> None:
-        check(data)
+        if len(data.captions) != len(data.images):
+            raise TaskError(f"{data.folder}: {len(data.images)} images, but captions for {len(data.captions)} of them.")
+        bare = [index for index, own in enumerate(data.captions) if not own]
+        if bare:
+            raise TaskError(
+                f"{len(bare)} of {len(data.images)} images have no caption, the first: {data.images.name(bare[0])}."
+            )
         self.task, self.data = task, data
         self.texts = TextSide([caption for own in data.captions for caption in own])
 
     def finish(self, kept: Outcomes, texts: Tensor) -> Outcomes:
         images = torch.from_numpy(kept["features"])
-        return outcomes(images, texts, side=self.texts, owner=owners(self.data))
+        owner = np.repeat(np.arange(len(images)), [len(own) for own in self.data.captions])
+        return outcomes(images, texts, side=self.texts, owner=owner)
 
     def metrics(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
         return metrics(found)
 
     def chance(self) -> float | None:
-        return chance(self.data) if self.task.main_metric == "mean_recall@1" else None
+        if self.task.main_metric != "mean_recall@1":
+            return None
+        own = np.array([len(captions) for captions in self.data.captions])
+        return float(0.5 * (1 / len(own) + np.mean(own / own.sum())))  # of a random order
 
     def write_details(self, place: Path, *, found: Outcomes, kept: Outcomes, texts: Tensor, examples: int) -> None:
         if examples:

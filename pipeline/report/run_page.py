@@ -17,7 +17,7 @@ from pipeline.files import write_text
 from pipeline.report import charts
 from pipeline.report.headlines import flat, score_rows, tiles
 from pipeline.report.run_data import Run
-from pipeline.report.stored_scores import Classes, Described, Example
+from pipeline.report.stored_scores import Classes
 
 HTML_NAME, MARKDOWN_NAME = "report.html", "report.md"
 WHOLE_MATRIX, CONFUSIONS = 16, 15
@@ -45,6 +45,7 @@ def render(template: str, context: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["data_uri"] = _data_uri
     return environment.get_template(template).render(context)
 
 
@@ -70,8 +71,8 @@ def _context(run: Run) -> dict[str, Any]:
         "columns": columns(len(progress)),
         "confusions": [_confusions(classes) for classes in latest.classes] if latest else [],
         "score_rows": score_rows(run),
-        "examples": [_embedded(example) for example in latest.examples] if latest else [],
-        "described": [_described(one) for one in latest.described] if latest else [],
+        "examples": latest.examples if latest else (),
+        "described": latest.described if latest else (),
         "pairs": sample_pairs(run.manifests, caption=str(run.setting("data.caption", "txt"))),
         "training_charts": charts.training_charts(run),
         "constants": charts.constants(run),
@@ -155,16 +156,6 @@ def _confusions(classes: Classes) -> dict[str, Any]:
     }
 
 
-def _described(example: Described) -> dict[str, Any]:
-    return {
-        "src": _data_uri(example.image),
-        "rank": example.rank + 1,
-        "captions": [{"text": text, "right": right} for text, right in example.captions],
-        "found": any(right for _, right in example.captions),
-        "own": example.own,
-    }
-
-
 def _subtitle(run: Run) -> Iterable[str]:
     for value in (run.setting("objective.name"), run.architecture, run.setting("engine.deepspeed")):
         if value is not None and value != "auto":
@@ -201,17 +192,6 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
             found.append((f"{key} digest" if key == "checkpoint" else key, " and ".join(sorted(values))))
     packages = inputs[0].get("packages", {})
     return [*found, *((name, version) for name, version in packages.items())]
-
-
-def _embedded(example: Example) -> dict[str, Any]:
-    """An example with its images as data URIs; the correct image is added if it is not among the best."""
-    found = any(image.right for image in example.images)
-    return {
-        "caption": example.caption,
-        "rank": example.rank + 1,
-        "images": [{"src": _data_uri(i.file), "right": i.right, "score": i.score} for i in example.images],
-        "own": None if found else _data_uri(example.own),
-    }
 
 
 def _data_uri(path: Path) -> str | None:

@@ -71,6 +71,11 @@ class Example:
     images: tuple[Retrieved, ...]
     own: Path
 
+    @property
+    def found(self) -> bool:
+        """Whether its own image is among the best."""
+        return any(image.right for image in self.images)
+
 
 @dataclass(frozen=True)
 class Described:
@@ -81,6 +86,11 @@ class Described:
     captions: tuple[tuple[str, bool], ...]
     """The best captions, and whether each is the image's own."""
     own: str
+
+    @property
+    def found(self) -> bool:
+        """Whether one of its own captions is among the best."""
+        return any(right for _, right in self.captions)
 
 
 @dataclass(frozen=True)

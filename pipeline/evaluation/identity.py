@@ -63,7 +63,7 @@ def definition(entry: Entry) -> str:
     if entry.own is not None:
         facts |= {name: asdict(entry.own)[name] for name in OWN_FIELDS}
     module = PROTOCOLS[entry.task.protocol].__module__
-    if not _below(module, "pipeline"):  # a package of the user's own; ours are part of the code's version
+    if module.partition(".")[0] != "pipeline":  # a package of the user's own; ours are part of the code's version
         facts["source"] = sha256_of(str(sys.modules[module].__file__))
     return _digest(facts)
 
@@ -161,10 +161,6 @@ def _imports(source: str) -> tuple[str, ...]:
     return tuple(
         {".".join(parts[:k]) for parts in (name.split(".") for name in names) for k in range(1, len(parts) + 1)}
     )
-
-
-def _below(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
 
 
 def _digest(facts: Any) -> str:

@@ -160,7 +160,8 @@ def register_chart(make: C) -> C:
 def training_charts(run: Run) -> list[Chart]:
     """Curves of all logged values that change, the most useful ones first, and registered charts."""
     load_entry_points("neuclip.charts", what="chart")
-    gap = _curves(run, "normalizer_gap", {"normalizer_gap": "in use", COLD: "cold"} if _has(run, COLD) else None)
+    both = {"normalizer_gap": "in use", COLD: "cold"} if len(run.curve(COLD)[0]) else None
+    gap = _curves(run, "normalizer_gap", both)
     first = [_curves(run, MAIN[0]), *_validation(run), _curves(run, MAIN[1])]
     rest = [_curves(run, key) for key in MAIN[2:]]
     shown = {*MAIN, "normalizer_gap", COLD}
@@ -198,10 +199,6 @@ def constants(run: Run) -> list[tuple[str, str]]:
     drawn = {*_varying(run), *MAIN, "normalizer_gap", COLD}
     others = [key for key in run.scalars() if key not in drawn]
     return [(quantity(key).title, rounded(float(run.curve(key)[1][0]))) for key in others]
-
-
-def _has(run: Run, key: str) -> bool:
-    return len(run.curve(key)[0]) > 0
 
 
 def _varying(run: Run) -> list[str]:

@@ -50,19 +50,14 @@ def load_checkpoint(spec: str, *, device: torch.device) -> EvaluationModel:
             "the weights are damaged, or those of another architecture."
         ) from error
     folder = Path(model.source)
-    wrong = damaged_files(folder)
-    if wrong:
+    for name, facts in stated_files(folder).items():
+        if "sha256" not in facts or sha256_of(folder / name) == facts["sha256"]:
+            continue
         raise UserError(
-            f"{folder / wrong[0]} is damaged: its SHA-256 is not the one in {META_NAME}. "
+            f"{folder / name} is damaged: its SHA-256 is not the one in {META_NAME}. "
             "Take another checkpoint, or copy this one again from where it is whole."
         )
     return model
-
-
-def damaged_files(folder: Path) -> list[str]:
-    """Model files in one of our checkpoints whose SHA-256 differs from `checkpoint.json`."""
-    stated = stated_files(folder)
-    return [name for name, facts in stated.items() if "sha256" in facts and sha256_of(folder / name) != facts["sha256"]]
 
 
 def is_complete(folder: Path) -> bool:

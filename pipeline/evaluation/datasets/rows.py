@@ -113,24 +113,23 @@ def retrieval_rows(table: Table, folder: Path, *, image: str = "", caption: str 
     column = column_of(table, (image,) if image else IMAGES, folder)
     captions: list[list[str]] = []
     places: list[Place] = []
-    by_name: dict[str, int] = {}
+    numbers: dict[object, int] = {}
     named = isinstance(table, CsvTable)
-    names = [os.path.normpath(name) for name in table.values(column)] if named else [None] * len(table)
+    names: Sequence[object] = [os.path.normpath(name) for name in table.values(column)] if named else range(len(table))
     for row, (text, name) in enumerate(zip(texts, names, strict=True)):
         own = as_list(text, where=table.row_name(row))
         if not own or not all(item.strip() for item in own):
             raise TaskError(
                 f"{table.row_name(row)} has an empty caption: fetch the table again, or remove the row if it is yours."
             )
-        if name is None or name not in by_name:
-            if name is not None:
-                by_name[name] = len(places)
+        number = numbers.setdefault(name, len(places))
+        if number == len(places):
             places.append((row, None))
             captions.append(own)
-        elif set(own) <= set(captions[by_name[name]]):
+        elif set(own) <= set(captions[number]):
             raise TaskError(f"{table.row_name(row)} repeats an earlier row, which would count twice: remove it.")
         else:
-            captions[by_name[name]] += own
+            captions[number] += own
     found = TableImages(table, column, some(places, folder))
     check_repeated(found, [tuple(own) for own in captions])
     return TaskData(
@@ -151,8 +150,8 @@ def association_rows(table: Table, folder: Path) -> TaskData:
     possible = ("candidate_images", "candidates") if isinstance(table, CsvTable) else ("candidate_images",)
     column = column_of(table, possible, folder)
     _check_copies(table, [name for name in table.columns if name == "candidates" or name not in possible])
-    places: list[Place] = []
-    by_digest: dict[bytes, int] = {}
+    places: dict[bytes, tuple[int, Place]] = {}
+    """By the digest of the image: its number, and where it is first."""
     instances = []
     for row, (own, cue, truth) in enumerate(zip(lists["candidates"], cues, lists["associations"], strict=True)):
         cue = as_text(cue, where=table.row_name(row))
@@ -164,15 +163,12 @@ def association_rows(table: Table, folder: Path) -> TaskData:
             )
         positions = []
         for position in range(len(own)):
-            place = (row, position)
-            digest = hashlib.sha256(table.image(column, place)).digest()
-            if digest not in by_digest:
-                by_digest[digest] = len(places)
-                places.append(place)
-            positions.append(by_digest[digest])
+            digest = hashlib.sha256(table.image(column, (row, position))).digest()
+            number, _ = places.setdefault(digest, (len(places), (row, position)))
+            positions.append(number)
         associated = tuple(bool(value) for value in np.isin(own, truth))
         instances.append(Instance(cue, tuple(positions), associated))
-    images = TableImages(table, column, some(places, folder))
+    images = TableImages(table, column, some([place for _, place in places.values()], folder))
     files = (*table.files, *table.image_files(column))
     return TaskData(folder, table.layout, images, files, instances=tuple(instances))
 

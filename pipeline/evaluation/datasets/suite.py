@@ -315,15 +315,13 @@ def _without_clashes(entries: Sequence[Entry]) -> list[Entry]:
     stems = Counter(entry.task.stem.lower() for entry in entries)
     checked = []
     for entry in entries:
-        if entry.task.stem.lower() in OTHER_FILES:
+        stem, problem = entry.task.stem.lower(), entry.problem
+        if stem in OTHER_FILES:
             problem = f"{entry.task.key}.json beside the results has another purpose: give the task another name."
-            checked.append(replace(entry, problem=problem))
-        elif stems[entry.task.stem.lower()] > 1:
-            others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == entry.task.stem.lower())
+        elif stems[stem] > 1 and not problem:
+            others = " and ".join(e.task.key for e in entries if e.task.stem.lower() == stem)
             problem = f"{others} would write their results to the same file ({entry.task.stem}.json): rename one."
-            checked.append(replace(entry, problem=entry.problem or problem))
-        else:
-            checked.append(entry)
+        checked.append(replace(entry, problem=problem))
     return checked
 
 

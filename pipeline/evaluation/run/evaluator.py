@@ -63,8 +63,7 @@ class Evaluator:
         self.session.world.progress()
         started = time.perf_counter()
         opened = self._open(entry)
-        identities = (identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations)
-        inputs = list(identities)
+        inputs = [identity_of(e.conditions, entry, opened.data, files=opened.files) for e in self.evaluations]
         wanted = self._wanted(opened, inputs, self._unlocked(opened))
         encoded = {index: self._texts(index, opened) for index in wanted}
         texts = {index: features for index, features in encoded.items() if features is not None}

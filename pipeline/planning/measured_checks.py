@@ -180,12 +180,7 @@ Smaller models need more."""
 
 
 def check_loading(
-    manifests: Sequence[str],
-    *,
-    ranks: int,
-    needed: float | None = None,
-    allow_commands: bool = False,
-    allow_outside: bool = False,
+    manifests: Sequence[str], *, ranks: int, needed: float | None = None, **allowed: bool
 ) -> DoctorFinding:
     """Decode in one process for a second, and say how many images the default number of workers gives each rank.
 
@@ -193,12 +188,11 @@ def check_loading(
         manifests: Images are taken from the first shard of the first of these; without any, they are generated.
         ranks: Processes that train on this node: one per GPU.
         needed: Images per second that the steps of one GPU take; None: ENOUGH.
-        allow_commands: As `load_manifest`.
-        allow_outside: As `load_manifest`.
+        allowed: Consents, as for `load_manifest`.
     """
     cores = usable_cores()
     try:
-        images, what = _images(manifests, allow_commands=allow_commands, allow_outside=allow_outside)
+        images, what = _images(manifests, **allowed)
     except (UserError, OSError) as error:
         return DoctorFinding("loading", "note", f"not measured: {error}", "check the folder given by --data")
     workers = default_workers(cores // ranks)

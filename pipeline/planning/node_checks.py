@@ -120,6 +120,7 @@ def check_gpus() -> list[DoctorFinding]:
         return on_cpu
     findings = []
     for index in range(torch.cuda.device_count()):
+        gpu = f"GPU {index}"
         try:
             free, total = torch.cuda.mem_get_info(index)
             text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -127,16 +128,14 @@ def check_gpus() -> list[DoctorFinding]:
                 slow = why_bf16_is_slow(torch.device("cuda", index))
         except RuntimeError as error:
             why, remedy = in_a_line(error), "see nvidia-smi: another program holds it, or it needs a reset"
-            findings.append(DoctorFinding(f"GPU {index}", "broken", f"it cannot be used: {why}", remedy))
+            findings.append(DoctorFinding(gpu, "broken", f"it cannot be used: {why}", remedy))
             continue
         if slow:
-            findings.append(
-                DoctorFinding(f"GPU {index}", "note", text + ", no bf16", "use engine.deepspeed=zero1_fp32")
-            )
+            findings.append(DoctorFinding(gpu, "note", f"{text}, no bf16", "use engine.deepspeed=zero1_fp32"))
         elif free < 0.9 * total:
-            findings.append(DoctorFinding(f"GPU {index}", "note", text, "other processes hold memory: see nvidia-smi"))
+            findings.append(DoctorFinding(gpu, "note", text, "other processes hold memory: see nvidia-smi"))
         else:
-            findings.append(DoctorFinding(f"GPU {index}", "good", text))
+            findings.append(DoctorFinding(gpu, "good", text))
     return findings
 
 
@@ -215,22 +214,19 @@ def check_compiler() -> DoctorFinding:
     return DoctorFinding("compiler", "good", f"{compiler}, {ninja}")
 
 
-def check_data(
-    manifest: str, *, needed: float | None = None, allow_commands: bool = False, allow_outside: bool = False
-) -> list[DoctorFinding]:
+def check_data(manifest: str, *, needed: float | None = None, **allowed: bool) -> list[DoctorFinding]:
     """Read the first shards for a few seconds, which tests access and gives an upper bound of samples per second.
 
     Args:
         manifest: A manifest or its folder.
         needed: Samples per second that the steps of this node's GPUs take.
-        allow_commands: As `load_manifest`.
-        allow_outside: As `load_manifest`.
+        allowed: Consents, as for `load_manifest`.
     """
     from pipeline.data.shards.manifest_format import load_manifest
     from pipeline.data.shards.storage import open_shard
 
     try:
-        loaded = load_manifest(manifest, allow_commands=allow_commands, allow_outside=allow_outside)
+        loaded = load_manifest(manifest, **allowed)
     except UserError as error:
         return [DoctorFinding("data", "broken", str(error), "name the folder of a manifest")]
     count, start = 0, time.perf_counter()

@@ -157,7 +157,7 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[s
     meta, config = checkpoint.meta, flatten(checkpoint.meta["config"])
     sources = ", ".join(source["manifest"] for source in config.get("data.sources", []))
     versions = ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())
-    facts = [
+    return [
         ("method", str(config["objective.name"])),
         ("steps", f"{checkpoint.step:,}"),
         ("samples seen", f"{meta['samples']:,}"),
@@ -167,12 +167,10 @@ def _facts(checkpoint: Checkpoint, *, scale: float, bias: float) -> list[tuple[s
         ("encoders' learning rate", f"{config['optimizer.lr']:g}"),
         ("weight decay", f"{config['optimizer.weight_decay']:g}"),
         ("logit scale 1/tau", f"{scale:.4f} (tau {1 / scale:.5f})"),
+        *([("logit bias", f"{bias:.4f}")] if bias else []),
         ("seed", str(config["seed"])),
         ("software", versions),
     ]
-    if bias:
-        facts.insert(9, ("logit bias", f"{bias:.4f}"))
-    return facts
 
 
 def _metrics(path: Path, *, step: int) -> list[tuple[str, str]]:

@@ -63,10 +63,9 @@ def make_app(explorer: Explorer, *, title: str, local: bool) -> Any:
             try:
                 body = await _body(request, limit)
                 return JSONResponse(await run_in_threadpool(action, body), headers=HEADERS)
-            except TooLarge as error:
-                return JSONResponse({"error": str(error)}, status_code=413, headers=HEADERS)
             except UserError as error:
-                return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+                status = 413 if isinstance(error, TooLarge) else 400
+                return JSONResponse({"error": str(error)}, status_code=status, headers=HEADERS)
 
         return route
 
@@ -100,11 +99,10 @@ def listen(host: str, port: int) -> socket.socket:
         UserError: The port is in use, or the host is not an address of this machine.
     """
     try:
-        found = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{host}:{port} cannot be listened on ({reason}): choose another --port or --host.") from error
-    return found
 
 
 def serve(app: Any, listening: socket.socket) -> None:

@@ -108,16 +108,7 @@ def command(
         tell(f"Scoring {manifest.n:,} pairs with {facts.normalizers} normalizers at tau = {facts.tau:.4f}.")
         start_output(place / FACTS_NAME, facts, what="scores")
         world.barrier()
-        score_shards(
-            scorer,
-            manifest,
-            caption=field,
-            output=place,
-            world=world,
-            batch_size=batch_size,
-            workers=workers,
-            on_shard=shard_progress(tell),
-        )
+        score_shards(scorer, output=place, world=world, on_shard=shard_progress(tell))
         world.barrier()
         if world.is_main:
             counts = join_parts(manifest, place, facts)

@@ -25,11 +25,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.analysis.shard_pairs import PairBatch, names_in, read_pairs, uid_of, whole
+from pipeline.analysis.shard_pairs import PairBatch, PairReader, names_in, uid_of
 from pipeline.data.order.hashing import draw
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.storage import open_records
-from pipeline.data.shards.tar_reader import CaptionField
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import read_tree, replacing, write_json
@@ -71,9 +70,10 @@ class ScoringFacts:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model with its temperature, ready to score pairs."""
+    """A model with its temperature, ready to score the pairs of a dataset."""
 
     model: EvaluationModel
+    pairs: PairReader
     normalizers: Normalizers
     tau: float
 
@@ -99,28 +99,16 @@ def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     return model.encode_image(batch.image.flatten(0, -4).to(device)), model.encode_text(text.to(device))
 
 
-def reference_pairs(
-    model: EvaluationModel, manifest: Manifest, *, caption: CaptionField, count: int, batch_size: int, workers: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of `count` pairs of randomly chosen shards, [m, d] each, and their ids, [m]; the same in every job.
-
-    Args:
-        model: The model.
-        manifest: The dataset.
-        caption: Where captions are.
-        count: m.
-        batch_size: Pairs encoded together.
-        workers: Threads that decode.
+def reference_pairs(model: EvaluationModel, pairs: PairReader, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of m = `count` pairs of random shards, [m, d] each, and their ids, [m]; the same in every job.
 
     Raises:
         UserError: No pair of the dataset can be read.
     """
-    order = sorted(range(len(manifest.shards)), key=lambda index: draw(index, 1))
+    order = sorted(range(len(pairs.manifest.shards)), key=lambda index: draw(index, 1))
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     total = 0
-    for batch in read_pairs(
-        manifest, order, caption=caption, image_of=whole(model.preprocess), batch_size=batch_size, workers=workers
-    ):
+    for batch in pairs.read(order):
         if batch.captions:
             image, text = encode(model, batch)
             found.append((image, text, torch.tensor(batch.sample_ids, device=image.device)))
@@ -128,41 +116,33 @@ def reference_pairs(
         if total >= count:
             break
     if total < 2:
-        raise UserError(f"{manifest.root} holds fewer than two readable pairs: there is nothing to compare with.")
+        raise UserError(f"{pairs.manifest.root} holds fewer than two readable pairs: there is nothing to compare with.")
     image, text, ids = (torch.cat(parts)[:count] for parts in zip(*found, strict=True))
     return image, text, ids
 
 
 def score_shards(
     scorer: Scorer,
-    manifest: Manifest,
     *,
-    caption: CaptionField,
     output: Path,
     world: World,
-    batch_size: int,
-    workers: int,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the table of every shard that has none yet; this rank's share of them.
 
     Args:
-        scorer: The model.
-        manifest: The shards.
-        caption: Where captions are.
+        scorer: The model and the dataset.
         output: Folder of the tables.
         world: The ranks.
-        batch_size: Pairs that are encoded at a time.
-        workers: Decoding threads.
         on_shard: Called with the number of this rank's finished shards, and of all its shards.
     """
+    manifest = scorer.pairs.manifest
     mine = range(world.rank, len(manifest.shards), world.size)
     left = [index for index in mine if not part_of(output, index).is_file()]
     done, rows = len(mine) - len(left), list[dict[str, Any]]()
     on_shard(done, len(mine))
-    image_of = whole(scorer.model.preprocess)
-    for batch in read_pairs(manifest, left, caption=caption, image_of=image_of, batch_size=batch_size, workers=workers):
-        rows += _rows(scorer, manifest, batch)
+    for batch in scorer.pairs.read(left):
+        rows += _rows(scorer, batch)
         if batch.ends_shard:
             names = names_in(manifest.url(manifest.shards[batch.shard]))
             rows = [row | names.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
@@ -300,9 +280,9 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     return np.sort(np.array(halves, dtype="u8,u8"))
 
 
-def _rows(scorer: Scorer, manifest: Manifest, batch: PairBatch) -> Iterator[dict[str, Any]]:
+def _rows(scorer: Scorer, batch: PairBatch) -> Iterator[dict[str, Any]]:
     """The table's rows of a batch: the readable pairs, then those with a problem."""
-    shard = manifest.shards[batch.shard]
+    shard = scorer.pairs.manifest.shards[batch.shard]
     fixed = {"shard": shard.name}
     if batch.captions:
         columns = scorer.columns(batch, encode(scorer.model, batch))

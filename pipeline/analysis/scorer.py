@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.analysis.normalizer_error import run_of
 from pipeline.analysis.pair_scores import Scorer, ScoringFacts, reference_pairs
+from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import Manifest
@@ -93,18 +94,17 @@ def make_scorer(
     # Chosen once, on one rank: a run that is still training may write another checkpoint while models are loaded.
     spec = world.gather_objects(str(model_folder_in(Path(spec)) or spec))[0]
     model = load_for_evaluation(spec, device=world.device)
+    pairs = PairReader(manifest, caption, whole(model.preprocess), batch_size=batch_size, workers=workers)
     facts = partial(ScoringFacts, model.digest, manifest.digest, str(caption))
     network = None if normalizers == "sample" else load_network(spec, device=world.device)
     if network is not None:
-        return Scorer(model, network, network.tau), facts("network", 0, network.tau)
+        return Scorer(model, pairs, network, network.tau), facts("network", 0, network.tau)
     if normalizers == "network":
         raise UserError(f"{spec} is not a checkpoint of a run with NeuCLIP's prototypes: use --normalizers sample.")
     tau = temperature_of(model, spec)
-    image, text, ids = reference_pairs(
-        model, manifest, caption=caption, count=reference, batch_size=batch_size, workers=workers
-    )
+    image, text, ids = reference_pairs(model, pairs, count=reference)
     sampled = SampledNormalizers(image, text, ids, tau=tau)
-    return Scorer(model, sampled, tau), facts("sample", reference, tau)
+    return Scorer(model, pairs, sampled, tau), facts("sample", reference, tau)
 
 
 def load_network(spec: str, *, device: torch.device) -> NetworkNormalizers | None:

@@ -48,44 +48,32 @@ def whole(preprocess: Callable[[Any], Tensor]) -> ImageOf:
     return lambda data, sample_id: preprocess(rgb_image(data))
 
 
-def read_pairs(
-    manifest: Manifest,
-    shards: Sequence[int],
-    *,
-    caption: CaptionField,
-    image_of: ImageOf,
-    batch_size: int,
-    workers: int,
-) -> Iterator[PairBatch]:
-    """The pairs of shards, shard after shard in the given order.
-
-    Args:
-        manifest: The dataset.
-        shards: Numbers of the shards.
-        caption: Where captions are.
-        image_of: What is taken of an image.
-        batch_size: Most pairs of a batch.
-        workers: Threads that decode, at least one.
-    """
-    reader = _Shards(manifest, caption, image_of, batch_size)
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        for number in shards:
-            yield from reader.stream(number, pool)
-
-
 @dataclass(frozen=True)
-class _Shards:
+class PairReader:
+    """Reads the pairs of a dataset's shards."""
+
     manifest: Manifest
     caption: CaptionField
+    """Where captions are."""
     image_of: ImageOf
+    """What is taken of an image."""
     batch_size: int
+    """Most pairs of a batch."""
+    workers: int
+    """Threads that decode, at least one."""
 
-    def stream(self, number: int, pool: Executor) -> Iterator[PairBatch]:
+    def read(self, shards: Sequence[int]) -> Iterator[PairBatch]:
+        """The pairs of the shards with these numbers, shard after shard in the given order."""
+        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+            for number in shards:
+                yield from self._stream(number, pool)
+
+    def _stream(self, number: int, pool: Executor) -> Iterator[PairBatch]:
         shard = self.manifest.shards[number]
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
         records = enumerate(self._records(self.manifest.url(shard), shard.samples), shard.offset)
-        for row, outcome in enumerate(thread_map(pool, self._read, records, ahead=2 * self.batch_size)):
+        for row, outcome in enumerate(thread_map(pool, self._decode, records, ahead=2 * self.batch_size)):
             if isinstance(outcome, str):
                 bad.append((row, outcome))
             else:
@@ -113,7 +101,7 @@ class _Shards:
         for _ in range(row, samples):
             yield TarRecord(None, None, problem=reason)
 
-    def _read(self, numbered: tuple[int, TarRecord]) -> tuple[Tensor, str] | str:
+    def _decode(self, numbered: tuple[int, TarRecord]) -> tuple[Tensor, str] | str:
         sample_id, record = numbered
         try:
             if record.problem or record.image is None:

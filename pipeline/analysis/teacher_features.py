@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.pair_scores import encode
-from pipeline.analysis.shard_pairs import UNREAD, ImageOf, read_pairs, whole
+from pipeline.analysis.shard_pairs import UNREAD, ImageOf, PairReader, whole
 from pipeline.data.data_config import CropConfig
 from pipeline.data.loading.decode import StoredCrops, crop_exactly, normalize
 from pipeline.data.loading.feature_file import FeatureStore
@@ -77,14 +77,10 @@ def write_features(
     left = [index for index in mine if missing(index)]
     done = len(mine) - len(left)
     on_shard(done, len(mine))
-    for batch in read_pairs(
-        mixture.manifest,
-        left,
-        caption=CaptionField.parse(facts.caption),
-        image_of=crops_of(model, facts.crops) if facts.crops else whole(model.preprocess),
-        batch_size=batch_size,
-        workers=workers,
-    ):
+    image_of = crops_of(model, facts.crops) if facts.crops else whole(model.preprocess)
+    caption = CaptionField.parse(facts.caption)
+    pairs = PairReader(mixture.manifest, caption, image_of, batch_size=batch_size, workers=workers)
+    for batch in pairs.read(left):
         if batch.captions:
             image, text = encode(model, batch)
             store.write(np.array(batch.sample_ids), torch.cat([image.view(len(text), -1), text], dim=1).cpu())

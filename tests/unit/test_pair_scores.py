@@ -22,7 +22,7 @@ from jobs.score import command
 from jobs.verify import command as verify_command
 from pipeline.analysis.pair_scores import encode, part_of
 from pipeline.analysis.scorer import SampledNormalizers, load_network, make_scorer
-from pipeline.analysis.shard_pairs import read_pairs, whole
+from pipeline.analysis.shard_pairs import PairReader, whole
 from pipeline.checkpoint.layout import META_NAME
 from pipeline.checkpoint.reader import open_checkpoint
 from pipeline.data.shards.manifest_format import load_manifest
@@ -101,16 +101,8 @@ def test_the_network_predicts_as_the_objective_in_training(base: Path, tmp_path:
     assert network is not None
     assert weight.shape[1] == 24
     rows = table(tmp_path / "out")
-    batch = next(
-        read_pairs(
-            load_manifest(base / "data"),
-            [0],
-            caption=CaptionField(),
-            image_of=whole(model.preprocess),
-            batch_size=64,
-            workers=0,
-        )
-    )
+    pairs = PairReader(load_manifest(base / "data"), CaptionField(), whole(model.preprocess), batch_size=64, workers=0)
+    batch = next(pairs.read([0]))
     for side, features in zip(("image", "text"), encode(model, batch), strict=True):
         number = ("image", "text").index(side)
         expected = ((features @ weight[number].T) / network.tau).logsumexp(1) - math.log(24)

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from pipeline.analysis.shard_pairs import PairBatch, read_pairs, whole
+from pipeline.analysis.shard_pairs import PairBatch, PairReader, whole
 from pipeline.data.data_config import CropConfig, DataConfig, Source
 from pipeline.data.loading.decode import ImageDecoder
 from pipeline.data.shards.manifest_format import Manifest, load_manifest
@@ -140,16 +140,8 @@ class Counting:
 
 
 def read(manifest: Manifest, *, workers: int, preprocess: Any = as_tensor, batch_size: int = 8) -> list[PairBatch]:
-    return list(
-        read_pairs(
-            manifest,
-            range(len(manifest.shards)),
-            caption=CaptionField(),
-            image_of=whole(preprocess),
-            batch_size=batch_size,
-            workers=workers,
-        )
-    )
+    pairs = PairReader(manifest, CaptionField(), whole(preprocess), batch_size=batch_size, workers=workers)
+    return list(pairs.read(range(len(manifest.shards))))
 
 
 def test_pairs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
@@ -168,9 +160,7 @@ def test_no_more_than_a_few_batches_are_decoded_ahead(tmp_path: Path) -> None:
     """A shard of 10,000 images of 224 pixels takes 6 GB when it is preprocessed."""
     manifest = write_shards(tmp_path, [60, 60])
     count = tmp_path / "count"
-    batches = read_pairs(
-        manifest, [0, 1], caption=CaptionField(), image_of=whole(Counting(count)), batch_size=4, workers=2
-    )
+    batches = PairReader(manifest, CaptionField(), whole(Counting(count)), batch_size=4, workers=2).read([0, 1])
     assert next(batches).rows == [0, 1, 2, 3]
     assert 4 <= count.stat().st_size <= 12
     batches.close()  # type: ignore[attr-defined]

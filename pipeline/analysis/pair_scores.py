@@ -77,19 +77,26 @@ class Scorer:
     normalizers: Normalizers
     tau: float
 
-    def columns(self, batch: PairBatch, features: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        """The table's computed columns for the readable rows of a batch."""
-        image, text = features
-        cosine = (image * text).sum(1)
-        ids = torch.tensor(batch.sample_ids, device=image.device)
-        first, second = self.normalizers(image, text, ids)
-        values = {
-            "cosine": cosine,
-            "log_normalizer_image": first,
-            "log_normalizer_text": second,
-            "score": cosine / self.tau - (first + second) / 2,
-        }
-        return {name: value.cpu().numpy() for name, value in values.items()}
+    def rows(self, batch: PairBatch) -> Iterator[dict[str, Any]]:
+        """The table's rows of a batch: the readable pairs, then those with a problem."""
+        shard = self.pairs.manifest.shards[batch.shard]
+        fixed = {"shard": shard.name}
+        if batch.captions:
+            image, text = encode(self.model, batch)
+            cosine = (image * text).sum(1)
+            first, second = self.normalizers(image, text, torch.tensor(batch.sample_ids, device=image.device))
+            values = {
+                "cosine": cosine,
+                "log_normalizer_image": first,
+                "log_normalizer_text": second,
+                "score": cosine / self.tau - (first + second) / 2,
+            }
+            columns = {name: value.cpu().numpy() for name, value in values.items()}
+            for at, row in enumerate(batch.rows):
+                numbers = {name: float(column[at]) for name, column in columns.items()}
+                yield fixed | {"sample_id": shard.offset + row, "row": row, **numbers}
+        for row, problem in batch.problems:
+            yield fixed | {"sample_id": shard.offset + row, "row": row, "problem": problem}
 
 
 def encode(model: EvaluationModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
@@ -142,7 +149,7 @@ def score_shards(
     done, rows = len(mine) - len(left), list[dict[str, Any]]()
     on_shard(done, len(mine))
     for batch in scorer.pairs.read(left):
-        rows += _rows(scorer, batch)
+        rows += scorer.rows(batch)
         if batch.ends_shard:
             names = names_in(manifest.url(manifest.shards[batch.shard]))
             rows = [row | names.get(row["row"], {}) for row in sorted(rows, key=lambda row: int(row["row"]))]
@@ -278,16 +285,3 @@ def best_uids(table: Path, share: float) -> np.ndarray:
     if len(halves) < len(chosen):
         raise UserError("Not all samples have uids of 32 hexadecimal digits.")
     return np.sort(np.array(halves, dtype="u8,u8"))
-
-
-def _rows(scorer: Scorer, batch: PairBatch) -> Iterator[dict[str, Any]]:
-    """The table's rows of a batch: the readable pairs, then those with a problem."""
-    shard = scorer.pairs.manifest.shards[batch.shard]
-    fixed = {"shard": shard.name}
-    if batch.captions:
-        columns = scorer.columns(batch, encode(scorer.model, batch))
-        for at, row in enumerate(batch.rows):
-            values = {name: float(column[at]) for name, column in columns.items()}
-            yield fixed | {"sample_id": shard.offset + row, "row": row, **values}
-    for row, problem in batch.problems:
-        yield fixed | {"sample_id": shard.offset + row, "row": row, "problem": problem}

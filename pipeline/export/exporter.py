@@ -103,14 +103,27 @@ def export(
     Raises:
         UserError: `output` is not empty, ONNX's packages are missing, or a result differs by more than 1e-5.
     """
-    programs, model = tuple(programs), model_of(checkpoint, average=average)
+    programs, source = tuple(programs), model_of(checkpoint, average=average)
     if "onnx" in programs:
         require_onnx()
 
     def write(folder: Path) -> float:
         (folder / RUN_CONFIG_NAME).write_text(dump(checkpoint.meta["config"]), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
-        return _write(model, folder, programs=programs)
+        for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
+            shutil.copyfile(source / name, folder / name)
+        if (source / ADAPTERS_NAME).is_dir():
+            (folder / ADAPTERS_NAME).mkdir()
+            for name in ADAPTER_FILES:
+                shutil.copyfile(source / ADAPTERS_NAME / name, folder / ADAPTERS_NAME / name)
+        model = load_for_evaluation(str(source))
+        save_tokenizer(model.tokenize, folder)
+        examples = example_inputs(model)
+        differences = [_check_open_clip(folder, model, examples)]
+        for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
+            if name in programs:
+                differences += [export_one(folder, side, tower, x) for side, tower, x in sides(model, examples)]
+        return float(torch.tensor(differences).max())  # NaN when any of them is
 
     return write_checked(output, write)
 
@@ -130,7 +143,6 @@ def export_transformers(
     Raises:
         UserError: As `export`, or neither can hold the architecture.
     """
-
     source = model_of(checkpoint, average=average)
 
     def write(folder: Path) -> float:
@@ -165,28 +177,6 @@ def write_checked(output: Path, write: Callable[[Path], float]) -> Exported:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(output, tuple(sorted(path for path in output.rglob("*") if path.is_file())), worst)
-
-
-def _write(source: Path, output: Path, *, programs: tuple[str, ...]) -> float:
-    """Write weights and programs.
-
-    Returns:
-        The largest difference from the trained model.
-    """
-    for name in (MODEL_CONFIG_NAME, WEIGHTS_NAME):
-        shutil.copyfile(source / name, output / name)
-    if (source / ADAPTERS_NAME).is_dir():
-        (output / ADAPTERS_NAME).mkdir()
-        for name in ADAPTER_FILES:
-            shutil.copyfile(source / ADAPTERS_NAME / name, output / ADAPTERS_NAME / name)
-    model = load_for_evaluation(str(source))
-    save_tokenizer(model.tokenize, output)
-    examples = example_inputs(model)
-    differences = [_check_open_clip(output, model, examples)]
-    for name, export_one in (("torch", export_torch), ("onnx", export_onnx)):
-        if name in programs:
-            differences += [export_one(output, side, tower, x) for side, tower, x in sides(model, examples)]
-    return float(torch.tensor(differences).max())  # NaN when any of them is
 
 
 EXAMPLES = ("a", "a photo of a dog on the beach", "two red circles, one blue square and a cup of coffee " * 8)

@@ -101,23 +101,6 @@ def engine_memory(
     return EngineMemory(weights, gradients, (8 if average else 4) * share, 8 * share, reduced * bucket)
 
 
-def tower_passes(
-    costs: TowerCosts, *, accumulation: bool, checkpointing: bool, computed_images: float | None = None
-) -> tuple[float, float]:
-    """Forward passes of each pair through image and text tower; a backward pass counts as two.
-
-    Args:
-        costs: of the towers.
-        accumulation: whether features are computed twice (GradCache).
-        checkpointing: whether the backward pass computes activations again.
-        computed_images: share of the pairs whose image runs through its tower, once, where its outputs are stored;
-            None: they are not.
-    """
-    trained, locked = 3 + accumulation + checkpointing, 1 + accumulation
-    image, text = (trained if learns else locked for learns in costs.trained)
-    return (image if computed_images is None else computed_images), text
-
-
 def run_cost(
     costs: TowerCosts,
     *,
@@ -136,7 +119,7 @@ def run_cost(
         steps: optimizer steps.
         batch_size: pairs per step, over all ranks.
         dataset_size: pairs of an epoch.
-        passes: of each pair through image and text tower, from `tower_passes`.
+        passes: forward passes of each pair through image and text tower; a backward pass counts as two.
         assume: the recipe's `plan` section.
         read_batch: pairs read per step, if some are not trained on.
         scored_flops: to decide that, for each pair read.

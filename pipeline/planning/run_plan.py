@@ -27,7 +27,6 @@ from pipeline.planning.run_costs import (
     plan_data,
     run_cost,
     simulate_objective,
-    tower_passes,
 )
 from pipeline.training.recipe import RunConfig, check_captions_of, check_run
 from pipeline.training.stages import check_stages, stages_of
@@ -184,13 +183,11 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
     for stage in stages_of(run):
         towers, architecture, _ = _towers(stage.run.model)
         steps = stage.end - stage.first
-        stored = run.model.image_features_cache is not None
-        passes = tower_passes(
-            towers,
-            accumulation=accumulation,
-            checkpointing=run.model.grad_checkpointing,
-            computed_images=min(1.0, dataset_size / (steps * run.batch_size)) if stored else None,
-        )
+        # GradCache computes features twice, checkpointing activations; a locked tower has no backward pass.
+        trained, locked = 3 + accumulation + run.model.grad_checkpointing, 1 + accumulation
+        image, text = (float(trained if learns else locked) for learns in towers.trained)
+        if run.model.image_features_cache is not None:  # each image runs through its tower once
+            image = min(1.0, dataset_size / (steps * run.batch_size))
         cost = run_cost(
             towers,
             steps=steps,
@@ -198,7 +195,7 @@ def _stage_costs(run: RunConfig, *, dataset_size: int, accumulation: bool) -> li
             read_batch=run.read_batch,
             scored_flops=_scored_flops(stage.run),
             dataset_size=dataset_size,
-            passes=passes,
+            passes=(image, text),
             assume=run.plan,
         )
         found.append((stage.describe(image_size=architecture.image_size), cost))

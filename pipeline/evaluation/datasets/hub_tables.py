@@ -256,12 +256,6 @@ def _chosen_split(present: Sequence[str], wanted: str, folder: Path) -> str:
     return found[0]
 
 
-def cached_versions(folder: Path) -> list[Path]:
-    """The folders of finished data sets below one of `datasets`' cache (`owner___name/config/version/digest`)."""
-    infos = (path.parent for path in sorted(folder.rglob("dataset_info.json")) if any(path.parent.glob("*.arrow")))
-    return [path for path in infos if not any(part.endswith(".incomplete") for part in path.parts)]
-
-
 def open_cached(folder: Path, *, split: str = "test") -> DatasetTable:
     """Open a data set in the cache of `datasets`, as written by `load_dataset(..., cache_dir=...)`.
 
@@ -270,7 +264,9 @@ def open_cached(folder: Path, *, split: str = "test") -> DatasetTable:
     """
     import datasets
 
-    versions = cached_versions(folder)
+    # Of finished data sets: owner___name/config/version/digest.
+    infos = (path.parent for path in sorted(folder.rglob("dataset_info.json")) if any(path.parent.glob("*.arrow")))
+    versions = [path for path in infos if not any(part.endswith(".incomplete") for part in path.parts)]
     if len(versions) != 1:
         names = ", ".join(path.relative_to(folder).as_posix() for path in versions[:3]) or "none finished"
         raise TaskError(f"{folder} must hold one finished data set, but holds {len(versions)} ({names}).")

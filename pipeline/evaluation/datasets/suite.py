@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,6 @@ def find_folders(task: Task, index: Index) -> list[Path]:
     filled = [path for path in distinct if _has_data(task, path)]
     # A folder that contains another one is not a second copy: /data/winogavil/wds_misc-winogavil_test.
     return [path for path in filled if not any(path in other.parents for other in filled)] or distinct[:1]
-
-
-def own_folders(index: Index, taken: Iterable[Path]) -> list[Path]:
-    """Folders in the benchmark's layout that are none of its tasks, in the order of their paths."""
-    return sorted(path for path in {p for paths in index.values() for p in paths} - set(taken) if is_webdataset(path))
 
 
 def _has_data(task: Task, path: Path) -> bool:
@@ -274,7 +269,8 @@ def _found(folder: Path) -> list[Entry]:
     ]
     by_stem = {key.replace("/", "-"): key for key in facts}
     own: dict[str, list[Path]] = {}
-    for path in own_folders(index, (path for _, folders in known for path in folders)):
+    taken = {path for _, folders in known for path in folders}
+    for path in sorted(path for path in {p for paths in index.values() for p in paths} - taken if is_webdataset(path)):
         stem = path.name.removeprefix("wds_").removesuffix("_test")
         own.setdefault(by_stem.get(stem, stem), []).append(path)
     entries += [_entry(_own_task(key, paths[0]), paths, facts.get(key, {})) for key, paths in own.items()]

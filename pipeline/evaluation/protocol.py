@@ -112,11 +112,13 @@ def group_metrics(task: Task, found: Mapping[str, np.ndarray]) -> dict[str, floa
     for name in (task.group, *task.secondary_groups):
         if not name:
             continue
-        means, counts = by_group(right, found[f"field:{name}"])
-        values[_worst_name(task, name, prefix)] = min(means.values())
-        for group, mean in means.items():
-            values[f"{prefix}_{name}:{group}"] = mean
-            values[f"count_{name}:{group}"] = float(counts[group])
+        groups, index = np.unique(found[f"field:{name}"], return_inverse=True)
+        counts = np.bincount(index)
+        means = np.bincount(index, weights=right) / counts
+        values[_worst_name(task, name, prefix)] = float(means.min())
+        for group, mean, count in zip(groups, means, counts, strict=True):
+            values[f"{prefix}_{name}:{group}"] = float(mean)
+            values[f"count_{name}:{group}"] = float(count)
     return values
 
 
@@ -125,17 +127,6 @@ def _worst_name(task: Task, group: str, prefix: str) -> str:
     if group == task.group:
         return task.main_metric
     return f"{prefix}_worst_{group}" if task.group else f"{prefix}_wg"
-
-
-def by_group(right: np.ndarray, group: np.ndarray) -> tuple[dict[int, float], dict[int, int]]:
-    """Share of `right` and number of samples in every group that has samples."""
-    present, index = np.unique(group, return_inverse=True)
-    counts = np.bincount(index)
-    means = np.bincount(index, weights=right) / counts
-    return (
-        {int(g): float(mean) for g, mean in zip(present, means, strict=True)},
-        {int(g): int(count) for g, count in zip(present, counts, strict=True)},
-    )
 
 
 def _counts(target: np.ndarray, prediction: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError
 from pipeline.evaluation.protocol import Outcomes, Protocol, group_metrics, macro_recall, register
-from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.evaluation.protocols.texts import TextSide, ranks
 from pipeline.files import write_text
 
 LOGIT_SCALE = 100.0
@@ -35,10 +35,7 @@ def keep(logits: Tensor, *, labels: Tensor) -> Outcomes:
     belongs to a class without a name and has rank C.
     """
     named, classes = labels < logits.shape[1], logits.shape[1]
-    own = logits.gather(1, labels.clamp(max=classes - 1)[:, None])
-    lower = torch.arange(logits.shape[1], device=logits.device)[None, :] < labels[:, None]
-    rank = (logits > own).sum(1) + ((logits == own) & lower).sum(1)
-    rank = torch.where(named, rank, classes)
+    rank = torch.where(named, ranks(logits, labels.clamp(max=classes - 1)), classes)
     return {"prediction": logits.argmax(1).cpu().numpy(), "rank": rank.cpu().numpy()}
 
 

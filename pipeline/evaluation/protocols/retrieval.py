@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.evaluation.datasets.datacomp import Task
 from pipeline.evaluation.datasets.task_data import TaskData, TaskError, decode
 from pipeline.evaluation.protocol import Outcomes, Protocol, register
-from pipeline.evaluation.protocols.texts import TextSide
+from pipeline.evaluation.protocols.texts import TextSide, ranks
 from pipeline.files import write_text
 
 KS = (1, 5, 10)
@@ -44,7 +44,7 @@ def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray
     """
     own, captions = torch.from_numpy(owner), texts[side.rows]
     image_rank = [
-        _rank(captions[start : start + BLOCK] @ images.T, own[start : start + BLOCK])
+        ranks(captions[start : start + BLOCK] @ images.T, own[start : start + BLOCK])
         for start in range(0, len(captions), BLOCK)
     ]
     text_rank = [
@@ -58,18 +58,11 @@ def outcomes(images: Tensor, texts: Tensor, *, side: TextSide, owner: np.ndarray
     }
 
 
-def _rank(scores: Tensor, target: Tensor) -> Tensor:
-    """[rows, candidates], [rows] -> how many candidates come before the target."""
-    value = scores.gather(1, target[:, None])
-    lower = torch.arange(scores.shape[1])[None, :] < target[:, None]
-    return (scores > value).sum(1) + ((scores == value) & lower).sum(1)
-
-
 def _best_rank(scores: Tensor, owner: Tensor, *, first: int) -> Tensor:
     """[images, m] -> the rank of every image's best own caption."""
     own = owner[None, :] == torch.arange(first, first + len(scores))[:, None]
     best = scores.masked_fill(~own, -torch.inf).argmax(1)
-    return _rank(scores, best)
+    return ranks(scores, best)
 
 
 def metrics(found: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -60,6 +60,13 @@ class TextSide:
         return (features @ texts.T)[:, self.rows.to(features.device)]
 
 
+def ranks(scores: Tensor, target: Tensor) -> Tensor:
+    """[rows, candidates], [rows] -> how many candidates come before the target; ties go to the lower index."""
+    value = scores.gather(1, target[:, None])
+    lower = torch.arange(scores.shape[1], device=scores.device)[None, :] < target[:, None]
+    return (scores > value).sum(1) + ((scores == value) & lower).sum(1)
+
+
 def encode_texts(model: EvaluationModel, texts: Sequence[str], *, compute: Compute, micro_batch: int) -> Tensor:
     """Encode texts as [len(texts), d] unit-norm fp32 features on the CPU.
 

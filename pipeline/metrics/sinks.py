@@ -158,16 +158,14 @@ def progress(context: SinkContext) -> Sink:
     """The terminal: a progress bar on a terminal, else plain lines, as set by `telemetry.progress`."""
     if context.progress == "quiet":
         return QuietSink()
-    brief = context.progress == "brief"
-    if context.progress == "bar" or (context.progress in ("auto", "brief") and sys.stdout.isatty()):
-        return ProgressBarSink(context, events=not brief)
-    return ProgressLines(context, seconds=30.0 if brief else 5.0, events=not brief)
+    bar = context.progress == "bar" or (context.progress in ("auto", "brief") and sys.stdout.isatty())
+    return ProgressBarSink(context) if bar else ProgressLines(context)
 
 
 class ProgressBarSink(QuietSink):
-    """A progress bar with the most important metrics; without events it is cleared at the end."""
+    """A progress bar with the most important metrics; a brief one is cleared at the end."""
 
-    def __init__(self, context: SinkContext, *, events: bool = True) -> None:
+    def __init__(self, context: SinkContext) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -178,8 +176,8 @@ class ProgressBarSink(QuietSink):
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self._events = events
-        self._bar = Progress(*columns, refresh_per_second=4, transient=not events)
+        self._brief = context.progress == "brief"
+        self._bar = Progress(*columns, refresh_per_second=4, transient=self._brief)
         self._task = self._bar.add_task("train", total=context.total_steps, completed=context.first_step, metrics="")
         self._bar.start()
 
@@ -190,7 +188,7 @@ class ProgressBarSink(QuietSink):
             self._print(score_line(kind, step, values))
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if self._events or facts.get("level") == WARNING:
+        if not self._brief or facts.get("level") == WARNING:
             self._print(message)
 
     def close(self) -> None:
@@ -203,8 +201,9 @@ class ProgressBarSink(QuietSink):
 class ProgressLines(QuietSink):
     """One plain line per record, at most one every few seconds: for log files."""
 
-    def __init__(self, context: SinkContext, *, seconds: float = 5.0, events: bool = True) -> None:
-        self._total, self._seconds, self._last, self._events = context.total_steps, seconds, 0.0, events
+    def __init__(self, context: SinkContext) -> None:
+        self._total, self._last, self._brief = context.total_steps, 0.0, context.progress == "brief"
+        self._seconds = 30.0 if self._brief else 5.0
         self._first, self._start = context.first_step, time.monotonic()
 
     def scalars(self, kind: str, *, step: int, values: Mapping[str, float]) -> None:
@@ -219,7 +218,7 @@ class ProgressLines(QuietSink):
         print(f"step {step}/{self._total}  {headline(values)}  ETA {_clock(left)}", flush=True)
 
     def event(self, message: str, *, facts: Mapping[str, Any]) -> None:
-        if self._events or facts.get("level") == WARNING:
+        if not self._brief or facts.get("level") == WARNING:
             print(message, flush=True)
 
 

@@ -58,12 +58,8 @@ def check_collectives(device: Literal["cpu", "cuda"], *, ranks: int) -> DoctorFi
             cwd=ROOT,
         )
     except subprocess.TimeoutExpired:
-        return DoctorFinding(
-            backend,
-            "broken",
-            f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s",
-            _network_hint(backend),
-        )
+        late = f"{ranks} processes did not connect within {ROUND_TRIP_SECONDS} s"
+        return DoctorFinding(backend, "broken", late, _network_hint(backend))
     reported = re.search(r"round trip: (.*)", done.stdout)
     if done.returncode or reported is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -182,17 +182,13 @@ def _read_beats(run: Path) -> list[tuple[Beat, float]]:
 def _stored(runs: Sequence[Path], *, verify: bool) -> Iterator[StoredCheckpoint]:
     for path in (path for run in runs for path in checkpoint_folders(run)):
         with suppress(FileNotFoundError):  # a run that goes on has removed it since
-            yield _examine(path, verify=verify)
-
-
-def _examine(path: Path, *, verify: bool) -> StoredCheckpoint:
-    files = [file for file in path.rglob("*") if file.is_file()]
-    try:
-        ranks = max(1, int(read_meta(path).get("world_size", 1)))
-    except (OSError, ValueError, TypeError, OverflowError):
-        ranks = 1
-    size = sum(file.stat().st_size for file in files)
-    return StoredCheckpoint(path, step_of(path), damage(path, contents=verify) or "", size, ranks)
+            files = [file for file in path.rglob("*") if file.is_file()]
+            try:
+                ranks = max(1, int(read_meta(path).get("world_size", 1)))
+            except (OSError, ValueError, TypeError, OverflowError):
+                ranks = 1
+            size = sum(file.stat().st_size for file in files)
+            yield StoredCheckpoint(path, step_of(path), damage(path, contents=verify) or "", size, ranks)
 
 
 def _holder(path: Path) -> str:

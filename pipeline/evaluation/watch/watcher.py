@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,14 +115,6 @@ class WatchConfig:
     """Evaluate only steps that are multiples of this."""
 
 
-@dataclass(frozen=True)
-class WatchItem:
-    """A checkpoint to evaluate now; only the first process holds its lease."""
-
-    path: Path
-    lease: Lease | None
-
-
 class Watcher:
     """Watches runs and evaluates their checkpoints on one suite, each of them once.
 
@@ -200,16 +191,14 @@ class Watcher:
         Returns:
             Whether there was anything to do.
         """
-        mine: list[WatchItem] = []
-        items = mine
+        mine: dict[Path, Lease] = {}
         try:
             items = self._claimed(mine)
             if items:
                 self._evaluate(items)
         except BaseException as error:
-            for item in mine:
-                if item.lease is not None:
-                    item.lease.give_up(f"interrupted by {type(error).__name__}", how=RELEASED)
+            for lease in mine.values():
+                lease.give_up(f"interrupted by {type(error).__name__}", how=RELEASED)
             raise
         return bool(items)
 
@@ -229,16 +218,16 @@ class Watcher:
     def _was_replaced(self, run: Path, path: Path) -> bool:
         return self.ledgers[run].was_replaced(path.name, self.candidates[run].weights(path))
 
-    def _claimed(self, mine: list[WatchItem]) -> list[WatchItem]:
-        """The items that all processes work on now; leases are appended to `mine` as they are taken."""
+    def _claimed(self, mine: dict[Path, Lease]) -> Mapping[Path, Lease | None]:
+        """The checkpoints that all processes work on now; the first process adds its leases to `mine`, one by one."""
         world = self.processes[0]
         if world.rank == 0:
             self._claim(mine)
-        paths: list[Path] = world.gather_objects([item.path for item in mine])[0]
-        return mine or [WatchItem(path, None) for path in paths]
+        paths: list[Path] = world.gather_objects(list(mine))[0]
+        return mine or dict.fromkeys(paths)
 
-    def _claim(self, items: list[WatchItem]) -> None:
-        """Leases on the next items: the newest by itself, older ones several at a time."""
+    def _claim(self, items: dict[Path, Lease]) -> None:
+        """Leases on the next checkpoints: the newest by itself, older ones several at a time."""
         newest = {path for candidates in self.candidates.values() for path in candidates.ready()[-1:]}
         for run, path in self.waiting():
             alone = self.config.order == "newest" and path in newest
@@ -252,7 +241,7 @@ class Watcher:
                 self.ledgers[run].reopen(path.name, "the checkpoint was replaced")
             lease = self.ledgers[run].claim(path.name, weights=self.candidates[run].weights(path))
             if lease is not None:
-                items.append(WatchItem(path, lease))
+                items[path] = lease
                 if alone or len(items) == self.config.together:
                     break
             elif path.name in dict(self.abandoned()):
@@ -273,52 +262,51 @@ class Watcher:
                 self._log(f"{path.name} is not complete yet: a file is missing, or shorter than checkpoint.json says.")
                 self._mentioned.add(path)
 
-    def _evaluate(self, items: Sequence[WatchItem]) -> None:
+    def _evaluate(self, items: Mapping[Path, Lease | None]) -> None:
         """Evaluate checkpoints in one pass; one that cannot be loaded does not block the others."""
         from pipeline.evaluation import evaluate
 
         world, device = self.processes
-        loaded = {
-            item.path: attempt(functools.partial(load_checkpoint, str(item.path), device=device)) for item in items
-        }
+        loaded = {path: attempt(functools.partial(load_checkpoint, str(path), device=device)) for path in items}
         broken: dict[Path, str] = {}
         for errors in world.gather_objects({path: error for path, (_, error) in loaded.items() if error is not None}):
             broken.update(errors)
         models = [model for path, (model, _) in loaded.items() if model is not None and path not in broken]
-        whole = [item for item in items if item.path not in broken]
-        for item in items:
-            if item.path in broken:
-                self._give_up(item, broken[item.path])
+        whole = [path for path in items if path not in broken]
+        for path in items:
+            if path in broken:
+                self._give_up(path, items[path], broken[path])
         if not whole:
             return
-        self._log(f"Evaluating {', '.join(item.path.name for item in whole)} on {self.suite.name}.")
+        self._log(f"Evaluating {', '.join(path.name for path in whole)} on {self.suite.name}.")
         found, error = attempt(
             lambda: evaluate(models, suite=self.suite, config=self.evaluation, processes=self.processes)
         )
-        for position, item in enumerate(whole):
+        for position, path in enumerate(whole):
             if found is None:
-                self._give_up(item, str(error))
+                self._give_up(path, items[path], str(error))
             elif found[position].failures:
-                self._give_up(item, brief(found[position].failures))
+                self._give_up(path, items[path], brief(found[position].failures))
             else:
-                self._finish(item, {key: result.score for key, result in sorted(found[position].results.items())})
+                scores = {key: result.score for key, result in sorted(found[position].results.items())}
+                self._finish(path, items[path], scores)
         if found is not None and world.rank == 0:
-            for run in dict.fromkeys(item.path.parent.parent for item in whole):
+            for run in dict.fromkeys(path.parent.parent for path in whole):
                 self._on_scored(run)
 
-    def _finish(self, item: WatchItem, scores: Mapping[str, float]) -> None:
-        if item.lease is None:
+    def _finish(self, path: Path, lease: Lease | None, scores: Mapping[str, float]) -> None:
+        if lease is None:
             return
-        if item.lease.finish({"suite": self.suite.name, "outcome": FINISHED, "scores": scores}):
-            self._log(f"{item.path.name}: {len(scores)} tasks done.")
+        if lease.finish({"suite": self.suite.name, "outcome": FINISHED, "scores": scores}):
+            self._log(f"{path.name}: {len(scores)} tasks done.")
         else:
-            self._log(f"{item.path.name}: another watcher took it over and was first; the results are the same.")
+            self._log(f"{path.name}: another watcher took it over and was first; the results are the same.")
 
-    def _give_up(self, item: WatchItem, reason: str) -> None:
-        self._log(f"{item.path.name} failed, and is tried {self.config.attempts} times at most: {reason}")
-        if item.lease is not None:
-            item.lease.give_up(reason)
-            self._retry_at[item.path] = time.monotonic() + self.config.retry_after
+    def _give_up(self, path: Path, lease: Lease | None, reason: str) -> None:
+        self._log(f"{path.name} failed, and is tried {self.config.attempts} times at most: {reason}")
+        if lease is not None:
+            lease.give_up(reason)
+            self._retry_at[path] = time.monotonic() + self.config.retry_after
 
     def _log(self, text: str) -> None:
         if self.processes[0].rank == 0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from jobs.score import shard_progress
 from pipeline.run_files import check_model, model_folder_in
@@ -28,7 +28,9 @@ from pipeline.run_files import check_model, model_folder_in
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the crops.")
 @click.option("--crop-scale", type=(float, float), default=(0.9, 1.0), show_default=True, help="As data.crop.scale.")
 @click.option("--crop-ratio", type=(float, float), default=(3 / 4, 4 / 3), help="As data.crop.ratio: 3/4 to 4/3.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images encoded at a time."
+)
 @click.option("--workers", type=click.IntRange(min=0), default=2, show_default=True, help="Decoding threads per rank.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--allow-commands", is_flag=True, help="Run the commands that DATA's manifests name as shards.")
@@ -70,8 +72,15 @@ def command(
     from pipeline.distributed.start import start_world
     from pipeline.errors import UserError
     from pipeline.model.evaluation_model import load_for_evaluation
-    from pipeline.training.teacher import FACTS, TeacherFacts, seed_for
+    from pipeline.training.teacher import FACTS, TeacherFacts, seeded
 
+    given = click.get_current_context().get_parameter_source
+    crop_options = [name for name in ("seed", "crop_scale", "crop_ratio") if given(name) != ParameterSource.DEFAULT]
+    if crop_options and not augmentations:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in crop_options)
+        raise UserError(f"{options}: without --augmentations, features are of whole images, which have no crops.")
+    if len({Path(folder).resolve() for folder in data}) < len(data):
+        raise UserError(f"DATA has a folder twice: {' '.join(data)}. Name each once, as in data.sources.")
     crop = cfg.parse(CropConfig, {"scale": list(crop_scale), "ratio": list(crop_ratio)})
     if augmentations and crop.fixed:
         raise UserError(
@@ -90,9 +99,11 @@ def command(
         teacher = load_for_evaluation(spec, device=world.device)
         tau, samples = temperature_of(teacher, spec), mixture.manifest.n
         bias = teacher.towers.logit[1] if teacher.towers.logit else None
-        facts = TeacherFacts(teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias)
-        facts = replace(facts, seed=seed_for(Path(output), teacher.digest), crops=crops)
-        start_output(Path(output) / FACTS, facts, what="features")
+        facts = TeacherFacts(
+            teacher.digest, spec, tau, teacher.dim, list(mixture.digests), str(field), samples, bias, crops=crops
+        )
+        facts = seeded(facts, Path(output))
+        start_output(Path(output) / FACTS, facts, what="features", apart=("source",))
         world.barrier()
         tell = click.echo if world.is_main else (lambda message: None)
         counts = write_features(

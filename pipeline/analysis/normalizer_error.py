@@ -41,6 +41,7 @@ from pipeline.objectives.softmax import Pair, SoftmaxObjective
 from pipeline.training.build import loader_of, objective_of
 from pipeline.training.recipe import RunConfig, parse_recipe
 from pipeline.training.recipe_file import without_consents
+from pipeline.training.teacher import common_crops, open_features
 
 SIDES = ("image", "text")
 
@@ -163,8 +164,9 @@ def measure(
             over the whole dataset. Default: all.
 
     Raises:
-        UserError: The objective has no normalizers (siglip).
+        UserError: The objective has no normalizers (siglip), or stored features that the run uses are not there.
     """
+    stored = {"data.teacher_features": run.data.teachers, "selection.features": (run.selection.features,)}
     run = replace(run, selection=SelectionConfig())  # over all pairs
     plain = replace(without_weights(run.model), patch_dropout=None, compile=False, lora=LoraConfig())
     towers, architecture = build_towers(plain, seed=run.seed)
@@ -176,6 +178,16 @@ def measure(
             raise UserError(
                 f"{run.objective.name} has no normalizers to compare: choose a run with a softmax objective."
             )
+        opened = {
+            setting: [
+                open_features(Path(folder), run.data, loader.mixture.digests, setting=setting, seed=run.seed)
+                for folder in folders
+                if folder
+            ]
+            for setting, folders in stored.items()
+        }
+        if (crops := common_crops(opened)) is not None:
+            loader.use_crops(crops)
         objective.load_state_dict(checkpoint.objective())
         objective.load_row_state_dict(checkpoint.read_rows)
         pairs = _encode_epoch(loader, towers, architecture, world)

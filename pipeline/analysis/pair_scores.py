@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -165,13 +165,14 @@ def part_of(output: Path, shard: int) -> Path:
     return output / "parts" / f"{shard:06d}.parquet"
 
 
-def start_output(path: Path, facts: Any, *, what: str) -> None:
+def start_output(path: Path, facts: Any, *, what: str, apart: Collection[str] = ()) -> None:
     """Create a folder for results by its file of facts, or check that it holds those of the same facts.
 
     Args:
         path: The file.
         facts: A dataclass of plain values.
         what: The results, for messages.
+        apart: Facts that may differ.
 
     Raises:
         UserError: It holds others, or the file is damaged.
@@ -182,7 +183,7 @@ def start_output(path: Path, facts: Any, *, what: str) -> None:
         if not isinstance(written := read_tree(path).get("facts"), dict):
             raise UserError(f"{path} is damaged: give another --output, or delete it.")
         stored = {**defaults, **written}
-        own = json.loads(json.dumps(asdict(facts)))
+        own = {name: value for name, value in json.loads(json.dumps(asdict(facts))).items() if name not in apart}
         if other := [name for name, value in own.items() if stored.get(name) != value]:
             differing = ", ".join(f"{name} ({stored.get(name)}, now {own[name]})" for name in other)
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pipeline.cores import thread_map
-from pipeline.data.shards.manifest_format import Manifest
+from pipeline.data.shards.manifest_format import Manifest, Shard
 from pipeline.data.shards.rgb_image import rgb_image
-from pipeline.data.shards.storage import open_records
+from pipeline.data.shards.storage import is_local, open_records
 from pipeline.data.shards.tar_reader import CaptionField, CorruptSample, DamagedTar, TarRecord
+from pipeline.files import sha256_of
 from pipeline.run_files import record_of
 
 
@@ -61,6 +63,8 @@ class PairReader:
     """Most pairs of a batch."""
     workers: int
     """Threads that decode, at least one."""
+    verified: bool = False
+    """Take no pair of a local shard whose size or SHA-256 is not that of the manifest."""
 
     def read(self, shards: Sequence[int]) -> Iterator[PairBatch]:
         """The pairs of the shards with these numbers, shard after shard in the given order."""
@@ -72,7 +76,7 @@ class PairReader:
         shard = self.manifest.shards[number]
         good: list[tuple[int, Tensor, str]] = []
         bad: list[tuple[int, str]] = []
-        records = enumerate(self._records(self.manifest.url(shard), shard.samples), shard.offset)
+        records = enumerate(self._records(shard), shard.offset)
         for row, outcome in enumerate(thread_map(pool, self._decode, records, ahead=2 * self.batch_size)):
             if isinstance(outcome, str):
                 bad.append((row, outcome))
@@ -83,10 +87,14 @@ class PairReader:
                 good, bad = [], []
         yield self._batch(number, good, bad, ends_shard=True)
 
-    def _records(self, url: str, samples: int) -> Iterator[TarRecord]:
+    def _records(self, shard: Shard) -> Iterator[TarRecord]:
         """As many samples as the manifest counts, in order; after damage they say what it was."""
-        row = 0
+        url, samples, row = self.manifest.url(shard), shard.samples, 0
         try:
+            if self.verified and is_local(url):
+                size, digest = os.stat(url).st_size, sha256_of(url) if shard.sha256 else ""
+                if (size, digest) != (shard.bytes, shard.sha256):
+                    raise OSError("its bytes are not those of the manifest; `neuclip verify` tells more")
             with open_records(url, skip=0, caption_suffix=self.caption.suffix) as records:
                 for row, record in enumerate(records, start=1):
                     if row > samples:

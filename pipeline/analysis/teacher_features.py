@@ -50,7 +50,7 @@ def write_features(
         facts: Those of both; `output` holds no features of others.
         output: The folder.
         world: The ranks.
-        batch_size: Pairs that are encoded at a time.
+        batch_size: Images that are encoded at a time, or the crops of one.
         workers: Decoding threads.
         on_shard: Called with the number of this rank's finished shards, and of all its shards.
 
@@ -58,7 +58,8 @@ def write_features(
         The counts.
 
     Raises:
-        UserError: The file cannot be created, the disk is full, features are not finite, or a shard cannot be read.
+        UserError: The file cannot be created, the disk is full, features are not finite, or a shard cannot be read or
+            is not that of the manifest.
     """
     file, shards, problems = facts.file(output), mixture.manifest.shards, Counter[str]()
     try:
@@ -79,12 +80,14 @@ def write_features(
     on_shard(done, len(mine))
     image_of = crops_of(model, facts.crops) if facts.crops else whole(model.preprocess)
     caption = CaptionField.parse(facts.caption)
-    pairs = PairReader(mixture.manifest, caption, image_of, batch_size=batch_size, workers=workers)
+    size = max(1, batch_size // facts.images)
+    pairs = PairReader(mixture.manifest, caption, image_of, batch_size=size, workers=workers, verified=True)
     for batch in pairs.read(left):
         if batch.captions:
             image, text = encode(model, batch)
             store.write(np.array(batch.sample_ids), torch.cat([image.view(len(text), -1), text], dim=1).cpu())
-        problems.update(problem for _, problem in batch.problems)
+        offset = shards[batch.shard].offset  # what an earlier start has stored is not lost
+        problems.update(problem for row, problem in batch.problems if store.read(offset + row) is None)
         if not store.writable:  # reported below, on every rank
             break
         if batch.ends_shard:
@@ -93,8 +96,8 @@ def write_features(
     found = world.gather_objects((lost, problems))
     if lost := sum(number for number, _ in found):
         raise UserError(
-            f"The features of {lost:,} samples could not be stored in {file.path}: the disk is full, or they are not "
-            "finite. Run it again when the cause is removed; what is stored stays."
+            f"The features of {lost:,} samples could not be stored in {file.path}: the disk is full, they are not "
+            "finite, or another job writes others there. Run it again when the cause is removed; what is stored stays."
         )
     reasons = sum((counts for _, counts in found), Counter[str]())
     if away := [reason for reason in reasons if reason.startswith(UNREAD)]:

@@ -332,8 +332,8 @@ def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, A
         if changed := [f"{key} was {before.get(key)}, now {value}" for key, value in now.items()
                        if before.get(key) != value]:  # fmt: skip
             raise UserError(
-                f"{checkpoint.path.name} was trained with other features than {setting} names: {'; '.join(changed)}. "
-                f"{_with_weights_of(checkpoint)}"
+                f"The run of {checkpoint.path.name} has used other features than {setting} names: "
+                f"{'; '.join(changed)}. {_with_weights_of(checkpoint)}"
             )
 
 

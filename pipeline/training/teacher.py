@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,11 +46,11 @@ class TeacherFacts:
     samples: Annotated[int, Field(gt=0)]
     bias: Finite | None = None
     """The bias of a model trained with a sigmoid loss."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the file of features: CRC-32 of `model`, so that another model's records are not valid in it; 0: of a version
-    that had none."""
     crops: StoredCrops | None = None
     """Of which the image features are; None: of the whole image."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of the file of features: CRC-32 of what determines its records, so that those of another model, other data or
+    other crops are not valid in it."""
 
     @property
     def images(self) -> int:
@@ -68,17 +68,25 @@ class TeacherFacts:
         plain = json.loads(json.dumps(asdict(self)))
         return {name: plain[name] for name in ("model", "caption", "tau", "bias", "crops")}
 
+    @property
+    def own_seed(self) -> int:
+        """What `seed` is in this version."""
+        plain = asdict(self)
+        facts = [plain[name] for name in ("model", "data", "caption", "samples", "dim", "crops")]
+        return zlib.crc32(json.dumps(facts).encode()) or 1
 
-def seed_for(folder: Path, model: str) -> int:
-    """The seed for a model's features in a folder: of those that are there, or of a new file.
+    @property
+    def is_loose(self) -> bool:
+        """Whether an earlier version wrote the file, whose seed is 0 or of `model` alone."""
+        return self.seed in (0, zlib.crc32(self.model.encode()))
 
-    Args:
-        folder: Output of `neuclip features`.
-        model: Hash of the model's weights.
-    """
-    facts = read_tree(folder / FACTS).get("facts")
-    seed = facts.get("seed", 0) if isinstance(facts, dict) else None
-    return seed if isinstance(seed, int) and 0 <= seed < 2**32 else zlib.crc32(model.encode())
+
+def seeded(facts: TeacherFacts, folder: Path) -> TeacherFacts:
+    """The facts with the seed of the file of features in a folder of `neuclip features`, or of a new one."""
+    written = read_tree(folder / FACTS).get("facts")
+    seed = written.get("seed", 0) if isinstance(written, dict) else None
+    old = replace(facts, seed=seed) if isinstance(seed, int) else None
+    return old if old is not None and old.is_loose else replace(facts, seed=facts.own_seed)
 
 
 class StoredTeacher:
@@ -100,9 +108,11 @@ class StoredTeacher:
             tree: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             facts = json.dumps(tree["facts"])  # strict validation takes a dataclass from JSON only
             self.facts = TypeAdapter(TeacherFacts).validate_json(facts, strict=True)
+            if self.facts.seed != self.facts.own_seed and not self.facts.is_loose:
+                raise ValueError(f"{FACTS} was changed after it was written: `seed` is not that of the other facts")
             self._store = FeatureStore(self.facts.file(folder), writable=False)
             stored = tree.get("stored", 0)
-            if not (isinstance(stored, int) and 0 <= stored <= self.facts.samples):
+            if not (type(stored) is int and 0 <= stored <= self.facts.samples):
                 raise ValueError(f"{FACTS} says that {stored} of {self.facts.samples} samples have features")
             self.missing = self.facts.samples - stored
             """Samples without features, such as corrupt ones."""
@@ -132,8 +142,8 @@ class StoredTeacher:
                 f"; {self.missing:,} of {facts.samples:,} samples have no features: the run ends if it reaches one "
                 "that the loader can read"
             )
-        if not facts.seed:
-            lacks += "; of an earlier version, whose file of features may be another model's"
+        if facts.is_loose:
+            lacks += "; of an earlier version, whose file of features may be of another model or of other crops"
         crops = f", {facts.crops.count} crops of each image" if facts.crops else ""
         return f"{facts.source} (weights {facts.model[:12]}, tau {facts.tau:.4g}{crops}{lacks})"
 
@@ -210,8 +220,15 @@ def common_crops(opened: Mapping[str, Sequence[StoredTeacher]]) -> StoredCrops |
         opened: Stored features, by the setting that names them.
 
     Raises:
-        UserError: They are of different crops.
+        UserError: They are of different crops, or a setting names the same features twice.
     """
+    for setting, teachers in opened.items():
+        for number, teacher in enumerate(teachers):
+            if teacher.facts.identity in [other.facts.identity for other in teachers[:number]]:
+                raise UserError(
+                    f"{setting} has the features of {teacher.facts.source} twice (number {number + 1} for one): list "
+                    "each teacher once."
+                )
     found = {(setting, index): teacher.facts.crops for setting, teachers in opened.items()
              for index, teacher in enumerate(teachers) if teacher.facts.crops is not None}  # fmt: skip
     if len(set(found.values())) > 1:

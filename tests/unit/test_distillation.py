@@ -21,10 +21,12 @@ from open_clip.loss import DistillClipLoss
 from safetensors.torch import load_file
 from torch import Tensor
 
+from jobs.normalizers import command as normalizers
 from jobs.write_features import command
-from pipeline.data.loading.decode import normalize
+from pipeline.data.loading.decode import StoredCrops, normalize
+from pipeline.data.loading.loader import Loader
 from pipeline.errors import UserError
-from pipeline.model.evaluation_model import load_for_evaluation
+from pipeline.model.evaluation_model import EvaluationModel, load_for_evaluation
 from pipeline.objectives import build_objective, objective_names
 from pipeline.objectives.distill import Teacher
 from pipeline.training.recipe import load_recipe
@@ -305,20 +307,63 @@ def test_features_and_facts_of_two_models_are_refused_and_written_again(base: Pa
         train_here(*settings(base, "refused", stored="mixed"))
 
 
-def test_features_of_a_version_without_seeds_are_read_and_completed(base: Path) -> None:
-    old = shutil.copytree(base / "features", base / "without-seed")
+@pytest.mark.parametrize("has_seed", [False, True])
+def test_features_of_an_earlier_version_are_read_and_completed(base: Path, has_seed: bool, tmp_path: Path) -> None:
+    """It had no seed, or one of the model alone."""
+    old = shutil.copytree(base / "features", tmp_path / "earlier")
     tree = json.loads((old / "features.json").read_text())
-    seed = tree["facts"].pop("seed")
-    assert seed == zlib.crc32(tree["facts"]["model"].encode())
+    del tree["facts"]["seed"]
+    seed = zlib.crc32(tree["facts"]["model"].encode()) if has_seed else 0
+    if has_seed:
+        tree["facts"]["seed"] = seed
     (old / "features.json").write_text(json.dumps(tree))
     records = np.load(old / "features.npy")
     for row in (row for row in range(48) if row != 7):
-        records["crc32"][row] = zlib.crc32(records["values"][row].tobytes(), row)
+        records["crc32"][row] = zlib.crc32(records["values"][row].tobytes(), row ^ seed)
     np.save(old / "features.npy", records)
     before = (old / "features.npy").read_bytes()
     assert "of an earlier version" in StoredTeacher(old, setting="data.teacher_features").describe()
-    assert features(base, output="without-seed").exit_code == 0
+    assert features(base, output=str(old)).exit_code == 0
     assert (old / "features.npy").read_bytes() == before
+
+
+def test_bytes_that_are_not_the_manifests_give_no_features(base: Path) -> None:
+    """Regression test: another dataset's shard gave features, which stayed when the shard was restored."""
+    shutil.copytree(base / "shards", base / "altered")
+    shard = base / "altered" / "00001.tar"
+    original = shard.read_bytes()
+    for altered in ((base / "other" / "00000.tar").read_bytes(), original[:-1] + b"x"):
+        shard.write_bytes(altered)
+        found = str(features(base, data="altered", output="of-altered").exception)
+        assert "28 samples are in shards that cannot be read (shard cannot be read: its bytes are not those of" in found
+    shard.write_bytes(original)
+    assert features(base, data="altered", output="of-altered").exit_code == 0
+    assert (base / "of-altered" / "features.npy").read_bytes() == (base / "features" / "features.npy").read_bytes()
+
+
+def test_what_is_stored_of_a_shard_that_is_away_is_not_lost(base: Path) -> None:
+    """Regression test: it said that -26 samples were lost, because the disk was full."""
+    for name in ("shards", "features"):
+        shutil.copytree(base / name, base / f"half-{name}")
+    records = np.load(base / "half-features" / "features.npy")
+    records["crc32"][30:32] = 0
+    np.save(base / "half-features" / "features.npy", records)
+    (base / "half-shards" / "00001.tar").unlink()
+    found = str(features(base, data="half-shards", output="half-features").exception)
+    assert "2 samples are in shards that cannot be read" in found
+
+
+def test_the_command_names_options_without_effect_and_data_that_is_given_twice(base: Path) -> None:
+    given = ("--seed", "3", "--crop-scale", "0.5", "1")
+    assert "--seed, --crop-scale: without --augmentations" in str(features(base, *given, output="useless").exception)
+    again = features(base, str(base / "shards"), output="useless").exception
+    assert "DATA has a folder twice" in str(again)
+    assert not (base / "useless").exists()
+
+
+def test_a_job_continues_with_a_teacher_that_was_moved(base: Path) -> None:
+    shutil.copytree(base / "teacher", base / "moved-teacher")
+    assert features(base, "--model", str(base / "moved-teacher")).exit_code == 0
 
 
 def test_a_shard_that_is_away_does_not_count_as_corrupt_samples(base: Path) -> None:
@@ -438,6 +483,9 @@ def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None
     refused(r"different crops, .*data\.teacher_features \(1\): 3 with seed 8; selection\.features \(1\): 3 with seed 0",
             *CROPS, "selection.ratio=0.5", f"selection.features={base / 'other-crops'}")  # fmt: skip
     refused("a teacher is listed twice", f"data.teacher_features=[{of_crops},{of_crops}]")
+    shutil.copytree(of_crops, base / "copied-crops")
+    twice = f"data.teacher_features=[{of_crops},{base / 'copied-crops'}]"
+    refused("has the features of .*teacher.* twice", *CROPS, twice)
     train_here(*settings(base, "crops-began", *CROPS, stored="of-crops"))
     checkpoint = str(base / "crops-began" / "checkpoints" / "step-00000003")
     refused(r"other features than data\.teacher_features names: crops was \{.*'seed': 8.*now \{.*'seed': 0",
@@ -446,6 +494,49 @@ def test_features_of_other_crops_are_refused(base: Path, of_crops: Path) -> None
     square = ("--augmentations", "2", "--crop-scale", "1", "1", "--crop-ratio", "1", "1")
     assert "every crop the central square" in str(features(base, *square, output="square").exception)
     assert "holds features with another crops" in str(features(base, *given, output="of-crops").exception)
+
+
+def test_other_crops_are_computed_though_the_facts_were_lost(base: Path, of_crops: Path) -> None:
+    """Regression test: the features of the former crops stayed, and the facts said that they were the new ones."""
+    crops = ("--augmentations", "3", "--crop-scale", "0.3", "0.9")
+    shutil.copytree(of_crops, base / "lost-facts")
+    (base / "lost-facts" / "features.json").unlink()
+    assert features(base, *crops, output="lost-facts").exit_code == 0
+    for name in ("features.npy", "features.json"):
+        assert (base / "lost-facts" / name).read_bytes() == (base / "other-crops" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model": "x"}, {"crops": None, "dim": 32}, {"data": ["x"]}, {"caption": "json:url"},
+     {"crops": {"count": 3, "seed": 9, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}},
+     {"crops": {"count": 7, "seed": 8, "scale": [0.3, 0.9], "ratio": [3 / 4, 4 / 3]}, "dim": 8}],
+)  # fmt: skip
+def test_facts_that_were_changed_are_refused(of_crops: Path, changes: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(of_crops, tmp_path / "facts")
+    tree = json.loads((tmp_path / "facts" / "features.json").read_text())
+    tree["facts"] |= changes
+    (tmp_path / "facts" / "features.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"features\.json was changed after it was written"):
+        StoredTeacher(tmp_path / "facts", setting="data.teacher_features")
+
+
+def test_crops_are_encoded_in_batches_of_the_given_size(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, sizes = EvaluationModel.encode_image, []
+    monkeypatch.setattr(EvaluationModel, "encode_image", lambda model, x: sizes.append(len(x)) or encode(model, x))
+    assert features(base, "--augmentations", "3", output="counted").exit_code == 0
+    assert set(sizes) <= {3, 6}
+    assert sum(sizes) == 3 * 47
+
+
+def test_normalizers_are_measured_on_the_stored_crops(
+    base: Path, of_crops: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_here(*settings(base, "measured", *CROPS, stored="of-crops"))
+    shown: list[StoredCrops] = []
+    monkeypatch.setattr(Loader, "use_crops", lambda loader, crops: shown.append(crops))
+    assert CliRunner().invoke(normalizers, [str(base / "measured")]).exit_code == 0
+    assert [(crops.count, crops.seed) for crops in shown] == 2 * [(3, 8)], "of both checkpoints"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_disk_that_fills_up_ends_the_writing_only(
     store.write(np.arange(6), values(np.arange(6)))
     assert [store.read(i) is not None for i in range(6)] == [True, True, False, False, False, False]
     assert written == 3
-    assert "takes no more image features (it is full). Training continues" in caplog.text
+    assert "takes no more features (it is full). What is stored can be read" in caplog.text
 
 
 def test_too_little_space_and_foreign_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

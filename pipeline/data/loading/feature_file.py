@@ -168,8 +168,8 @@ class FeatureStore:
         if problem:
             self.writable = False
             log.warning(
-                "%s takes no more image features (%s). Training continues: what is stored is read, the rest is "
-                "computed in every epoch.",
+                "%s takes no more features (%s). What is stored can be read; a run that trains computes the rest in "
+                "every epoch.",
                 self.file.path,
                 problem,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,28 +23,20 @@ from pipeline.errors import UserError
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(kw_only=True, eq=False)
 class OrderedDataset(IterableDataset[Rows]):
     """One rank's rows of the global batches of an epoch: `(image, text, sample_id)`; see `dataset`.
 
     Every `iter` goes on where the last one stopped, to the end of the epoch.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        *,
-        world: World,
-        seed: int,
-        decoding: Mapping[str, Any],
-        normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None,
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._seed = seed
-        self._decoding = decoding
-        self._normalization = normalization
-        self._loader: Loader | None = None
-        self._state: dict[str, Any] | None = None
+    config: DataConfig
+    world: World
+    seed: int
+    decoding: Mapping[str, Any]
+    normalization: tuple[tuple[float, float, float], tuple[float, float, float]] | None
+    _loader: Loader | None = None
+    _state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Rows]:
         """The batches that are left of this epoch, or those of the next.
@@ -52,13 +45,13 @@ class OrderedDataset(IterableDataset[Rows]):
             UserError: The data does not fit the settings, cannot be read, or has too many corrupt samples.
         """
         loader = self._open()
-        limit = self._config.corrupt_limit / self._world.size
+        limit = self.config.corrupt_limit / self.world.size
         for _ in range(loader.steps_per_epoch - loader.position.batch % loader.steps_per_epoch):
             batch = next(loader)
             replaced(batch.position, loader.layout, World(), limit=limit)
             image = batch.image
-            if self._normalization is not None:
-                mean, std = self._normalization
+            if self.normalization is not None:
+                mean, std = self.normalization
                 image = normalize(image, mean=mean, std=std)
             yield image, batch.text, batch.sample_id
 
@@ -108,7 +101,7 @@ class OrderedDataset(IterableDataset[Rows]):
                 "num_workers=0, and `workers` of neuclip.dataset for decoding processes."
             )
         if self._loader is None:
-            self._loader = build_loader(self._config, world=self._world, seed=self._seed, **self._decoding)
+            self._loader = build_loader(self.config, world=self.world, seed=self.seed, **self.decoding)
             if self._state is not None:
                 self.load_state_dict(self._state)
         return self._loader
@@ -162,4 +155,4 @@ def dataset(
     check_captions(config)
     decoding = {"global_batch": batch_size, "image_size": image_size, "tokenize": tokenize}
     world = World(rank=rank, size=ranks)
-    return OrderedDataset(config, world=world, seed=seed, decoding=decoding, normalization=normalization)
+    return OrderedDataset(config=config, world=world, seed=seed, decoding=decoding, normalization=normalization)

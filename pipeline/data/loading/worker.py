@@ -12,7 +12,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -65,44 +65,30 @@ class Failure:
     message: str
 
 
+@dataclass(kw_only=True)
 class DecodedRows:
-    """The rows of one part, in order, as they are decoded.
+    """The rows of one part, in order, as they are decoded."""
 
-    Args:
-        count: Rows of the part.
-        source: Reads the samples.
-        decoder: Decodes images.
-        store: Stored features, which replace decoded images; None: nothing is stored.
-        stored_crops: Of which images are shown; None: a crop of its own for each row.
-        seed: Of crops and choices of captions.
-        epoch: The same.
-    """
+    count: int
+    """Rows of the part."""
+    dataset: StreamDataset
+    source: SequentialReader
+    store: FeatureStore | None
+    """Stored features, which replace decoded images; None: nothing is stored."""
+    epoch: int
+    captions: list[str] = field(default_factory=list)
+    """Of the rows so far."""
+    shown: list[int] = field(default_factory=list)
+    """The rows so far that have an image."""
+    encoded: list[tuple[int, EncodedJpeg]] = field(default_factory=list)
+    """Of these, by number, the ones that a GPU is to decode."""
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        source: SequentialReader,
-        decoder: ImageDecoder,
-        store: FeatureStore | None,
-        stored_crops: StoredCrops | None,
-        seed: int,
-        epoch: int,
-    ) -> None:
-        self.captions: list[str] = []
-        """Of the rows so far."""
-        self.shown: list[int] = []
-        """The rows so far that have an image."""
-        self.encoded: list[tuple[int, EncodedJpeg]] = []
-        """Of these, by number, the ones that a GPU is to decode."""
-        self.features = np.zeros((count, store.file.value_bytes), dtype=np.uint8) if store else None
-        self._source = source
-        self._decoder = decoder
-        self._store = store
-        self._stored_crops, self._seed, self._epoch = stored_crops, seed, epoch
-        self.image_bHWC = torch.empty((count, decoder.size, decoder.size, 3), dtype=torch.uint8)
+    def __post_init__(self) -> None:
+        store, size, seed = self.store, self.dataset.decoder.size, self.dataset.order.seed
+        self.features = np.zeros((self.count, store.file.value_bytes), dtype=np.uint8) if store else None
+        self.image_bHWC = torch.empty((self.count, size, size, 3), dtype=torch.uint8)
         """Its first `len(shown) - len(encoded)` rows are images."""
-        self._crops, self._choices = (key(seed, purpose, epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
+        self._crops, self._choices = (key(seed, purpose, self.epoch) for purpose in (Purpose.CROP, Purpose.CAPTION))
 
     def add(self, sample: StreamSample, *, number: int) -> None:
         """Decode a sample as the next row.
@@ -115,70 +101,58 @@ class DecodedRows:
         Raises:
             CorruptSample: It cannot be used; no row is added.
         """
-        record = sample.record
-        if record.problem or sample.shard in self._source.altered:
+        record, decoder, crops = sample.record, self.dataset.decoder, self.dataset.stored_crops
+        if record.problem or sample.shard in self.source.altered:
             raise CorruptSample(record.problem or ALTERED)
         if record.image is None:
             raise CorruptSample("image is missing")
-        text = self._source.caption(sample.shard).read(record, state=draw(self._choices, number))
-        stored = self._store.read(sample.id) if self._store else None
+        text = self.source.caption(sample.shard).read(record, state=draw(self._choices, number))
+        stored = self.store.read(sample.id) if self.store else None
         if stored is not None and self.features is not None:
             self.features[len(self.captions)] = np.frombuffer(stored, dtype=np.uint8)
         else:
-            if (crops := self._stored_crops) is None:
+            if crops is None:
                 state = draw(self._crops, number)
             else:
-                state = crops.state(sample.id, crops.shown(sample.id, seed=self._seed, epoch=self._epoch))
-            if self._decoder.gpu and (encoded := self._decoder.for_gpu(record.image, state=state)):
+                seed = self.dataset.order.seed
+                state = crops.state(sample.id, crops.shown(sample.id, seed=seed, epoch=self.epoch))
+            if decoder.gpu and (encoded := decoder.for_gpu(record.image, state=state)):
                 self.encoded.append((len(self.shown), encoded))
             else:
-                pixels = self._decoder(record.image, state=state)
+                pixels = decoder(record.image, state=state)
                 self.image_bHWC[len(self.shown) - len(self.encoded)] = pixels.permute(1, 2, 0)
             self.shown.append(len(self.captions))
         self.captions.append(text)
 
 
+@dataclass(kw_only=True)
 class StreamFiller:
-    """Decoded rows of one stream in one epoch.
+    """Decoded rows of one stream in one epoch."""
 
-    Args:
-        order: The run's order.
-        source: Reads the epoch's samples.
-        epoch: Number of the epoch.
-        stream: Number of the stream.
-        batch: The first batch whose rows are filled.
-        on_sample: Called with the id of each sample before it is read.
-    """
+    order: Order
+    source: SequentialReader
+    epoch: int
+    stream: int
+    batch: int
+    """The first batch whose rows are filled."""
+    on_sample: Callable[[int], None]
+    """Called with the id of each sample before it is read."""
 
-    def __init__(
-        self,
-        order: Order,
-        *,
-        source: SequentialReader,
-        epoch: int,
-        stream: int,
-        batch: int,
-        on_sample: Callable[[int], None],
-    ) -> None:
-        self.stream = stream
-        self._order = order
-        self._source = source
-        self._epoch = epoch
-        self._on_sample = on_sample
-        self._rows = order.layout.rows
-        self._first_row = stream * order.layout.stream_length
+    def __post_init__(self) -> None:
+        self._first_row = self.stream * self.order.layout.stream_length
         """The number in the epoch of the row at turn 0."""
-        self._reader = self._open(stream, turn=batch * self._rows)
+        self._reader = self._open(self.stream, turn=self.batch * self.order.layout.rows)
 
     def fill(self, batch: int, rows: DecodedRows, *, corrupt: Counter[tuple[str, str]]) -> list[int]:
         """Decode this stream's rows of a batch, in order, and return their sample ids."""
-        first, ids = batch * self._rows, []
-        for turn, sample in enumerate(self._reader.take(first, first + self._rows), first):
+        first, last = batch * self.order.layout.rows, (batch + 1) * self.order.layout.rows
+        ids = []
+        for turn, sample in enumerate(self._reader.take(first, last), first):
             try:
                 rows.add(sample, number=self._first_row + turn)
                 ids.append(sample.id)
             except CorruptSample as error:
-                corrupt[(str(error), self._source.manifest.shards[sample.shard].name)] += 1
+                corrupt[(str(error), self.source.manifest.shards[sample.shard].name)] += 1
                 ids.append(self._substitute(turn, rows, first=error))
         return ids
 
@@ -190,23 +164,21 @@ class StreamFiller:
         reasons = Counter([str(first)])
         for stream, other in self._candidates(turn):
             own = stream == self.stream
-            reader = self._reader if own else self._open(stream, turn=self._order.layout.stream_length)
+            reader = self._reader if own else self._open(stream, turn=self.order.layout.stream_length)
             sample = reader.peek(other)
             try:
                 rows.add(sample, number=self._first_row + turn)
                 return sample.id
             except CorruptSample as error:
                 reasons[str(error)] += 1
+        lost = [self.source.manifest.shards[number].name for number in list(self.source.lost)[:10]]
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
         raise UserError(
-            f"Epoch {self._epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} "
+            f"Epoch {self.epoch}, stream {self.stream}: no readable sample was found in {reasons.total() - 1} "
             f"attempts to replace a corrupt one, so most of the data cannot be used: {why}. Shards lost so far: "
-            f"{self._lost_shards() or 'none'}. `neuclip verify` finds damaged shards, `neuclip manifest` counts "
+            f"{', '.join(lost) or 'none'}. `neuclip verify` finds damaged shards, `neuclip manifest` counts "
             "samples without an image or a caption."
         )
-
-    def _lost_shards(self) -> str:
-        return ", ".join(self._source.manifest.shards[number].name for number in list(self._source.lost)[:10])
 
     def _candidates(self, turn: int) -> Iterator[tuple[int, int]]:
         """`(stream, turn)` of samples that may replace a corrupt one; never one of the same global batch.
@@ -215,10 +187,10 @@ class StreamFiller:
         get the same sample: a later batch that is in the buffer or near it or, at the end of an epoch, any batch. If
         none of these can be read, any turn of any stream is tried.
         """
-        layout, b = self._order.layout, self._rows
+        layout, b = self.order.layout, self.order.layout.rows
         batch, row = divmod(turn, b)
-        state = key(self._order.seed, Purpose.REFILL, self._epoch, self.stream, turn)
-        near, after = max(1, self._order.shuffle_buffer // b), layout.steps - 1 - batch
+        state = key(self.order.seed, Purpose.REFILL, self.epoch, self.stream, turn)
+        near, after = max(1, self.order.shuffle_buffer // b), layout.steps - 1 - batch
         for attempt in range(OWN_STREAM_ATTEMPTS if layout.steps > 1 else 0):
             window = min(near << attempt, after) or layout.steps - 1
             other = (batch + 1 + draw(state, attempt) % window) % layout.steps
@@ -230,9 +202,9 @@ class StreamFiller:
                 yield stream, other
 
     def _open(self, stream: int, *, turn: int) -> StreamReader:
-        order = self._order.stream(epoch=self._epoch, stream=stream)
+        order = self.order.stream(epoch=self.epoch, stream=stream)
         first = stream * order.length
-        return StreamReader(self._source, order=order, first=first, turn=turn, on_sample=self._on_sample)
+        return StreamReader(self.source, order=order, first=first, turn=turn, on_sample=self.on_sample)
 
 
 @dataclass(frozen=True)
@@ -288,7 +260,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
                 altered_shards=self.altered_shards,
             )
             fillers = [
-                StreamFiller(self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=note)
+                StreamFiller(order=self.order, source=source, epoch=epoch, stream=c, batch=first, on_sample=note)
                 for c in streams
             ]
             for batch in range(first, self.order.layout.steps):
@@ -306,16 +278,8 @@ class StreamDataset(IterableDataset[Part | Failure]):
         epoch: int,
         batch: int,
     ) -> Part:
-        count, seed = self.order.layout.rows * len(fillers), self.order.seed
-        rows = DecodedRows(
-            count,
-            source=source,
-            decoder=self.decoder,
-            store=store,
-            stored_crops=self.stored_crops,
-            seed=seed,
-            epoch=epoch,
-        )
+        count = self.order.layout.rows * len(fillers)
+        rows = DecodedRows(count=count, dataset=self, source=source, store=store, epoch=epoch)
         corrupt: Counter[tuple[str, str]] = Counter()
         sample_id = np.array([i for filler in fillers for i in filler.fill(batch, rows, corrupt=corrupt)], np.int64)
         decoded = len(rows.shown) - len(rows.encoded)

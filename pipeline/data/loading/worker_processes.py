@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,36 +113,28 @@ class NoBatch(Exception):
     """The run is to stop, and no batch has come."""
 
 
+@dataclass
 class StallWatch:
     """Watches each wait for a batch: a wait that takes too long ends this process with exit code 76.
 
     A thread watches, because the wait may be in the kernel: torch's own limit does not cover the connection over which
     a worker hands out an image tensor, and a stopped worker does not answer there.
-
-    Args:
-        seconds: Limit of one wait.
-        describe: Returns what is printed, and kills what would outlive this process.
-        stopped: Whether the run is to stop. It is asked in the thread.
-        give_up: Called once in the thread when the run is to stop and a wait goes on: it lets the wait fail. If it goes
-            on all the same, the process ends with exit code 75.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        describe: Callable[[], str],
-        *,
-        stopped: Callable[[], bool] = lambda: False,
-        give_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._seconds = seconds
-        self._describe = describe
-        self._stopped = stopped
-        self._give_up = give_up
-        self.given_up = False
-        """`give_up` was called: no batch will come any more."""
-        self._since: float | None = None
-        self._thread: threading.Thread | None = None
+    seconds: float
+    """Limit of one wait."""
+    describe: Callable[[], str]
+    """Returns what is printed, and kills what would outlive this process."""
+    _: KW_ONLY
+    stopped: Callable[[], bool] = lambda: False
+    """Whether the run is to stop. It is asked in the thread."""
+    give_up: Callable[[], None] = lambda: None
+    """Called once in the thread when the run is to stop and a wait goes on: it lets the wait fail. If it goes on all
+    the same, the process ends with exit code 75."""
+    given_up: bool = False
+    """`give_up` was called: no batch will come any more."""
+    _since: float | None = None
+    _thread: threading.Thread | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -158,15 +151,15 @@ class StallWatch:
     def _watch(self) -> None:
         given_up = 0.0
         while True:
-            time.sleep(min(1.0, self._seconds / 10))
+            time.sleep(min(1.0, self.seconds / 10))
             since, now = self._since, time.monotonic()
             if since is None:
                 continue
-            if now - since > self._seconds:
-                _leave(EXIT_STALLED, self._describe())
-            if not self.given_up and now - since > PATIENCE_SECONDS and self._stopped():
+            if now - since > self.seconds:
+                _leave(EXIT_STALLED, self.describe())
+            if not self.given_up and now - since > PATIENCE_SECONDS and self.stopped():
                 self.given_up, given_up = True, now
-                self._give_up()
+                self.give_up()
             if self.given_up and now - given_up > LEAVE_SECONDS:
                 _leave(EXIT_PREEMPTED, STOPPED)
 

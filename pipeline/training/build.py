@@ -200,7 +200,7 @@ def build_trainer(
         take_step=take_step,
         telemetry=telemetry,
         observer=Observer(
-            folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
+            run=folder, config=run.telemetry, telemetry=telemetry, world=world, tokenizer=architecture.tokenize
         ),
         meter=meter,
         utilization=Utilization(
@@ -243,7 +243,7 @@ def _validation(state: RunState, *, telemetry: Telemetry) -> Validation | None:
     return Validation(
         config,
         pairs=HeldOutPairs(config, state.run.data, state.world),
-        tau=math.exp(-state.objective.logit_parameters()[0]),
+        tau=config.tau or math.exp(-state.objective.logit_parameters()[0]),
         history=state.validation,
         report=telemetry.event,
     )

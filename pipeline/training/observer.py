@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +63,21 @@ def scalars_of(
     }
 
 
+@dataclass(kw_only=True)
 class Observer:
     """Reports pictures and distributions of a step when they are due, and profiles the configured steps."""
 
-    def __init__(
-        self, run: Path, *, config: TelemetryConfig, telemetry: Telemetry, world: World, tokenizer: Any
-    ) -> None:
-        self._config = config
-        self._telemetry = telemetry
-        self._tokenizer = tokenizer
-        self._world = world
-        self.profiler: StepProfiler | None = None
-        """Profiles the configured steps; None on other ranks, and without any."""
-        if config.profile is not None and world.is_main:
-            self.profiler = StepProfiler(run / "profile", config.profile, telemetry)
+    run: Path
+    config: TelemetryConfig
+    telemetry: Telemetry
+    world: World
+    tokenizer: Any
+    profiler: StepProfiler | None = field(default=None, init=False)
+    """Profiles the configured steps; None on other ranks, and without any."""
+
+    def __post_init__(self) -> None:
+        if self.config.profile is not None and self.world.is_main:
+            self.profiler = StepProfiler(self.run / "profile", self.config.profile, self.telemetry)
 
     def after(
         self,
@@ -97,9 +99,9 @@ class Observer:
         """
         if self.profiler is not None:
             self.profiler.after(step)
-        if not self._world.is_main:
+        if not self.world.is_main:
             return
-        every, pictures = self._config.histograms_every, self._config.images_every
+        every, pictures = self.config.histograms_every, self.config.images_every
         if every and step % every == 0:
             output = result.output
             norms = {
@@ -107,11 +109,11 @@ class Observer:
                 "gradient_of_text_feature": output.grad_text.norm(dim=1),
             }
             found = {**output.distributions, **state_distributions(), **norms}
-            self._telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
+            self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
         if pictures and step % pictures == 0 and len(image):
-            rows = slice(0, self._config.images)
-            captions = captions_of(text[rows].cpu(), self._tokenizer)
-            self._telemetry.pictures(step=step, grid=captioned_grid(image[rows].cpu(), captions), captions=captions)
+            rows = slice(0, self.config.images)
+            captions = captions_of(text[rows].cpu(), self.tokenizer)
+            self.telemetry.pictures(step=step, grid=captioned_grid(image[rows].cpu(), captions), captions=captions)
 
 
 class StepProfiler:

@@ -16,7 +16,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -131,48 +131,36 @@ OnGradients = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], int], None
 """Takes the inputs of a step, its feature gradients, and its number."""
 
 
+@dataclass
 class TrainStep:
     """Takes steps on tensors. Dropout and patch dropout draw from a stream named by (seed, step, rank, micro-batch).
 
     A step that must not be taken, because its loss or feature gradients are not finite or a rank has no batch, is
     queued like any other, so that the host need not wait for them: its feature gradients become NaN, and the engine
     skips it.
-
-    Args:
-        engine: Runs the towers.
-        objective: Gives loss and feature gradients.
-        world: The ranks.
-        seed: Names the random streams.
-        chunks: The rows of each micro-batch, from `micro_batches`.
-        on_gradients: Called between backward and update; may be set to None at any time.
-        pack_texts: Pack texts whose lengths are given, instead of padding them.
-        rehearsed_width: Before the step that follows the first one applied, compute one with texts of this width, and
-            skip it: its memory is needed sooner or later. None: do not.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        objective: Objective,
-        *,
-        world: World,
-        seed: int,
-        chunks: Sequence[slice],
-        on_gradients: OnGradients | None = None,
-        pack_texts: bool = False,
-        rehearsed_width: int | None = None,
-    ) -> None:
-        self.engine = engine
-        self.objective = objective
-        self.world = world
-        self.seed = seed
-        self.chunks = chunks
-        self.on_gradients = on_gradients
-        self.pack_texts = pack_texts
+    engine: Engine
+    objective: Objective
+    _: KW_ONLY
+    world: World
+    seed: int
+    """Names the random streams."""
+    chunks: Sequence[slice]
+    """The rows of each micro-batch, from `micro_batches`."""
+    on_gradients: OnGradients | None = None
+    """Called between backward and update; may be set to None at any time."""
+    pack_texts: bool = False
+    """Pack texts whose lengths are given, instead of padding them."""
+    rehearsed_width: int | None = None
+    """Before the step that follows the first one applied, compute one with texts of this width, and skip it: its memory
+    is needed sooner or later. None: do not, or no more."""
+
+    def __post_init__(self) -> None:
         self.cached = len(self.chunks) > 1
-        self.phases = world.phases or Phases(world.device)
-        self._batch_norms = batch_norms_of(engine.module)
-        self._to_rehearse, self._applied = rehearsed_width, False
+        self.phases = self.world.phases or Phases(self.world.device)
+        self._batch_norms = batch_norms_of(self.engine.module)
+        self._applied = False
 
     def __call__(
         self,
@@ -200,8 +188,8 @@ class TrainStep:
             teacher: Features of teachers of these samples, with `objective.distill`.
             rehearsal: Compute everything, and change nothing that lasts.
         """
-        if self._applied and self._to_rehearse is not None and text_lengths is not None:
-            widest, self._to_rehearse = torch.full_like(text_lengths, self._to_rehearse), None
+        if self._applied and self.rehearsed_width is not None and text_lengths is not None:
+            widest, self.rehearsed_width = torch.full_like(text_lengths, self.rehearsed_width), None
             facts: dict[str, Any] = {"sample_ids": sample_ids, "step": step, "lr_scale": lr_scale, "teacher": teacher}
             self(inputs, **facts, text_lengths=widest, rehearsal=True)
         image, text = inputs

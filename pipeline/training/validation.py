@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -204,29 +204,20 @@ def _block(queries: Tensor, candidates: Tensor, start: int, *, tau: float) -> tu
     return float(loss), int((logits.argmax(1) == target).sum())
 
 
+@dataclass
 class Validation:
-    """Validates a run's current weights.
+    """Validates a run's current weights."""
 
-    Args:
-        config: The validation section.
-        pairs: The held-out pairs.
-        tau: Temperature of the loss.
-        history: The best validation so far, which is updated.
-        report: Called with messages, on rank 0.
-    """
-
-    def __init__(
-        self,
-        config: ValidationConfig,
-        *,
-        pairs: HeldOutPairs,
-        tau: float,
-        history: ValidationHistory,
-        report: Callable[..., None],
-    ) -> None:
-        self.config, self.history = config, history
-        self._pairs, self._tau, self._report = pairs, config.tau or tau, report
-        self._reported = False
+    config: ValidationConfig
+    _: KW_ONLY
+    pairs: HeldOutPairs
+    tau: float
+    """Temperature of the loss."""
+    history: ValidationHistory
+    """The best validation so far, which is updated."""
+    report: Callable[..., None]
+    """Called with messages, on rank 0."""
+    _reported: bool = False
 
     def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], bool]:
         """Scores of a model, and whether its loss is the lowest so far. Collective; the same on all ranks.
@@ -238,9 +229,9 @@ class Validation:
         Raises:
             UserError: Fewer than two pairs can be used.
         """
-        image, text = self._pairs.features(model)
+        image, text = self.pairs.features(model)
         self._report_dropped(len(image))
-        scores = validation_scores(image, text, tau=self._tau, world=self._pairs.world)
+        scores = validation_scores(image, text, tau=self.tau, world=self.pairs.world)
         best = self.history.add(scores["loss"], step=step, min_delta=self.config.min_delta)
         return scores, best
 
@@ -271,11 +262,11 @@ class Validation:
         if self._reported:
             return
         self._reported = True
-        dropped = self._pairs.all_dropped()
+        dropped = self.pairs.all_dropped()
         reasons = "".join(f", {count:,} dropped: {reason}" for reason, count in dropped.most_common())
         if used < 2:
             raise UserError(
                 f"validation.sources have {used} usable pairs{reasons}. A contrastive loss needs two: name other "
                 "shards, or validation.sources=[] for no validation."
             )
-        self._report(f"Validation: {used:,} held-out pairs at temperature {self._tau:.4g}{reasons}.")
+        self.report(f"Validation: {used:,} held-out pairs at temperature {self.tau:.4g}{reasons}.")

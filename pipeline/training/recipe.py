@@ -205,8 +205,7 @@ def check_run(run: RunConfig, *, world_size: int) -> None:
         raise UserError(f"checkpoint.fallback = {run.checkpoint.fallback!r} is a file: give a folder.")
     if run.total_steps < 1:
         raise UserError(f"samples = {run.samples} is less than one batch of batch_size = {run.batch_size}.")
-    check_ranks(run, world_size=world_size)
-    check_micro_batch(global_batch=run.batch_size, world_size=world_size, micro_batch=run.engine.micro_batch)
+    _check_ranks(run, world_size=world_size)
     facts = ENGINES[run.engine.name].facts(
         run.engine, optimizer=run.optimizer, global_batch=run.batch_size, world_size=world_size
     )
@@ -277,40 +276,25 @@ def check_captions_of(run: RunConfig) -> None:
         check_captions(replace(run.data, sources=sources))
 
 
-def check_ranks(run: RunConfig, *, world_size: int) -> None:
-    """Check that the ranks divide streams and batch.
+def _check_ranks(run: RunConfig, *, world_size: int) -> None:
+    """Check that the ranks divide streams and batch, and micro-batches the local batch.
 
     Raises:
         UserError: They do not, with a batch size and a number of streams that would fit.
     """
-    batch, streams = run.batch_size, run.data.streams
-    if not batch % world_size and not streams % world_size:
-        return
-    fitting = max(1, round(streams / world_size)) * world_size
-    unit = math.lcm(fitting, world_size * (run.engine.micro_batch or 1))
-    nearest = max(1, round(batch / unit)) * unit
-    raise UserError(
-        f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
-        f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or another "
-        "number of ranks."
-    )
-
-
-def check_micro_batch(*, global_batch: int, world_size: int, micro_batch: int | None) -> int:
-    """The local batch.
-
-    Raises:
-        UserError: The global batch is not divisible by the ranks, or the local batch not by the micro-batch.
-    """
-    if global_batch % world_size:
+    batch, streams, micro_batch = run.batch_size, run.data.streams, run.engine.micro_batch
+    if batch % world_size or streams % world_size:
+        fitting = max(1, round(streams / world_size)) * world_size
+        unit = math.lcm(fitting, world_size * (micro_batch or 1))
+        nearest = max(1, round(batch / unit)) * unit
         raise UserError(
-            f"batch_size = {global_batch} is not divisible by the {world_size} ranks of this run: use a multiple of "
-            f"{world_size}, for example {max(1, round(global_batch / world_size)) * world_size}."
+            f"batch_size = {batch} and data.streams = {streams} do not fit {world_size} ranks, which must divide both; "
+            f"the streams must divide the batch. Use batch_size={nearest} data.streams={fitting}, for example, or "
+            "another number of ranks."
         )
-    local = global_batch // world_size
+    local = batch // world_size
     if micro_batch is not None and local % min(micro_batch, local):
         raise UserError(
             f"engine.micro_batch = {micro_batch} does not divide the local batch {local} "
-            f"(batch_size {global_batch} on {world_size} ranks)."
+            f"(batch_size {batch} on {world_size} ranks)."
         )
-    return local

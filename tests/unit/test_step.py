@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives import build_objective
-from pipeline.training.recipe import check_micro_batch
+from pipeline.training.recipe import parse_recipe
 from pipeline.training.step import StepResult, TrainStep, micro_batches, seeded
 
 BATCH, IDS = 8, torch.arange(8)
@@ -212,7 +212,9 @@ def test_the_schedule_applies_to_the_temperature(lr_scale: float, moves: bool) -
 
 
 def test_micro_batches_divide_the_local_batch() -> None:
-    assert check_micro_batch(global_batch=16, world_size=2, micro_batch=4) == 8
-    assert check_micro_batch(global_batch=8, world_size=2, micro_batch=16) == 4  # the whole local batch
+    schedule, data = {"warmup_steps": 0}, {"sources": "shards", "streams": 8}
+    settings = {"output": "run", "samples": 8, "batch_size": 8, "data": data, "schedule": schedule}
+    parse_recipe({**settings, "engine": {"micro_batch": 4}})
+    parse_recipe({**settings, "engine": {"micro_batch": 16}})  # the whole local batch
     with pytest.raises(UserError, match="micro_batch = 3 does not divide the local batch 8"):
-        check_micro_batch(global_batch=16, world_size=2, micro_batch=3)
+        parse_recipe({**settings, "engine": {"micro_batch": 3}})

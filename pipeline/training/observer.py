@@ -44,6 +44,7 @@ def scalars_of(
     norm = state.engine.gradient_norm()
     scale = lr_scale(run.schedule, step=state.step - 1, total_steps=run.total_steps)
     rates = meter.read()
+    tokens = torch.tensor([result.text_tokens], dtype=torch.float64, device=state.world.device)
     return {
         "samples": state.step * run.batch_size,
         **({"samples_not_selected": state.not_selected} if state.not_selected else {}),
@@ -55,7 +56,7 @@ def scalars_of(
         **({} if norm is None else {"gradient_norm": norm}),
         **state.skipped.scalars(),
         **state.objective.counters(),
-        "text_tokens": mean_of_ranks(state.world, result.text_tokens),
+        "text_tokens": float(state.world.all_gather(tokens).mean()),
         "corrupt_samples": state.loader.replaced(position),
         **rates,
         **slowest_rank(state.world, rates, batch_size=run.batch_size),
@@ -194,11 +195,6 @@ def _wrap(text: str, width: float, length: Callable[[str], float]) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def mean_of_ranks(world: World, own: float) -> float:
-    """The mean of a number over the ranks. Collective."""
-    return float(world.all_gather(torch.tensor([own], dtype=torch.float64, device=world.device)).mean())
 
 
 def slowest_rank(world: World, rates: Mapping[str, float], *, batch_size: int) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +24,6 @@ from pipeline.training.run_state import RunState
 from pipeline.training.validation import Validation, ValidationHistory
 
 
-@dataclass(frozen=True)
-class PeriodicScores:
-    """What an evaluation found."""
-
-    scores: Mapping[str, float]
-    """By task, and by aggregate if all of its tasks were evaluated."""
-    failures: Mapping[str, str]
-    """Reasons, by task."""
-
-
 class PeriodicEvaluation:
     """Evaluates a run's current weights.
 
@@ -54,7 +43,7 @@ class PeriodicEvaluation:
         self._settings = EvaluationConfig(workers=config.workers, cache=config.cache)
         self._failed: dict[str, list[int]] = {}
 
-    def __call__(self, model: EvaluationModel, *, step: int) -> PeriodicScores:
+    def __call__(self, model: EvaluationModel, *, step: int) -> tuple[dict[str, float], dict[str, str]]:
         """Evaluate. Collective.
 
         The results are stored as those of the step's checkpoint, so that `neuclip evaluate` reuses them if it evaluates
@@ -63,6 +52,9 @@ class PeriodicEvaluation:
         Args:
             model: The weights of this step, on this rank's device.
             step: Number of steps that they have taken.
+
+        Returns:
+            Scores by task, and by aggregate if all of its tasks were evaluated; reasons of failures by task.
         """
         folder = self._run / "evaluation" / name_of(step)
         processes = (PatientRanks(self._world), self._world.device)
@@ -78,7 +70,7 @@ class PeriodicEvaluation:
         scores = {task: result.score for task, result in results.items()}
         means = {name: value.score for name, value in aggregate(results).items()}
         complete = {name: mean for name, mean in means.items() if mean is not None}
-        return PeriodicScores({**scores, **complete}, failures)
+        return {**scores, **complete}, failures
 
     def unscored(self) -> str:
         """One sentence on the tasks that failed since this process started; empty when none did."""
@@ -166,13 +158,13 @@ class PeriodicTests:
         step, run = self.state.step, self.state.run
         due = evaluation_is_due(run, step=step, ended=self.ended_run) and not (stop and step < run.total_steps)
         if self.evaluation is not None and due:
-            found = self.evaluation(self._copy("evaluation"), step=step)
-            self.telemetry.evaluation(step=step, scores=found.scores)
-            if found.failures:
+            scores, failures = self.evaluation(self._copy("evaluation"), step=step)
+            self.telemetry.evaluation(step=step, scores=scores)
+            if failures:
                 self.telemetry.warning(
-                    f"Evaluation at step {step}: {len(found.failures)} tasks failed. {brief(found.failures)}",
+                    f"Evaluation at step {step}: {len(failures)} tasks failed. {brief(failures)}",
                     step=step,
-                    failures=dict(found.failures),
+                    failures=failures,
                 )
         self._model = None
 

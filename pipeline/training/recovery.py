@@ -57,7 +57,7 @@ def roll_back(
             return agreed_checkpoint(Path(run.output), "latest", world=world, on_event=report, not_after=not_after)
         return None
 
-    found = skipped.choose(newest, step=here, step_of=lambda checkpoint: checkpoint.step)
+    found = skipped.choose(newest, step=here)
     if found is None:
         raise UserError(
             f"{count} steps in a row were skipped, and there is no checkpoint from before step {here - count}, the "

@@ -27,6 +27,7 @@ from pipeline.checkpoint.mirror import check_in_time, fetch_newest, refuse_taken
 from pipeline.checkpoint.mirror_store import MirrorStore
 from pipeline.checkpoint.reader import Checkpoint, agreed_checkpoint
 from pipeline.config import Tree, dump, flatten, to_tree
+from pipeline.data.loading.position import differences
 from pipeline.distributed.exit_record import FOLDER_NAME as HEARTBEATS
 from pipeline.distributed.exit_record import reserve_space, start_recording, stop_recording
 from pipeline.distributed.world import World
@@ -329,8 +330,7 @@ def check_features(checkpoint: Checkpoint, features: Mapping[str, Mapping[str, A
     """
     for setting, now in features.items():
         before = checkpoint.meta.get("features", {}).get(setting, now)
-        if changed := [f"{key} was {before.get(key)}, now {value}" for key, value in now.items()
-                       if before.get(key) != value]:  # fmt: skip
+        if changed := differences(before, now):
             raise UserError(
                 f"The run of {checkpoint.path.name} has used other features than {setting} names: "
                 f"{'; '.join(changed)}. {_with_weights_of(checkpoint)}"

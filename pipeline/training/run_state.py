@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from pipeline.versions import versions
 
 FINITE_STEPS = 3
 """Applied steps after a checkpoint that show that its weights were not ruined already."""
-T = TypeVar("T")
 
 
 @dataclass
@@ -59,17 +58,16 @@ class SkippedSteps:
         """After `step` steps, checkpoints of this step and of earlier ones are good."""
         return step - self.in_a_row - FINITE_STEPS
 
-    def choose(self, newest: Callable[[int], T | None], *, step: int, step_of: Callable[[T], int]) -> T | None:
+    def choose(self, newest: Callable[[int], Checkpoint | None], *, step: int) -> Checkpoint | None:
         """The checkpoint to roll back to; None if there is none from before the skipped steps.
 
         Args:
             newest: Returns the newest checkpoint up to a step.
             step: Steps taken, the skipped ones included.
-            step_of: Returns a checkpoint's step.
         """
         found = newest(self.last_good(step)) or newest(step - self.in_a_row)
-        if found is not None and step_of(found) == self.rolled_back_to:
-            return newest(step_of(found) - 1) or found
+        if found is not None and found.step == self.rolled_back_to:
+            return newest(found.step - 1) or found
         return found
 
     def roll_back(self, to: int) -> None:

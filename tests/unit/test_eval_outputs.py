@@ -228,10 +228,10 @@ def test_training_survives_an_evaluation_that_cannot_be_written(
 ) -> None:
     monkeypatch.setattr("pipeline.evaluation.run.summary.write_text", full_disk)
     periodic = PeriodicEvaluation(InTrainingConfig(suite=str(suite), workers=0), run=tmp_path, world=World())
-    found = periodic(model, step=3)
-    assert not found.scores
-    assert set(found.failures) == set(open_suite(suite).keys)
-    assert "No space left" in next(iter(found.failures.values()))
+    scores, failures = periodic(model, step=3)
+    assert not scores
+    assert set(failures) == set(open_suite(suite).keys)
+    assert "No space left" in next(iter(failures.values()))
     assert "(step 3)" in periodic.unscored()
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.objectives import ObjectiveOutput
 from pipeline.objectives.openclip import OpenClip
 from pipeline.training.run_state import SkippedSteps
@@ -128,7 +129,9 @@ def test_the_chosen_checkpoint(
 ) -> None:
     skipped = SkippedSteps(in_a_row=in_a_row, rolled_back_to=before)
 
-    def newest(not_after: int) -> int | None:
-        return max((s for s in saved if s <= not_after), default=None)
+    def newest(not_after: int) -> Checkpoint | None:
+        fitting = [Checkpoint(Path(), {"step": s}) for s in saved if s <= not_after]
+        return fitting[-1] if fitting else None
 
-    assert skipped.choose(newest, step=step, step_of=lambda s: s) == expected
+    found = skipped.choose(newest, step=step)
+    assert (found and found.step) == expected

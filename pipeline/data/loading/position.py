@@ -192,7 +192,7 @@ def restore_position(state: Mapping[str, Any], dataset: StreamDataset, *, world:
     )
     check_place(state, dataset.order)
     before = {**_UNRECORDED, **state["pixels"]}
-    if world.is_main and (changed := _differences(before, _sample_identity(dataset))):
+    if world.is_main and (changed := differences(before, _sample_identity(dataset))):
         log.warning("Samples are decoded differently than before the checkpoint: %s.", "; ".join(changed))
     return position
 
@@ -209,7 +209,7 @@ def check_place(state: Mapping[str, Any], order: Order) -> Position:
     Raises:
         UserError: `order` differs from that of the state.
     """
-    if changed := _differences({"data.order": CANONICAL, **state["order"]}, order.identity):
+    if changed := differences({"data.order": CANONICAL, **state["order"]}, order.identity):
         raise UserError(
             f"The checkpoint's data order cannot be continued: {'; '.join(changed)}. Restore these settings, or start "
             "a new run."
@@ -279,5 +279,6 @@ def pixel_identity(decoder: ImageDecoder) -> dict[str, Any]:
     }
 
 
-def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """What has changed since a checkpoint, in words."""
     return [f"{name} was {saved.get(name)}, now {value}" for name, value in own.items() if saved.get(name) != value]

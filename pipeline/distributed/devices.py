@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.cores import cores_of_rank, cpu_quota
 from pipeline.errors import UserError, in_a_line
@@ -101,6 +102,11 @@ def choose_device(name: str, *, local_rank: int, ranks: int) -> torch.device:
             "doctor` on this node: end the program that holds the GPU, or leave the node out."
         ) from error
     return torch.device("cuda", index)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. Through page-locked memory: for other memory the host may wait for the GPU."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def driver_sign() -> str:

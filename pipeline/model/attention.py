@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.distributed.devices import to_device
+
 GROUPS = 4
 
 
@@ -186,11 +188,6 @@ def causal_text_transformer(clip: nn.Module) -> nn.Module | None:
     if isinstance(text, TextTransformer) and text.cls_emb is not None:  # CoCa also masks its class token
         return None
     return text.transformer if type(text.transformer) is Transformer else None
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device. Through page-locked memory: for other memory the host may wait for the GPU."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _can_pack(attention: object) -> TypeGuard[nn.MultiheadAttention]:

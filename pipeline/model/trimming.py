@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.distributed.devices import to_device
 from pipeline.errors import UserError
 from pipeline.model.attention import (
     CausalPackedAttention,
@@ -22,7 +23,6 @@ from pipeline.model.attention import (
     causal_text_transformer,
     encode_packed,
     pack,
-    to_device,
 )
 
 MULTIPLE = 8

@@ -22,6 +22,7 @@ from pipeline.data.loading.worker import Part
 from pipeline.data.shards.manifest_format import Manifest
 from pipeline.data.shards.rgb_image import rgb_image
 from pipeline.data.shards.tar_reader import CorruptSample
+from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.versions import version_of
@@ -52,8 +53,7 @@ def whole_batch(parts: Sequence[Part], image: Tensor, *, device: torch.device, m
     shape, layout = (firsts[-1], *image.shape[1:]), torch.channels_last
     whole = torch.empty(shape, dtype=torch.uint8, device=device, memory_format=layout)
     rest = torch.tensor([row for row in range(firsts[-1]) if row not in taken], dtype=torch.int64)
-    rest = rest.pin_memory() if device.type == "cuda" else rest
-    whole[rest.to(device, non_blocking=True)] = image.to(device, non_blocking=True)
+    whole[to_device(rest, device)] = image.to(device, non_blocking=True)
     at = 0
     try:
         pixels = decode_on_gpu([jpeg for _, jpeg in encoded], size=image.shape[-1], device=device)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.distributed.devices import to_device
 from pipeline.objectives.base import ObjectiveContext, Pair
 from pipeline.objectives.npn.network import BothSides, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import MAX_LOG_RATIO, Anchors
-from pipeline.objectives.pairwise import sent
 from pipeline.objectives.softmax import AnchorBatch
 
 Parameters = Mapping[str, Tensor]
@@ -47,7 +47,7 @@ def initial_parameters(context: ObjectiveContext, *, restart: int = 0) -> dict[s
     }
     for norm in ("norm1", "norm2"):
         parameters[f"{norm}.weight"], parameters[f"{norm}.bias"] = torch.ones(2, dim), torch.zeros(2, dim)
-    return {name: sent(value.to(context.dtype), context.device) for name, value in parameters.items()}
+    return {name: to_device(value.to(context.dtype), context.device) for name, value in parameters.items()}
 
 
 def forward(parameters: Parameters, features: Tensor) -> Tensor:

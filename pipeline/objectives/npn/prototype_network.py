@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipeline.distributed.devices import to_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.objectives.base import ObjectiveContext, Pair
@@ -22,7 +23,7 @@ from pipeline.objectives.npn import prototypes
 from pipeline.objectives.npn.kernels import COMPILED, FUSED, Passes, Prototypes, UnitGradient
 from pipeline.objectives.npn.network import BothSides, FeatureQueue, Npn, NpnConfig, Prediction, register_npn
 from pipeline.objectives.npn.prototypes import LEAST_TAU, Anchors, Division
-from pipeline.objectives.pairwise import Workspace, sent
+from pipeline.objectives.pairwise import Workspace
 from pipeline.objectives.softmax import AnchorBatch
 
 
@@ -218,7 +219,7 @@ class PrototypeNpn(Npn):
             return slice(None)
         generator = torch.Generator().manual_seed((self.context.seed * 0x9E3779B97F4A7C15 + batch.step) % 2**63)
         chosen = torch.randperm(batch.size, generator=generator)[: self.config.prototypes]
-        return sent(chosen, self.context.device)
+        return to_device(chosen, self.context.device)
 
 
 def _warn_of_stalling(config: NpnConfig, dim: int) -> None:

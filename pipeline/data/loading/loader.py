@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
@@ -29,7 +30,7 @@ from pipeline.data.loading.position import (
     save_position,
     with_batch_size,
 )
-from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize, joined_features
+from pipeline.data.loading.worker import Failure, Part, StreamDataset, Tokenize
 from pipeline.data.loading.worker_processes import (
     NoBatch,
     StallWatch,
@@ -330,8 +331,10 @@ class Loader:
             worker.kill()  # a stopped process ignores everything else, and would outlive this one
 
     def _stored_features(self, parts: list[Part], dtype: torch.dtype) -> StoredFeatures:
-        values, missing = joined_features(parts)
-        return StoredFeatures(self._pinned(values).view(dtype), self._pinned(missing))
+        values = [part.features for part in parts if part.features is not None]
+        firsts = itertools.accumulate((len(part.sample_id) for part in parts), initial=0)
+        missing = [part.missing + first for part, first in zip(parts, firsts, strict=False) if part.missing is not None]
+        return StoredFeatures(self._pinned(np.concatenate(values)).view(dtype), self._pinned(np.concatenate(missing)))
 
     def _pinned(self, values: np.ndarray) -> Tensor:
         """In page-locked memory if it goes to a GPU: only from there is the copy asynchronous."""

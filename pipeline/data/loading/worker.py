@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import logging
 import operator
 import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -234,20 +233,19 @@ class StreamDataset(IterableDataset[Part | Failure]):
         info = get_worker_info()  # torch has set the number of threads to one in workers
         if info is not None:
             live_with_parent()
-        index, count = (info.id, info.num_workers) if info else (0, 1)
-        s = len(self.streams)
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
         try:
-            for part in self._parts(self.streams[s * index // count : s * (index + 1) // count]):
+            for part in self._parts(worker, workers=workers):
                 if info is not None:
                     share(part.image_bHWC)
                 yield part
         except UserError as error:
             yield Failure(str(error))
 
-    def _parts(self, streams: range) -> Iterator[Part]:
-        epoch, first, info = self.epoch, self.batch, get_worker_info()
-        noted = [-1] if self.reading is None or info is None else self.reading
-        note = functools.partial(operator.setitem, noted, 0 if info is None else info.id)
+    def _parts(self, worker: int, *, workers: int) -> Iterator[Part]:
+        epoch, first, s = self.epoch, self.batch, len(self.streams)
+        streams = self.streams[s * worker // workers : s * (worker + 1) // workers]
+        note = functools.partial(operator.setitem, [-1] if self.reading is None else self.reading, worker)
         store = FeatureStore(self.features) if self.features else None
         while True:
             mixture = self.order.mixture
@@ -296,14 +294,6 @@ class StreamDataset(IterableDataset[Part | Failure]):
             missing=np.array(rows.shown, dtype=np.int64) if store else None,
             encoded=tuple(rows.encoded),
         )
-
-
-def joined_features(parts: Sequence[Part]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Stored features and missing rows of a batch, from its parts in order: [b, bytes] and [m]."""
-    values = [part.features for part in parts if part.features is not None]
-    firsts = itertools.accumulate((len(part.sample_id) for part in parts), initial=0)
-    missing = [part.missing + first for part, first in zip(parts, firsts, strict=False) if part.missing is not None]
-    return np.concatenate(values), np.concatenate(missing)
 
 
 def share(image: Tensor, *, pause: float = FULL_PAUSE_SECONDS) -> None:

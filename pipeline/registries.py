@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from pipeline.config import suggest
@@ -37,23 +38,21 @@ def load_entry_points(group: str, *, what: str) -> None:
             ) from error
 
 
+@dataclass(eq=False)
 class Registry(Generic[T]):
-    """Classes that a setting selects by name: those of a package, and those that installed packages add.
+    """Classes that a setting selects by name: those of a package, and those that installed packages add."""
 
-    Args:
-        kind: What is registered, for messages.
-        setting: The setting that selects one.
-        package: All its modules are imported before the first look-up, so that one new file there adds a class.
-        group: Entry points of installed packages (`name = "module"`), whose modules are imported then, too.
-    """
-
-    def __init__(self, kind: str, *, setting: str, package: str, group: str) -> None:
-        self.kind = kind
-        self.setting = setting
-        self.package = package
-        self.group = group
-        self.registered: dict[str, T] = {}
-        self._loaded = False
+    kind: str
+    """What is registered, for messages."""
+    _: KW_ONLY
+    setting: str
+    """The setting that selects one."""
+    package: str
+    """All its modules are imported before the first look-up, so that one new file there adds a class."""
+    group: str
+    """Entry points of installed packages (`name = "module"`), whose modules are imported then, too."""
+    registered: dict[str, T] = field(default_factory=dict)
+    _loaded: bool = False
 
     def register(self, name: str) -> Callable[[Added], Added]:
         """Class decorator: make a class selectable by a name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from pipeline.config import section
 from pipeline.data.shards.tar_reader import CaptionField
@@ -25,6 +25,9 @@ def _or_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
+_Caption = Annotated[str, AfterValidator(lambda text: str(CaptionField.parse(text)))]
+
+
 @section
 class Source:
     """One set of shards in a mixture."""
@@ -33,13 +36,8 @@ class Source:
     """A `manifest.json`, or the folder that holds it."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     """Passes over the source per epoch: 1 shows every sample once, 2 twice, 0.5 a different half in each epoch."""
-    caption: str | None = None
+    caption: _Caption | None = None
     """Where this source's captions are, as in `data.caption`; None: where `data.caption` says."""
-
-    @field_validator("caption")
-    @classmethod
-    def _readable(cls, caption: str | None) -> str | None:
-        return None if caption is None else str(CaptionField.parse(caption))
 
 
 @section
@@ -99,7 +97,7 @@ class DataConfig:
     """Batches that each worker keeps ready."""
     timeout_minutes: float = Field(default=20.0, gt=0)
     """How long to wait for a batch of a worker before the run reports what the workers are doing, and exits with 76."""
-    caption: str = "txt"
+    caption: _Caption = "txt"
     """Where captions are: a member's suffix, or `json:FIELD`. If the field holds several texts, one is drawn by hash
     each time that the sample is shown."""
     teacher_features: str | tuple[str, ...] | None = None
@@ -130,11 +128,6 @@ class DataConfig:
     URLs other than those of object stores and web servers (chains such as `simplecache::`)."""
     retries: int = Field(default=3, ge=0, le=100)
     """How often reading a shard is tried again without any progress before its remaining samples count as lost."""
-
-    @field_validator("caption")
-    @classmethod
-    def _readable(cls, caption: str) -> str:
-        return str(CaptionField.parse(caption))
 
     @field_validator("teacher_features")
     @classmethod

@@ -93,13 +93,6 @@ def record_exit(code: int, reason: str = "") -> None:
         os.replace(temporary, path)
 
 
-def read_exit(path: Path) -> ExitRecord | None:
-    """A rank's record; None when the file is missing or damaged."""
-    from pipeline.run_files import read_as  # signals are handled before libraries are imported
-
-    return read_as(ExitRecord, path)
-
-
 @contextmanager
 def fatal_errors_recorded(run: Path, *, rank: int) -> Iterator[None]:
     """Inside, a fatal signal (SIGABRT, SIGSEGV, ...) leaves the stacks of all threads in fatal-R.txt."""
@@ -129,6 +122,8 @@ def read_ends(folder: Path, *, below: int = 2**31) -> list[ExitRecord]:
         folder: RUN/heartbeats.
         below: The number of ranks, where an earlier start may have had more.
     """
+    from pipeline.run_files import read_as  # signals are handled before libraries are imported
+
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError:
@@ -137,7 +132,7 @@ def read_ends(folder: Path, *, below: int = 2**31) -> list[ExitRecord]:
     for name in names:
         kind, _, number = name.removesuffix(".json").removesuffix(".txt").partition("-")
         if kind in ("fatal", "exit") and number.isdigit() and int(number) < below:
-            record = (read_exit if kind == "exit" else _read_fatal)(folder / name)
+            record = read_as(ExitRecord, folder / name) if kind == "exit" else _read_fatal(folder / name)
             if record is not None:
                 found.setdefault(record.rank, record)
     return [found[rank] for rank in sorted(found)]

@@ -78,7 +78,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         seen[id(p)] = name
     kinds: dict[str, str] = {}
     for name, p in named:
-        hidden = config.name == "muon" and p.dim() >= 2 and p.shape[1] > 1 and in_block(name)
+        hidden = config.name == "muon" and p.dim() >= 2 and p.shape[1] > 1 and isinstance(_place(name), tuple)
         kinds[name] = "hidden" if hidden else "decay" if p.dim() >= 2 else "no_decay"
     if config.name == "muon" and "hidden" not in kinds.values():
         raise UserError(
@@ -242,16 +242,12 @@ def rate_shares(names: Iterable[str], *, decay: float) -> dict[str, float]:
     return shares
 
 
-def in_block(name: str) -> bool:
-    """Whether a parameter belongs to one of the blocks of a tower."""
-    return isinstance(_place(name), tuple)
-
-
 def _is_image(name: str) -> bool:
     return "visual" in name.split(".")[:2]  # below `clip.` where the towers' own names are used
 
 
 def _place(name: str) -> tuple[int, int] | str:
+    """The numbers of a parameter's block in its tower; "before" or "after" for one that is in none."""
     found = _BLOCK.search(name)
     if found:
         return int(found.group(1)), int(found.group(2) or 0)

@@ -120,9 +120,6 @@ class PatchDropout(nn.Module):
         patches = x[:, 1:].gather(1, order[..., None].expand(-1, -1, width))
         return torch.cat((x[:, :1], patches), dim=1)
 
-    def extra_repr(self) -> str:
-        return f"share={self.share}"
-
 
 def use_patch_dropout_on_device(clip: nn.Module) -> None:
     """Replace open_clip's patch dropout in a model by the above, in place."""

@@ -246,7 +246,8 @@ def fingerprint(tensors: Mapping[str, Tensor], *, device: torch.device) -> Tenso
     """A 64-bit hash of the tensors' bits and positions, as a 0-dim int64 on `device`, without host synchronisation."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors.values():
-        bits = tensor.detach().contiguous().view(torch.uint8 if tensor.element_size() < 4 else _integer(tensor))
+        whole_number = {4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
+        bits = tensor.detach().contiguous().view(whole_number)
         words = bits.flatten().to(device=device, dtype=torch.int64)
         places = torch.arange(1, words.numel() + 1, device=device).mul_(_ODD).bitwise_or_(1)
         total = total * _ODD + (words + places).mul_(places).sum()  # integer sums wrap: any order
@@ -292,7 +293,3 @@ class DriftGuard:
                 f"{step}, ranks {different} against rank 0). Every rank must run the same torch build on the same kind "
                 "of device with the same settings; if they do, suspect these devices. Resume from the last checkpoint."
             )
-
-
-def _integer(tensor: Tensor) -> torch.dtype:
-    return torch.int64 if tensor.element_size() == 8 else torch.int32

@@ -125,18 +125,14 @@ class DeepSpeedEngine:
 
     def step(self, *, lr_scale: float) -> bool:
         """See `Engine.step`."""
-        if self.stage == 0 and self._overflowed():  # in fp32 and under autocast, stage 0 does not check by itself
-            self._engine.zero_grad()
-            return False
+        if self.stage == 0:  # in fp32 and under autocast, stage 0 does not look for inf and NaN by itself
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+            if self.world.all_reduce((~torch.isfinite(norm)).float(), "max"):
+                self._engine.zero_grad()
+                return False
         set_lr(self._wrapped, self.optimizer_config.lr * lr_scale)
         self._engine.step()
         return bool(self._engine.was_step_applied())
-
-    def _overflowed(self) -> bool:
-        """Whether any rank's accumulated gradient holds inf or NaN (stage 0: gradients are not partitioned)."""
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return bool(self.world.all_reduce((~torch.isfinite(norm)).float(), "max"))
 
     def gradient_norm(self) -> float | None:
         """See `Engine.gradient_norm`; None at ZeRO stage 0 in fp32 and under autocast."""

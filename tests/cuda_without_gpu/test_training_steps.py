@@ -19,8 +19,8 @@ NORM = "runtime/utils:is_invalid_grad_norm"
 # Every place at which the host waits for the device in a step, in their order. A new one needs a reason; docs/costs.md
 # explains these. What stands before QUEUED delays the next batch.
 WAITS = {
-    "zero0_fp32": [QUEUED, "engine/deepspeed_engine:_overflowed"],
-    "zero0_bf16": [QUEUED, "engine/deepspeed_engine:_overflowed"],
+    "zero0_fp32": [QUEUED, "engine/deepspeed_engine:step"],
+    "zero0_bf16": [QUEUED, "engine/deepspeed_engine:step"],
     "zero1_bf16": [QUEUED, NORM],
     "zero2_bf16": [
         "zero/stage_1_and_2:independent_gradient_partition_epilogue", QUEUED, "zero/stage_1_and_2:has_overflow", NORM,

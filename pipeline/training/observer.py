@@ -78,26 +78,13 @@ class Observer:
 
     def __post_init__(self) -> None:
         if self.config.profile is not None and self.world.is_main:
-            self.profiler = StepProfiler(self.run / "profile", self.config.profile, self.telemetry)
+            self.profiler = StepProfiler(
+                folder=self.run / "profile", steps=self.config.profile, telemetry=self.telemetry
+            )
 
-    def after(
-        self,
-        step: int,
-        *,
-        result: StepResult,
-        image: Tensor,
-        text: Tensor,
-        state_distributions: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
-        """Call it when `step` steps have been taken.
-
-        Args:
-            step: Number of steps.
-            result: Of the last step.
-            image: uint8 [b, 3, H, W] of this rank; without rows there is no picture.
-            text: Tokens [b, L] of these images.
-            state_distributions: Returns the distributions of the objective's state; called when they are due.
-        """
+    def after(self, state: RunState, batch: Batch, result: StepResult) -> None:
+        """Call it when the step that gave `result` was counted in `state`."""
+        step = state.step
         if self.profiler is not None:
             self.profiler.after(step)
         if not self.world.is_main:
@@ -109,26 +96,27 @@ class Observer:
                 "gradient_of_image_feature": output.grad_image.norm(dim=1),
                 "gradient_of_text_feature": output.grad_text.norm(dim=1),
             }
-            found = {**output.distributions, **state_distributions(), **norms}
+            found = {**output.distributions, **state.objective.distributions(), **norms}
             self.telemetry.distributions(step=step, values={name: v.float().cpu() for name, v in found.items()})
-        if pictures and step % pictures == 0 and len(image):
+        if pictures and step % pictures == 0 and len(batch.image):
             rows = slice(0, self.config.images)
-            captions = captions_of(text[rows].cpu(), self.tokenizer)
-            self.telemetry.pictures(step=step, grid=captioned_grid(image[rows].cpu(), captions), captions=captions)
+            captions = captions_of(batch.shown_text[rows].cpu(), self.tokenizer)
+            grid = captioned_grid(batch.image[rows].cpu(), captions)
+            self.telemetry.pictures(step=step, grid=grid, captions=captions)
 
 
+@dataclass(kw_only=True)
 class StepProfiler:
     """Runs torch's profiler from the first to the last of `steps` (numbered from 0): a Chrome trace and a table."""
 
-    def __init__(self, folder: Path, steps: tuple[int, int], telemetry: Telemetry) -> None:
-        self._folder = folder
-        self._steps: tuple[int, int] | None = steps
-        self._telemetry = telemetry
-        self._running: torch.profiler.profile | None = None
+    folder: Path
+    steps: tuple[int, int] | None
+    telemetry: Telemetry
+    _running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         """Call it before step number `step` (from 0)."""
-        if self._steps is None or self._running is not None or not self._steps[0] <= step <= self._steps[1]:
+        if self.steps is None or self._running is not None or not self.steps[0] <= step <= self.steps[1]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -138,16 +126,16 @@ class StepProfiler:
 
     def after(self, step: int) -> None:
         """Call it when `step` steps have been taken."""
-        if self._running is None or self._steps is None or step <= self._steps[1]:
+        if self._running is None or self.steps is None or step <= self.steps[1]:
             return
-        profiler, self._running, self._steps = self._running, None, None
+        profiler, self._running, self.steps = self._running, None, None
         profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"steps-{self._first}-{step - 1}.json"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"steps-{self._first}-{step - 1}.json"
         profiler.export_chrome_trace(str(path))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         path.with_suffix(".txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=60))
-        self._telemetry.event(
+        self.telemetry.event(
             f"Profile of steps {self._first} to {step - 1}: {path} (chrome://tracing, perfetto) and .txt."
         )
 

@@ -273,13 +273,7 @@ class Trainer:
     def _record(self, batch: Batch, result: StepResult) -> None:
         """Pictures, distributions and metrics that are due after this step."""
         self.utilization.count(text_tokens=result.text_tokens, images=result.images)
-        self.observer.after(
-            self.state.step,
-            result=result,
-            image=batch.image,
-            text=batch.shown_text,
-            state_distributions=self.state.objective.distributions,
-        )
+        self.observer.after(self.state, batch, result)
         if result.stop or self.state.step == self.end or self.state.step % self.run.telemetry.every == 0:
             scalars = scalars_of(self.state, batch, result, meter=self.meter, utilization=self.utilization)
             self.telemetry.train(step=self.state.step, scalars=scalars)

@@ -296,7 +296,7 @@ class StreamDataset(IterableDataset[Part | Failure]):
         )
 
 
-def share(image: Tensor, *, pause: float = FULL_PAUSE_SECONDS) -> None:
+def share(image: Tensor) -> None:
     """Move images to shared memory, through which they reach the training process, and wait while it is full.
 
     torch would move them in a thread of its queue, which drops the batch if that fails: the training process would then
@@ -310,7 +310,7 @@ def share(image: Tensor, *, pause: float = FULL_PAUSE_SECONDS) -> None:
             if os.strerror(errno.ENOSPC) not in str(error):
                 raise
         _report_full_memory()
-        time.sleep(pause)
+        time.sleep(FULL_PAUSE_SECONDS)
 
 
 @functools.cache
